@@ -1,0 +1,205 @@
+"""The (n, k) erasure code: how parity is made of data, and data of what survives.
+
+Owns: the field GF(2^8), the generator matrix, and the weights that rebuild lost blocks. Pure algebra over small matrices;
+bulk bytes go through `ecemb.kernels`.
+
+Invariant: a stripe is `n` blocks, `block[i] = XOR_j generator[i, j] * block[j]` over the k data blocks j, bytewise in
+GF(2^8), and any k of the n blocks give the other r = n - k back. With r >= 2 a stripe is a valid zfec codeword.
+
+Knows nothing of: ranks, placement, kernels, memory. A restart must not pay for importing galois (about 2 s), so only
+`Code.generator()` with r >= 2 and k >= 2 imports it; decoding works from the generator that was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecemb.errors import CodeError
+
+POLYNOMIAL: Final = 0x11D
+"""x^8 + x^4 + x^3 + x^2 + 1, the field polynomial of zfec, ISA-L and RAID 6; 2 (that is, x) generates the field."""
+
+MAX_BLOCKS: Final = 256
+"""A Vandermonde matrix over GF(2^8) has one row for each of the 256 elements of the field, and no more."""
+
+
+def _exponentials() -> NDArray[np.uint8]:
+    """Returns 2^i for i in [0, 510): two periods, so that the sum of two logarithms needs no modulus."""
+    powers = np.empty(510, np.uint8)
+    value = 1
+    for i in range(255):
+        powers[i] = powers[i + 255] = value
+        value <<= 1
+        if value > 255:
+            value ^= POLYNOMIAL
+    return powers
+
+
+_EXP: Final = _exponentials()
+_LOG: Final = np.zeros(256, np.int64)
+_LOG[_EXP[:255]] = np.arange(255)
+
+
+def multiply(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Multiplies elementwise in GF(2^8): `2^(log a + log b)`, and 0 where either is 0.
+
+    Args:
+        a: uint8, any shape; read.
+        b: uint8, any shape that broadcasts with `a`; read.
+
+    Returns:
+        uint8, the broadcast shape; new.
+    """
+    return np.where((a == 0) | (b == 0), np.uint8(0), _EXP[_LOG[a] + _LOG[b]])
+
+
+def _matmul(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Returns the product uint8 [p, s] of a [p, q] and b [q, s] over GF(2^8)."""
+    product = np.zeros((a.shape[0], b.shape[1]), np.uint8)
+    for j in range(a.shape[1]):
+        product ^= multiply(a[:, j, None], b[None, j, :])
+    return product
+
+
+def _inverse(matrix: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    """Returns the inverse of uint8 [k, k] over GF(2^8) by Gauss-Jordan elimination, or None when it is singular."""
+    k = matrix.shape[0]
+    work = np.hstack((matrix, np.eye(k, dtype=np.uint8)))
+    for column in range(k):
+        candidates = np.flatnonzero(work[column:, column])
+        if candidates.size == 0:
+            return None
+        pivot = column + int(candidates[0])
+        if pivot != column:
+            work[[column, pivot]] = work[[pivot, column]]
+        reciprocal = _EXP[255 - _LOG[work[column, column]]]
+        work[column] = multiply(work[column], reciprocal)
+        factors = work[:, column].copy()
+        factors[column] = 0
+        work ^= multiply(factors[:, None], work[None, column, :])
+    return work[:, k:].copy()
+
+
+@dataclass(frozen=True)
+class Code:
+    """An (n, k) code: n blocks in a stripe, k of them data, any r = n - k of them may be lost.
+
+    Blocks are numbered 0..n-1 within their stripe: data 0..k-1, parity k..n-1.
+
+    Attributes:
+        n: Total blocks in a stripe.
+        k: Data blocks in a stripe; 1 <= k < n <= 256.
+
+    Raises:
+        CodeError: There is no such code.
+    """
+
+    n: int
+    k: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("n", self.n), ("k", self.k)):
+            given = cast(object, value)
+            if not isinstance(given, int) or isinstance(given, bool):
+                raise CodeError(
+                    f"Code(n={self.n!r}, k={self.k!r}): {name} counts blocks and has to be an int, not "
+                    f"{type(given).__name__}; for example Code(n=4, k=3)"
+                )
+        if self.k < 1:
+            raise CodeError(
+                f"{self!r}: k = {self.k} data blocks; at least 1 is needed: Code(n=2, k=1) keeps one copy"
+            )
+        if self.n <= self.k:
+            raise CodeError(
+                f"{self!r}: n = {self.n} blocks in total have to be more than k = {self.k} data blocks, or nothing can be "
+                f"lost; to survive the loss of one block, use Code(n={self.k + 1}, k={self.k})"
+            )
+        if self.n > MAX_BLOCKS:
+            raise CodeError(
+                f"{self!r}: a stripe over GF(2^8) has at most {MAX_BLOCKS} blocks; use several stripes: n is the size of "
+                "one stripe, not the number of ranks"
+            )
+
+    @property
+    def r(self) -> int:
+        """Parity blocks in a stripe, n - k: how many blocks may be lost; at least 1."""
+        return self.n - self.k
+
+    def generator(self) -> NDArray[np.uint8]:
+        """Builds the generator matrix G: block i of a stripe is XOR_j G[i, j] * data[j].
+
+        r = 1 is one row of ones (plain XOR) and k = 1 is copies. Otherwise G = V · V[:k]^-1 over GF(2^8) / 0x11D, where
+        V[i, j] = x_i^j, x_0 = 0 and x_i = 2^(i-1): Rizzo's systematic Vandermonde code, as zfec has it. Any k rows of V
+        are independent since the x_i differ, and so are any k rows of G: every set of k blocks decodes.
+
+        Called at a fresh start; the result is kept with the data. The first call with r >= 2 and k >= 2 in a process
+        imports galois, which takes about 2 s.
+
+        Returns:
+            uint8 [n, k], new; the top k rows are the identity.
+        """
+        if self.r == 1 or self.k == 1:
+            return np.vstack((np.eye(self.k, dtype=np.uint8), np.ones((self.r, self.k), np.uint8)))
+        # galois has no type stubs; what comes back from it is checked and typed at the end.
+        import galois  # pyright: ignore[reportMissingTypeStubs]
+
+        field = cast(Any, galois.GF(2**8, irreducible_poly=POLYNOMIAL, primitive_element=2))
+        points = field([0, *(int(x) for x in _EXP[: self.n - 1])])
+        vandermonde = points[:, None] ** np.arange(self.k)
+        systematic = vandermonde @ np.linalg.inv(vandermonde[: self.k])
+        return np.array(systematic.view(np.ndarray), np.uint8, order="C")
+
+    def decode_weights(
+        self, lost: Sequence[int], available: Sequence[int], generator: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Computes how lost blocks are made of k available ones: G[lost] · G[available]^-1.
+
+        `block[lost[i]] = XOR_j weights[i, j] * block[available[j]]`. Called by the plan of a recovery, alike on all ranks.
+
+        Args:
+            lost: Block numbers to rebuild, data or parity, distinct; may be empty.
+            available: Exactly k distinct block numbers that survive, in any order, none of them lost.
+            generator: uint8 [n, k], what `generator()` returned at the fresh start; read.
+
+        Returns:
+            uint8 [len(lost), k], new.
+
+        Raises:
+            CodeError: A number is no block of the stripe, is named twice or on both sides; `available` has not k members;
+                or the matrix is not one of this code.
+        """
+        for name, blocks in (("lost", lost), ("available", available)):
+            for block in blocks:
+                if not 0 <= block < self.n:
+                    raise CodeError(
+                        f"{self!r}: {name} names block {block}; a stripe's blocks are 0..{self.n - 1} "
+                        f"(data below {self.k}, parity from {self.k})"
+                    )
+            if len(set(blocks)) != len(blocks):
+                raise CodeError(f"{self!r}: {name} names a block twice: {list(blocks)}")
+        both = sorted(set(lost) & set(available))
+        if both:
+            raise CodeError(
+                f"{self!r}: blocks {both} are both lost and available; a block is one or the other"
+            )
+        if len(available) != self.k:
+            raise CodeError(
+                f"{self!r}: decoding takes exactly k = {self.k} available blocks, not {len(available)}: {list(available)}"
+            )
+        if generator.shape != (self.n, self.k) or generator.dtype != np.uint8:
+            raise CodeError(
+                f"{self!r}: the generator has to be uint8 {[self.n, self.k]}, not {generator.dtype} "
+                f"{list(generator.shape)}; pass what generator() of the same code returned"
+            )
+        inverse = _inverse(generator[list(available)])
+        if inverse is None:
+            raise CodeError(
+                f"{self!r}: blocks {list(available)} do not determine the stripe under this generator, so it is not one of "
+                "generator()'s: any k of those blocks decode; the stored matrix is damaged"
+            )
+        return _matmul(generator[list(lost)], inverse)

@@ -1,0 +1,68 @@
+"""The reference kernels: the specification, written to be read.
+
+Owns: what each operation means, in numpy, one row or span at a time. The other kernels have to equal it bit for bit.
+Products are by shift and add, so that they share no table with the code's algebra or with a faster kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
+
+
+def product(weight: int, words: Words) -> Words:
+    """Returns `weight * words` of each byte in GF(2^8), uint64 [S], new: Horner's rule over the weight's bits."""
+    factors = words.view(np.uint8)
+    result = np.zeros_like(factors)
+    for bit in reversed(range(8)):
+        # Twice the result: shift, and subtract (that is, XOR) the polynomial where x^8 came up.
+        overflow = (result >> 7) * np.uint8(POLYNOMIAL & 0xFF)
+        result = (result << 1) ^ overflow
+        if weight >> bit & 1:
+            result ^= factors
+    return result.view(np.uint64)
+
+
+@final
+class Reference(Kernels):
+    """Plain numpy, obvious and slow."""
+
+    name: ClassVar[str] = "reference"
+
+    def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
+        for i, row in enumerate(ids):
+            out[i, column : column + table.shape[1]] = table[row]
+
+    def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
+        for i, row in enumerate(ids):
+            table[row] = records[i, column : column + table.shape[1]]
+
+    def _xor(self, a: Words, b: Words, out: Words) -> None:
+        out[...] = a ^ b
+
+    def _gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None:
+        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
+            out[start:end] = src[offset : offset + end - start]
+
+    def _scatter_words(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None:
+        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
+            dst[offset : offset + end - start] = src[start:end]
+
+    def _mul_add(
+        self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int
+    ) -> None:
+        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
+            dst[offset : offset + end - start] ^= product(weight, src[start:end])
+
+    def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
+        dst ^= product(weight, src)
+
+    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], out: Words) -> None:
+        out[...] = 0
+        for block, weight in zip(blocks, weights, strict=True):
+            out ^= product(int(weight), block)
