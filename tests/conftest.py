@@ -1,0 +1,33 @@
+"""One fresh seed for each run of the tests, printed; `--seed` repeats a run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help="seed of every random choice in the tests (default: a new one)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's own seed: from the run's seed and the test's name, whatever ran before it."""
+    value = random.Random(f"{request.config.option.seed}:{request.node.nodeid}").randrange(2**31)
+    print(f"seed of this test: {value}")
+    return value
