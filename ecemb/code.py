@@ -1,13 +1,15 @@
 """The (n, k) erasure code: how parity is made of data, and data of what survives.
 
-Owns: the field GF(2^8), the generator matrix, and the weights that rebuild lost blocks. Pure algebra over small matrices;
-bulk bytes go through `ecemb.kernels`.
+Owns: the field GF(2^8), the generator matrix, and the weights that rebuild lost blocks. Pure
+algebra over small matrices; bulk bytes go through `ecemb.kernels`.
 
-Invariant: a stripe is `n` blocks, `block[i] = XOR_j generator[i, j] * block[j]` over the k data blocks j, bytewise in
-GF(2^8), and any k of the n blocks give the other r = n - k back. With r >= 2 a stripe is a valid zfec codeword.
+Invariant: a stripe is `n` blocks, `block[i] = XOR_j generator[i, j] * block[j]` over the k data
+blocks j, bytewise in GF(2^8), and any k of the n blocks give the other r = n - k back. With r >= 2
+a stripe is a valid zfec codeword.
 
-Knows nothing of: ranks, placement, kernels, memory. A restart must not pay for importing galois (about 2 s), so only
-`Code.generator()` with r >= 2 and k >= 2 imports it; decoding works from the generator that was stored.
+Knows nothing of: ranks, placement, kernels, memory. A restart must not pay for importing galois
+(about 2 s), so only `Code.generator()` with r >= 2 and k >= 2 imports it; decoding works from the
+generator that was stored.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from numpy.typing import NDArray
 from ecemb.errors import CodeError
 
 POLYNOMIAL: Final = 0x11D
-"""x^8 + x^4 + x^3 + x^2 + 1, the field polynomial of zfec, ISA-L and RAID 6; 2 (that is, x) generates the field."""
+"""x^8 + x^4 + x^3 + x^2 + 1, that of zfec, ISA-L and RAID 6; 2 generates the field."""
 
 MAX_BLOCKS: Final = 256
-"""A Vandermonde matrix over GF(2^8) has one row for each of the 256 elements of the field, and no more."""
+"""A Vandermonde matrix over GF(2^8) has one row for each of the 256 elements of the field."""
 
 
 def _exponentials() -> NDArray[np.uint8]:
-    """Returns 2^i for i in [0, 510): two periods, so that the sum of two logarithms needs no modulus."""
+    """Returns 2^i for i in [0, 510): two periods, so a sum of two logarithms needs no modulus."""
     powers = np.empty(510, np.uint8)
     value = 1
     for i in range(255):
@@ -67,7 +69,7 @@ def _matmul(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _inverse(matrix: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-    """Returns the inverse of uint8 [k, k] over GF(2^8) by Gauss-Jordan elimination, or None when it is singular."""
+    """Returns the inverse of uint8 [k, k] by Gauss-Jordan elimination, or None if singular."""
     k = matrix.shape[0]
     work = np.hstack((matrix, np.eye(k, dtype=np.uint8)))
     for column in range(k):
@@ -107,22 +109,23 @@ class Code:
             given = cast(object, value)
             if not isinstance(given, int) or isinstance(given, bool):
                 raise CodeError(
-                    f"Code(n={self.n!r}, k={self.k!r}): {name} counts blocks and has to be an int, not "
-                    f"{type(given).__name__}; for example Code(n=4, k=3)"
+                    f"Code(n={self.n!r}, k={self.k!r}): {name} counts blocks and has to be an int, "
+                    f"not {type(given).__name__}; for example Code(n=4, k=3)"
                 )
         if self.k < 1:
             raise CodeError(
-                f"{self!r}: k = {self.k} data blocks; at least 1 is needed: Code(n=2, k=1) keeps one copy"
+                f"{self!r}: k = {self.k} data blocks, at least 1 is needed; Code(n=2, k=1) keeps a copy"
             )
         if self.n <= self.k:
             raise CodeError(
-                f"{self!r}: n = {self.n} blocks in total have to be more than k = {self.k} data blocks, or nothing can be "
-                f"lost; to survive the loss of one block, use Code(n={self.k + 1}, k={self.k})"
+                f"{self!r}: n = {self.n} blocks in total have to be more than k = {self.k} data "
+                f"blocks, or none could be lost; to survive the loss of one block, use "
+                f"Code(n={self.k + 1}, k={self.k})"
             )
         if self.n > MAX_BLOCKS:
             raise CodeError(
-                f"{self!r}: a stripe over GF(2^8) has at most {MAX_BLOCKS} blocks; use several stripes: n is the size of "
-                "one stripe, not the number of ranks"
+                f"{self!r}: a stripe over GF(2^8) has at most {MAX_BLOCKS} blocks; n is the size "
+                "of one stripe and not the number of ranks, so choose a smaller one"
             )
 
     @property
@@ -133,12 +136,13 @@ class Code:
     def generator(self) -> NDArray[np.uint8]:
         """Builds the generator matrix G: block i of a stripe is XOR_j G[i, j] * data[j].
 
-        r = 1 is one row of ones (plain XOR) and k = 1 is copies. Otherwise G = V · V[:k]^-1 over GF(2^8) / 0x11D, where
-        V[i, j] = x_i^j, x_0 = 0 and x_i = 2^(i-1): Rizzo's systematic Vandermonde code, as zfec has it. Any k rows of V
-        are independent since the x_i differ, and so are any k rows of G: every set of k blocks decodes.
+        r = 1 is one row of ones (plain XOR) and k = 1 is copies. Otherwise G = V · V[:k]^-1 over
+        GF(2^8) / 0x11D, where V[i, j] = x_i^j, x_0 = 0 and x_i = 2^(i-1): Rizzo's systematic
+        Vandermonde code, as zfec has it. Any k rows of V are independent since the x_i differ, and
+        so are any k rows of G: every set of k blocks decodes.
 
-        Called at a fresh start; the result is kept with the data. The first call with r >= 2 and k >= 2 in a process
-        imports galois, which takes about 2 s.
+        Called at a fresh start; the result is kept with the data. The first call with r >= 2 and
+        k >= 2 in a process imports galois, which takes about 2 s.
 
         Returns:
             uint8 [n, k], new; the top k rows are the identity.
@@ -159,26 +163,28 @@ class Code:
     ) -> NDArray[np.uint8]:
         """Computes how lost blocks are made of k available ones: G[lost] · G[available]^-1.
 
-        `block[lost[i]] = XOR_j weights[i, j] * block[available[j]]`. Called by the plan of a recovery, alike on all ranks.
+        `block[lost[i]] = XOR_j weights[i, j] * block[available[j]]`. Called by the plan of a
+        recovery, alike on all ranks.
 
         Args:
             lost: Block numbers to rebuild, data or parity, distinct; may be empty.
-            available: Exactly k distinct block numbers that survive, in any order, none of them lost.
+            available: Exactly k distinct block numbers that survive, in any order, none of them
+                lost.
             generator: uint8 [n, k], what `generator()` returned at the fresh start; read.
 
         Returns:
             uint8 [len(lost), k], new.
 
         Raises:
-            CodeError: A number is no block of the stripe, is named twice or on both sides; `available` has not k members;
-                or the matrix is not one of this code.
+            CodeError: A number is no block of the stripe, is named twice or on both sides;
+                `available` has not k members; or the matrix is not one of this code.
         """
         for name, blocks in (("lost", lost), ("available", available)):
             for block in blocks:
                 if not 0 <= block < self.n:
                     raise CodeError(
-                        f"{self!r}: {name} names block {block}; a stripe's blocks are 0..{self.n - 1} "
-                        f"(data below {self.k}, parity from {self.k})"
+                        f"{self!r}: {name} names block {block}; a stripe's blocks are "
+                        f"0..{self.n - 1} (data below {self.k}, parity from {self.k})"
                     )
             if len(set(blocks)) != len(blocks):
                 raise CodeError(f"{self!r}: {name} names a block twice: {list(blocks)}")
@@ -189,17 +195,20 @@ class Code:
             )
         if len(available) != self.k:
             raise CodeError(
-                f"{self!r}: decoding takes exactly k = {self.k} available blocks, not {len(available)}: {list(available)}"
+                f"{self!r}: decoding takes exactly k = {self.k} available blocks, not "
+                f"{len(available)}: {list(available)}"
             )
         if generator.shape != (self.n, self.k) or generator.dtype != np.uint8:
             raise CodeError(
-                f"{self!r}: the generator has to be uint8 {[self.n, self.k]}, not {generator.dtype} "
-                f"{list(generator.shape)}; pass what generator() of the same code returned"
+                f"{self!r}: the generator has to be uint8 {[self.n, self.k]}, not "
+                f"{generator.dtype} {list(generator.shape)}; pass what generator() of the same "
+                "code returned"
             )
         inverse = _inverse(generator[list(available)])
         if inverse is None:
             raise CodeError(
-                f"{self!r}: blocks {list(available)} do not determine the stripe under this generator, so it is not one of "
-                "generator()'s: any k of those blocks decode; the stored matrix is damaged"
+                f"{self!r}: blocks {list(available)} do not determine the stripe under this "
+                "generator; with generator()'s matrix any k blocks do, so the one given is damaged or of "
+                "another code"
             )
         return _matmul(generator[list(lost)], inverse)

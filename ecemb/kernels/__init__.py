@@ -1,14 +1,16 @@
 """Kernels: the few operations on bulk bytes that everything else is made of.
 
-Owns: the contract (`Kernels`) and its checks, and the choice of an implementation by name (`get`). `reference` is plain
-numpy, obvious and slow, and is the specification; the others are fast and equal to it bit for bit.
+Owns: the contract (`Kernels`) and its checks, and the choice of an implementation by name (`get`).
+`reference` is plain numpy, obvious and slow, and is the specification; the others are fast and
+equal to it bit for bit.
 
-Invariant: arguments are checked before the first byte is written, so a call either does all of its work or raises
-`KernelError` and has written nothing. No kernel ever reads or writes outside of the arrays that it was given.
+Invariant: arguments are checked before the first byte is written, so a call either does all of its
+work or raises `KernelError` and has written nothing. No kernel ever reads or writes outside of the
+arrays that it was given.
 
-Knows nothing of: codes, placement, tables, ranks. All arrays are numpy, C-contiguous, aligned and in the machine's byte
-order. A *word* is 8 bytes (uint64); `ids`, `offsets` and `starts` are int64. Calls hold no state and may run in several threads
-on different outputs.
+Knows nothing of: codes, placement, tables, ranks. All arrays are numpy, C-contiguous, aligned and
+in the machine's byte order. A *word* is 8 bytes (uint64); `ids`, `offsets` and `starts` are int64.
+Calls hold no state and may run in several threads on different outputs.
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ NAMES: Final = tuple(_MODULES)
 
 @functools.cache
 def get(name: str) -> Kernels:
-    """Returns the kernels of that name, importing them on the first call; never others in their place.
+    """Returns the kernels of that name, imported on the first call; never others in their place.
 
     Args:
         name: One of `NAMES`.
 
     Raises:
-        KernelUnavailable: There are no kernels of that name, or what they are built on is not installed.
+        KernelUnavailable: There are no kernels of that name, or what they are built on is not
+            installed.
     """
     if name not in _MODULES:
         raise KernelUnavailable(
@@ -64,28 +67,31 @@ def get(name: str) -> Kernels:
         return cast("type[Kernels]", getattr(importlib.import_module(module), kind))()
     except ImportError as error:
         raise KernelUnavailable(
-            f"the kernels {name!r} can't be imported here: {error}; install what is missing, or ask for 'reference', which "
-            "needs numpy alone and is slow"
+            f"the kernels {name!r} can't be imported here: {error}; install what is missing, or "
+            "ask for 'reference', which needs numpy alone and is slow"
         ) from error
 
 
 class Kernels(ABC):
-    """The contract: public methods check and are final; an implementation fills in the private ones.
+    """The contract: public methods check and are final; an implementation fills in private ones.
 
-    Implementations are final classes without state. In the formulas `*` is the product in GF(2^8) / 0x11D of each byte.
+    Implementations are final classes without state. In the formulas `*` is the product in GF(2^8) /
+    0x11D of each byte.
     """
 
     name: ClassVar[str]
 
     @final
     def gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
-        """Copies rows of a table into a column range of records: `out[:, column:column+w] = table[ids]`.
+        """Copies rows of a table into a column range of records.
+
+        `out[:, column:column+w] = table[ids]`
 
         Args:
             table: uint8/16/32/64 [rows, w]; read.
             ids: int64 [m], row numbers, in any order, repeats allowed; read.
-            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others left alone. Not overlapping
-                the table.
+            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others
+                left alone. Not overlapping the table.
             column: First column in `out`, in elements; column + w <= W.
 
         Raises:
@@ -97,7 +103,9 @@ class Kernels(ABC):
 
     @final
     def scatter_(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
-        """Copies a column range of records into rows of a table: `table[ids] = records[:, column:column+w]`.
+        """Copies a column range of records into rows of a table.
+
+        `table[ids] = records[:, column:column+w]`
 
         In order: of a repeated id the last record stays.
 
@@ -121,7 +129,8 @@ class Kernels(ABC):
         Args:
             a: uint64, any shape; read.
             b: uint64, the same shape; read.
-            out: uint64, the same shape; overwritten. It may be `a` or `b`, but not overlap one by a part.
+            out: uint64, the same shape; overwritten. It may be `a` or `b`, but not overlap one by a
+                part.
 
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
@@ -130,7 +139,8 @@ class Kernels(ABC):
             _check_array("xor", label, array, None, (_WORD,))
             if array.shape != a.shape:
                 raise KernelError(
-                    f"xor: {label} has the shape {list(array.shape)}, and a {list(a.shape)}; they are equal"
+                    f"xor: {label} has the shape {list(array.shape)}, and has to have a's, "
+                    f"{list(a.shape)}"
                 )
         same = out.ctypes.data
         _check_output(
@@ -140,14 +150,18 @@ class Kernels(ABC):
 
     @final
     def gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None:
-        """Packs m spans of words one after the other: `out[starts[i]:starts[i+1]] = src[offsets[i]:offsets[i]+len_i]`.
+        """Packs m spans of words one after the other.
 
-        len_i is starts[i+1] - starts[i]. `starts` ascends (equal neighbours are an empty span) and may begin above 0.
+        `out[starts[i]:starts[i+1]] = src[offsets[i]:offsets[i]+len_i]`, where len_i is
+        starts[i+1] - starts[i]. `starts` ascends (equal neighbours are an empty span) and may begin
+        above 0.
 
         Args:
             src: uint64 [S]; read.
-            offsets: int64 [m], where each span begins in `src`, in words; any order, repeats and overlaps allowed; read.
-            starts: int64 [m+1], where each span begins and the last one ends in `out`, in words; read.
+            offsets: int64 [m], where each span begins in `src`, in words; any order, repeats and
+                overlaps allowed; read.
+            starts: int64 [m+1], where each span begins and the last one ends in `out`, in words;
+                read.
             out: uint64 [at least starts[m]]; the spans are overwritten. Not overlapping `src`.
 
         Raises:
@@ -159,14 +173,17 @@ class Kernels(ABC):
 
     @final
     def scatter_words_(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None:
-        """Unpacks m spans of words: `dst[offsets[i]:offsets[i]+len_i] = src[starts[i]:starts[i+1]]`.
+        """Unpacks m spans of words.
+
+        `dst[offsets[i]:offsets[i]+len_i] = src[starts[i]:starts[i+1]]`
 
         In order: where spans overlap in `dst` the last one stays.
 
         Args:
             dst: uint64 [S]; the spans are overwritten, the rest left alone.
             offsets: int64 [m], where each span begins in `dst`, in words; read.
-            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`, in words; read.
+            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`,
+                in words; read.
             src: uint64 [at least starts[m]]; read. Not overlapping `dst`.
 
         Raises:
@@ -180,14 +197,18 @@ class Kernels(ABC):
     def mul_add_(
         self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int
     ) -> None:
-        """Adds weighted spans of words: `dst[offsets[i]:offsets[i]+len_i] ^= weight * src[starts[i]:starts[i+1]]`.
+        """Adds weighted spans of words.
+
+        `dst[offsets[i]:offsets[i]+len_i] ^= weight * src[starts[i]:starts[i+1]]`
 
         This is how parity is updated by deltas.
 
         Args:
             dst: uint64 [S]; the spans are updated, the rest left alone.
-            offsets: int64 [m], where each span begins in `dst`, in words; repeats and overlaps add up; read.
-            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`, in words; read.
+            offsets: int64 [m], where each span begins in `dst`, in words; repeats and overlaps add
+                up; read.
+            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`,
+                in words; read.
             src: uint64 [at least starts[m]]; read. Not overlapping `dst`.
             weight: 0..255; 0 changes nothing, 1 is plain XOR.
 
@@ -247,7 +268,8 @@ class Kernels(ABC):
         _check_output("dot", "out", out, **named)
         self._dot(blocks, weights, out)
 
-    # What an implementation fills in. Arguments are checked already; a weight is not 0 (but in `_dot` it may be).
+    # What an implementation fills in. Arguments are checked already; a weight is not 0 (though it
+    # may be in `_dot`).
 
     @abstractmethod
     def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None: ...
@@ -291,17 +313,17 @@ def _check_array(
     if known.dtype not in dtypes:
         rule = "/".join(str(dtype) for dtype in dtypes)
         raise KernelError(
-            f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}; pass a .view() of its bytes"
-            if known.dtype.itemsize == dtypes[-1].itemsize
-            else f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}"
+            f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}; pass a view"
         )
     if dimensions is not None and known.ndim != dimensions:
         raise KernelError(
-            f"{operation}: {label} has to have {dimensions} dimension(s), not the shape {list(known.shape)}"
+            f"{operation}: {label} has the shape {list(known.shape)}, and has to have {dimensions} "
+            "dimension(s)"
         )
     if not (known.flags.c_contiguous and known.flags.aligned):
         raise KernelError(
-            f"{operation}: {label} has to be C-contiguous and aligned; its strides are {known.strides}"
+            f"{operation}: {label} has to be C-contiguous and aligned; its shape is "
+            f"{list(known.shape)} and its strides are {list(known.strides)} bytes"
         )
 
 
@@ -312,7 +334,7 @@ def _check_output(operation: str, label: str, output: NDArray[Any], **inputs: ND
         # Exact, and not only a guess, for contiguous arrays: it compares their bounds.
         if np.may_share_memory(output, array):
             raise KernelError(
-                f"{operation}: {label} is written to while {name} is read, and their memory overlaps"
+                f"{operation}: {label} is written to while {name} is read; their memory overlaps"
             )
 
 
@@ -321,14 +343,15 @@ def _check_length(
 ) -> None:
     if array.size != reference.size:
         raise KernelError(
-            f"{operation}: {label} has {array.size} words, and {other} {reference.size}; they are equally long"
+            f"{operation}: {label} has {array.size} words, and has to have {other}'s "
+            f"{reference.size}"
         )
 
 
 def _check_weight(operation: str, weight: int) -> None:
     if not isinstance(cast(object, weight), int | np.integer) or not 0 <= weight <= 255:
         raise KernelError(
-            f"{operation}: weight {weight!r} is no element of GF(2^8); it has to be an integer in 0..255"
+            f"{operation}: weight {weight!r} is no element of GF(2^8), which are the ints 0..255"
         )
 
 
@@ -341,12 +364,13 @@ def _check_rows(
     rows, width = table.shape
     if records.shape[0] != ids.size:
         raise KernelError(
-            f"{operation}: {label} has {records.shape[0]} rows for {ids.size} ids; there is one for each"
+            f"{operation}: {label} has {records.shape[0]} rows, and has to have one for each of "
+            f"the {ids.size} ids"
         )
     if not 0 <= column <= records.shape[1] - width:
         raise KernelError(
-            f"{operation}: columns {column}..{column + width} (the table is {width} wide) are not within {label}'s "
-            f"{records.shape[1]}"
+            f"{operation}: the table's {width} columns from column {column} on are not within "
+            f"{label}'s {records.shape[1]}"
         )
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
         i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
@@ -370,27 +394,29 @@ def _check_spans(
     _check_array(operation, "starts", starts, 1, (_INDEX,))
     if starts.size != offsets.size + 1:
         raise KernelError(
-            f"{operation}: {starts.size} starts for {offsets.size} offsets; there is one more start than spans, the end of "
-            "the last"
+            f"{operation}: {starts.size} starts for {offsets.size} offsets; there has to be one "
+            "more, the end of the last span"
         )
     first, last = int(starts[0]), int(starts[-1])
     ascending = starts[:-1] <= starts[1:]
     if not ascending.all():
         i = int(np.flatnonzero(~ascending)[0])
         raise KernelError(
-            f"{operation}: starts have to ascend; starts[{i}] = {starts[i]} comes before starts[{i + 1}] = {starts[i + 1]}"
+            f"{operation}: starts have to ascend, and starts[{i}] = {starts[i]} is followed by "
+            f"{starts[i + 1]}"
         )
     if first < 0 or last > packed.size:
         raise KernelError(
-            f"{operation}: starts run from {first} to {last}, and {dense} has the words 0..{packed.size}"
+            f"{operation}: starts run from {first} to {last}, and have to stay within {dense}'s "
+            f"{packed.size} words"
         )
     if offsets.size == 0:
         return
-    # The lengths are within `packed` now, so that the difference can't overflow, whatever the offsets are.
+    # The lengths are within `packed` now, so that the differences can't overflow.
     room = words.size - np.diff(starts) - offsets.clip(-1)
     if int(offsets.min()) < 0 or int(room.min()) < 0:
         i = int(np.flatnonzero((offsets < 0) | (room < 0))[0])
         raise KernelError(
-            f"{operation}: span {i} of {starts[i + 1] - starts[i]} words at offsets[{i}] = {offsets[i]} is not within "
-            f"{sparse}'s {words.size} words"
+            f"{operation}: span {i} of {starts[i + 1] - starts[i]} words at offsets[{i}] = "
+            f"{offsets[i]} is not within {sparse}'s {words.size} words"
         )

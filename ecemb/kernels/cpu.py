@@ -1,12 +1,14 @@
-"""Kernels for the CPU: loops compiled by numba, at the speed of memory, on one thread, without the interpreter's lock.
+"""Kernels for the CPU: loops compiled by numba, on one thread, without the interpreter's lock.
 
-Owns: how eight bytes are multiplied at once. A product in GF(2^8) is linear in the bits of one factor: for a byte x,
-weight * x = XOR_j x_j · (weight * 2^j), where x_j is bit j. So for a word of eight bytes, each of its eight bit planes
-`(word >> j) & 0x0101010101010101` times the constant `weight * 2^j` (below 256: no carry crosses a byte) is XORed up,
-and a vector unit does four or eight words of that in one instruction.
+Owns: how eight bytes are multiplied at once. A product in GF(2^8) is linear in the bits of one
+factor: for a byte x, weight * x = XOR_j x_j · (weight * 2^j), where x_j is bit j. So for a word of
+eight bytes, each of its eight bit planes `(word >> j) & 0x0101010101010101` times the constant
+`weight * 2^j` (below 256: no carry crosses a byte) is XORed up, and a vector unit does four or
+eight words of that in one instruction.
 
-Compiled code is kept beside this file, or in numba's cache folder of the user where that can't be written to: the first
-process ever pays seconds for it, restarts do not. Arguments are checked before they come here; the loops check nothing.
+Compiled code is kept beside this file, or in numba's cache folder of the user where that can't be
+written to: the first process ever pays seconds for it, restarts do not. Arguments are checked
+before they come here; the loops check nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _DOT_CHUNK_WORDS: Final = 1 << 13
-"""The piece of the output (64 KiB) that `dot` completes before it goes on, so that it stays in the core's own cache."""
+"""`dot` completes its output in pieces (64 KiB) that stay in the core's own cache."""
 
 
 def _compiled(function: _Function) -> _Function:

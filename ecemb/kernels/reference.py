@@ -1,7 +1,8 @@
 """The reference kernels: the specification, written to be read.
 
-Owns: what each operation means, in numpy, one row or span at a time. The other kernels have to equal it bit for bit.
-Products are by shift and add, so that they share no table with the code's algebra or with a faster kernel.
+Owns: what each operation means, in numpy, one row or span at a time. The other kernels have to
+equal it bit for bit. Products are by shift and add, so that they share no table with the code's
+algebra or with a faster kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
 
 
 def product(weight: int, words: Words) -> Words:
-    """Returns `weight * words` of each byte in GF(2^8), uint64 [S], new: Horner's rule over the weight's bits."""
+    """Returns `weight * words` bytewise, uint64 [S], new, by Horner's rule over weight's bits."""
     factors = words.view(np.uint8)
     result = np.zeros_like(factors)
     for bit in reversed(range(8)):
