@@ -114,7 +114,8 @@ class Code:
                 )
         if self.k < 1:
             raise CodeError(
-                f"{self!r}: k = {self.k} data blocks, at least 1 is needed; Code(n=2, k=1) keeps a copy"
+                f"{self!r}: k = {self.k} data blocks, and at least 1 is needed, "
+                "as in Code(n=2, k=1)"
             )
         if self.n <= self.k:
             raise CodeError(
@@ -208,7 +209,7 @@ class Code:
         if inverse is None:
             raise CodeError(
                 f"{self!r}: blocks {list(available)} do not determine the stripe under this "
-                "generator; with generator()'s matrix any k blocks do, so the one given is damaged or of "
-                "another code"
+                "generator; with generator()'s matrix any k blocks do, so the one given is damaged "
+                "or of another code"
             )
         return _matmul(generator[list(lost)], inverse)

@@ -1,0 +1,459 @@
+"""The contract of `ecemb.kernels.Kernels`, held by every implementation.
+
+What is expected is written out here once more, in plain loops, with the products of galois, so that
+the reference kernels are under test as well. Sizes are odd on purpose: 0, 1, one less and one more
+than a vector or a chunk.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import galois
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ecemb import kernels
+from ecemb.errors import EcembError, KernelError, KernelUnavailable
+from ecemb.kernels import Kernels
+
+FIELD = galois.GF(2**8, irreducible_poly=0x11D)
+PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
+ELEMENTS = [np.uint8, np.uint16, np.uint32, np.uint64]
+SIZES = [0, 1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 8191, 8192, 8193, 20_001]
+
+Words = NDArray[np.uint64]
+
+
+@pytest.fixture(params=kernels.NAMES)
+def work(request: pytest.FixtureRequest) -> Kernels:
+    return kernels.get(request.param)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: Any = np.uint64) -> Any:
+    return rng.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+
+
+def times(weight: int, words: Words) -> Words:
+    return PRODUCTS[weight][words.view(np.uint8)].view(np.uint64)
+
+
+def ids(*numbers: int) -> NDArray[np.int64]:
+    return np.array(numbers, np.int64)
+
+
+def spans(rng: np.random.Generator, size: int, lengths: list[int], first: int) -> tuple[Any, Any]:
+    """Random offsets of spans of these lengths within `size` words, and their starts."""
+    offsets = [rng.integers(0, size - length, endpoint=True) for length in lengths]
+    return ids(*offsets), np.cumsum([first, *lengths], dtype=np.int64)
+
+
+# Names.
+
+
+def test_each_goes_by_its_name() -> None:
+    assert {"reference", "cpu"} <= set(kernels.NAMES)
+    for name in kernels.NAMES:
+        assert kernels.get(name).name == name
+        assert kernels.get(name) is kernels.get(name)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(KernelUnavailable, match=r"no kernels named 'gpu'; .*'reference', 'cpu'"):
+        kernels.get("gpu")
+
+
+def test_kernels_that_cannot_be_imported_are_never_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "ecemb.kernels.cpu", raising=False)
+    kernels.get.cache_clear()
+    with pytest.raises(KernelUnavailable, match=r"'cpu' can't be imported here: .*numba"):
+        kernels.get("cpu")
+    assert kernels.get("reference").name == "reference"
+
+
+# Rows.
+
+ROWS = [
+    # rows, table's width, ids, record's width, column
+    (1, 1, 1, 1, 0),
+    (5, 3, 0, 8, 5),
+    (5, 0, 4, 8, 3),
+    (0, 3, 0, 3, 0),
+    (7, 1, 9, 4, 3),
+    (7, 5, 20, 5, 0),
+    (100, 16, 33, 24, 4),
+    (100, 65, 101, 80, 13),
+]
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
+def test_gather(
+    work: Kernels,
+    rng: np.random.Generator,
+    dtype: Any,
+    rows: int,
+    width: int,
+    count: int,
+    record: int,
+    column: int,
+) -> None:
+    table, out = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
+    chosen = rng.integers(0, max(rows, 1), count)
+    before, expected = table.copy(), out.copy()
+    for i, row in enumerate(chosen):
+        for j in range(width):
+            expected[i, column + j] = table[row, j]
+    work.gather(table, chosen, out, column)
+    assert out.tobytes() == expected.tobytes()
+    assert table.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
+def test_scatter(
+    work: Kernels,
+    rng: np.random.Generator,
+    dtype: Any,
+    rows: int,
+    width: int,
+    count: int,
+    record: int,
+    column: int,
+) -> None:
+    table, records = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
+    chosen = rng.integers(0, max(rows, 1), count)  # Repeats included: the last one stays.
+    expected, before = table.copy(), records.copy()
+    for i, row in enumerate(chosen):
+        for j in range(width):
+            expected[row, j] = records[i, column + j]
+    work.scatter_(table, chosen, records, column)
+    assert table.tobytes() == expected.tobytes()
+    assert records.tobytes() == before.tobytes()
+
+
+def test_the_last_record_of_a_repeated_row_stays(work: Kernels) -> None:
+    table = np.zeros((3, 2), np.uint32)
+    work.scatter_(table, ids(1, 2, 1), np.arange(6, dtype=np.uint32).reshape(3, 2), 0)
+    assert table.tolist() == [[0, 0], [4, 5], [2, 3]]
+
+
+# Words.
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (37,), (3, 5), (4, 0), (2, 3, 4)])
+@pytest.mark.parametrize("alias", ["none", "a", "b", "both"])
+def test_xor(work: Kernels, rng: np.random.Generator, shape: tuple[int, ...], alias: str) -> None:
+    a = np.asarray(draw(rng, *shape), np.uint64)
+    b = a if alias == "both" else np.asarray(draw(rng, *shape), np.uint64)
+    out = {"none": np.empty_like(a), "a": a, "b": b, "both": a}[alias]
+    expected = a ^ b
+    work.xor(a, b, out)
+    assert out.tobytes() == expected.tobytes()
+
+
+LENGTHS = [[], [0], [1], [5], [3, 0, 0, 7, 1], [33, 32, 31, 64, 9], [1] * 50, [200, 1]]
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gather_words(
+    work: Kernels, rng: np.random.Generator, lengths: list[int], first: int
+) -> None:
+    src, out = draw(rng, 201), draw(rng, first + sum(lengths) + 3)
+    offsets, starts = spans(rng, src.size, lengths, first)
+    expected = out.copy()
+    for offset, start, length in zip(offsets, starts, lengths, strict=False):
+        for j in range(length):
+            expected[start + j] = src[offset + j]
+    work.gather_words(src, offsets, starts, out)
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_scatter_words(
+    work: Kernels, rng: np.random.Generator, lengths: list[int], first: int
+) -> None:
+    dst, src = draw(rng, 201), draw(rng, first + sum(lengths) + 3)
+    offsets, starts = spans(rng, dst.size, lengths, first)  # They overlap: the last one stays.
+    expected = dst.copy()
+    for offset, start, length in zip(offsets, starts, lengths, strict=False):
+        for j in range(length):
+            expected[offset + j] = src[start + j]
+    work.scatter_words_(dst, offsets, starts, src)
+    assert dst.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("weight", [0, 1, 2, 0x1D, 0x80, 255])
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_mul_add(
+    work: Kernels, rng: np.random.Generator, lengths: list[int], first: int, weight: int
+) -> None:
+    dst, src = draw(rng, 201), draw(rng, first + sum(lengths) + 3)
+    offsets, starts = spans(rng, dst.size, lengths, first)  # They overlap: they add up.
+    expected, weighted = dst.copy(), times(weight, src)
+    for offset, start, length in zip(offsets, starts, lengths, strict=False):
+        for j in range(length):
+            expected[offset + j] ^= weighted[start + j]
+    work.mul_add_(dst, offsets, starts, src, weight)
+    assert dst.tobytes() == expected.tobytes()
+
+
+def test_a_repeated_offset_adds_up(work: Kernels) -> None:
+    dst = np.zeros(3, np.uint64)
+    work.mul_add_(dst, ids(1, 1, 1), ids(0, 1, 2, 3), np.array([3, 5, 9], np.uint64), 1)
+    assert dst.tolist() == [0, 3 ^ 5 ^ 9, 0]
+
+
+def test_all_products(work: Kernels, rng: np.random.Generator) -> None:
+    """Every weight with every byte, at every place within a word."""
+    bytes_ = np.arange(256, dtype=np.uint8)
+    src = np.concatenate([np.roll(bytes_, shift) for shift in range(8)]).view(np.uint64)
+    for weight in range(256):
+        dst = draw(rng, src.size)
+        expected = dst ^ times(weight, src)
+        work.mul_add_block_(dst, src, weight)
+        assert dst.tobytes() == expected.tobytes(), weight
+
+
+@pytest.mark.parametrize("weight", [0, 1, 0xB7, np.uint8(200), np.int64(2)])
+@pytest.mark.parametrize("size", SIZES)
+def test_mul_add_block(work: Kernels, rng: np.random.Generator, size: int, weight: Any) -> None:
+    dst, src = draw(rng, size), draw(rng, size)
+    expected = dst ^ times(int(weight), src)
+    work.mul_add_block_(dst, src, weight)
+    assert dst.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("weights", [[], [0], [1], [7], [1, 1, 1], [0, 1, 2, 255, 0x8E]], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_dot(work: Kernels, rng: np.random.Generator, size: int, weights: list[int]) -> None:
+    blocks = [draw(rng, size) for _ in weights]
+    out = draw(rng, size)
+    expected = np.zeros(size, np.uint64)
+    for weight, block in zip(weights, blocks, strict=True):
+        expected ^= times(weight, block)
+    work.dot(blocks, np.array(weights, np.uint8), out)
+    assert out.tobytes() == expected.tobytes()
+
+
+def test_a_block_may_be_named_twice(work: Kernels, rng: np.random.Generator) -> None:
+    block, out = draw(rng, 9), draw(rng, 9)
+    work.dot([block, block], np.array([6, 5], np.uint8), out)
+    assert out.tobytes() == times(3, block).tobytes()
+
+
+# What holds for all of them.
+
+
+def test_what_is_only_read_may_be_read_only(work: Kernels, rng: np.random.Generator) -> None:
+    table, words, out = draw(rng, 4, 3), draw(rng, 12), np.zeros(12, np.uint64)
+    offsets, starts = ids(0, 6), ids(0, 6, 12)
+    for array in (table, words, offsets, starts):
+        array.flags.writeable = False
+    work.gather(table, offsets[:1], out.reshape(4, 3)[:1], 0)
+    work.scatter_(out.reshape(4, 3), starts[:1], table[:1], 0)
+    work.xor(words, words, out)
+    work.gather_words(words, offsets, starts, out)
+    work.scatter_words_(out, offsets, starts, words)
+    work.mul_add_(out, offsets, starts, words, 2)
+    work.mul_add_block_(out, words, 2)
+    assert out.tobytes() == words.tobytes()
+    work.dot([words], np.full(1, 2, np.uint8), out)
+    assert out.tobytes() == times(2, words).tobytes()
+
+
+def test_threads_may_share_what_they_read(work: Kernels, rng: np.random.Generator) -> None:
+    src = draw(rng, 5000)
+    outputs = [np.zeros_like(src) for _ in range(8)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work.mul_add_block_, outputs, [src] * 8, range(8)))
+    for weight, out in enumerate(outputs):
+        assert out.tobytes() == times(weight, src).tobytes()
+
+
+def unaligned(size: int) -> Words:
+    return np.zeros(size * 8 + 1, np.uint8)[1:].view(np.uint64)
+
+
+FAR, NEAR = 2**63 - 1, -(2**63)
+OVER = np.zeros(16, np.uint64)  # Parts of it overlap.
+
+
+def w(size: int) -> Words:
+    return np.zeros(size, np.uint64)
+
+
+def t(rows: int, width: int, dtype: Any = np.uint32) -> Any:
+    return np.zeros((rows, width), dtype)
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+ROW_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "id past the end": ((t(5, 2), ids(0, 4, 5), t(3, 2), 0), r"ids\[2\] = 5 .* has 5"),
+    "id negative": ((t(5, 2), ids(0, -1), t(2, 2), 0), r"ids\[1\] = -1"),
+    "id far": ((t(5, 2), ids(FAR), t(1, 2), 0), rf"ids\[0\] = {FAR}"),
+    "id near": ((t(5, 2), ids(NEAR), t(1, 2), 0), rf"ids\[0\] = {NEAR}"),
+    "no rows": ((t(0, 2), ids(0), t(1, 2), 0), r"ids\[0\] = 0 .* has 0"),
+    "column negative": ((t(5, 2), ids(0), t(1, 4), -1), r"column -1"),
+    "column too far": ((t(5, 2), ids(0), t(1, 4), 3), r"2 columns from column 3 .* 4"),
+    "too narrow": ((t(5, 5), ids(0), t(1, 4), 0), r"5 columns from column 0 .* 4"),
+    "too few records": ((t(5, 2), ids(0, 1), t(1, 2), 0), r"1 rows, .* 2 ids"),
+    "too many records": ((t(5, 2), ids(0, 1), t(3, 2), 0), r"3 rows, .* 2 ids"),
+    "other dtype": ((t(5, 2), ids(0), t(1, 2, np.uint16), 0), r"uint16, and has to be uint32"),
+    "float": ((t(5, 2, np.float32), ids(0), t(1, 2, np.float32), 0), r"table has .* float32"),
+    "int ids": ((t(5, 2), np.zeros(1, np.int32), t(1, 2), 0), r"ids has the dtype int32"),
+    "ids 2d": ((t(5, 2), np.zeros((1, 1), np.int64), t(1, 2), 0), r"ids has the shape \[1, 1\]"),
+    "table 1d": ((np.zeros(5, np.uint32), ids(0), t(1, 2), 0), r"table has the shape \[5\]"),
+    "a list": ((t(5, 2), [0], t(1, 2), 0), r"ids has to be a numpy array, not list"),
+    "strided": ((t(5, 4)[:, ::2], ids(0), t(1, 2), 0), r"table has to be C-contiguous"),
+    "other byte order": ((t(5, 2, ">u4"), ids(0), t(1, 2, ">u4"), 0), r"table has .* >u4"),
+}
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter_"])
+@pytest.mark.parametrize("case", ROW_REFUSALS)
+def test_rows_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
+    arguments, message = ROW_REFUSALS[case]
+    refused(work, operation, arguments, message)
+
+
+SPAN_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    # sparse words, offsets, starts, packed words
+    "past the end": ((w(9), ids(0, 8), ids(0, 2, 4), w(4)), r"span 1 of 2 words .* = 8 .* 9 words"),
+    "too long": ((w(9), ids(0), ids(0, 10), w(10)), r"span 0 of 10 words"),
+    "negative": ((w(9), ids(-1), ids(0, 2), w(4)), r"offsets\[0\] = -1"),
+    "far": ((w(9), ids(FAR), ids(0, 2), w(4)), rf"= {FAR} is"),
+    "near": ((w(9), ids(NEAR), ids(0, 2), w(4)), rf"= {NEAR} is"),
+    "empty but outside": ((w(9), ids(10), ids(2, 2), w(4)), r"span 0 of 0 words .* = 10"),
+    "descending": ((w(9), ids(0, 0), ids(3, 1, 4), w(4)), r"starts\[0\] = 3 is followed by 1"),
+    "overflowing": ((w(9), ids(0, 0), ids(0, FAR, NEAR), w(4)), r"starts have to ascend"),
+    "starts negative": ((w(9), ids(0), ids(-2, 2), w(4)), r"from -2 to 2"),
+    "starts near": ((w(9), ids(0), ids(NEAR, 2), w(4)), rf"from {NEAR} to 2"),
+    "starts past the end": ((w(9), ids(0), ids(0, 5), w(4)), r"from 0 to 5, .* 4 words"),
+    "no starts": ((w(9), ids(), ids(), w(4)), r"0 starts for 0 offsets"),
+    "too few starts": ((w(9), ids(0, 1), ids(0, 1), w(4)), r"2 starts for 2 offsets"),
+    "int offsets": ((w(9), np.zeros(1, np.int32), ids(0, 1), w(4)), r"offsets has the dtype int32"),
+    "unsigned starts": ((w(9), ids(0), np.zeros(2, np.uint64), w(4)), r"starts has .* uint64"),
+    "signed words": ((np.zeros(9, np.int64), ids(0), ids(0, 1), w(4)), r"has the dtype int64"),
+    "2d": ((w(9).reshape(3, 3), ids(0), ids(0, 1), w(4)), r"has the shape \[3, 3\]"),
+    "strided": ((w(9)[::2], ids(0), ids(0, 1), w(4)), r"C-contiguous and aligned"),
+    "unaligned": ((unaligned(9), ids(0), ids(0, 1), w(4)), r"C-contiguous and aligned"),
+    "unaligned pack": ((w(9), ids(0), ids(0, 1), unaligned(4)), r"C-contiguous and aligned"),
+    "overlapping": ((OVER[:9], ids(0), ids(0, 1), OVER[8:]), r"memory overlaps"),
+    "None": ((None, ids(0), ids(0, 1), w(4)), r"not NoneType"),
+}
+
+
+@pytest.mark.parametrize("operation", ["gather_words", "scatter_words_", "mul_add_"])
+@pytest.mark.parametrize("case", SPAN_REFUSALS)
+def test_spans_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
+    arguments, message = SPAN_REFUSALS[case]
+    refused(work, operation, (*arguments, 3) if operation == "mul_add_" else arguments, message)
+
+
+def b(*weights: int) -> NDArray[np.uint8]:
+    return np.array(weights, np.uint8)
+
+
+REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("gather", (t(5, 2), ids(0), read_only(t(1, 2)), 0), r"out is written to, .* read-only"),
+    ("scatter_", (read_only(t(5, 2)), ids(0), t(1, 2), 0), r"table is written to, .* read-only"),
+    ("gather", (OVER.reshape(8, 2), ids(0), OVER[:2].reshape(1, 2), 0), r"memory overlaps"),
+    ("scatter_", (OVER.reshape(8, 2), ids(0), OVER[:2].reshape(1, 2), 0), r"memory overlaps"),
+    ("xor", (w(3), w(4), w(3)), r"b has the shape \[4\], .* \[3\]"),
+    ("xor", (w(3), w(3), w(4)), r"out has the shape \[4\], .* \[3\]"),
+    ("xor", (w(3), w(1), w(3)), r"b has the shape \[1\]"),
+    ("xor", (w(6).reshape(2, 3), w(6), w(6)), r"b has the shape \[6\], .* \[2, 3\]"),
+    ("xor", (w(3), np.zeros(3, np.int64), w(3)), r"b has the dtype int64"),
+    ("xor", (w(6)[::2], w(3), w(3)), r"a has to be C-contiguous"),
+    ("xor", (w(3), w(3), read_only(w(3))), r"out is written to"),
+    ("xor", (OVER[:8], w(8), OVER[1:9]), r"a is read; their memory overlaps"),
+    ("xor", (w(8), OVER[1:9], OVER[:8]), r"b is read; their memory overlaps"),
+    ("gather_words", (w(3), ids(0), ids(0, 1), read_only(w(3))), r"out is written to"),
+    ("scatter_words_", (read_only(w(3)), ids(0), ids(0, 1), w(3)), r"dst is written to"),
+    ("mul_add_", (read_only(w(3)), ids(0), ids(0, 1), w(3), 2), r"dst is written to"),
+    ("mul_add_", (w(3), ids(0), ids(0, 1), w(3), 256), r"weight 256"),
+    ("mul_add_", (w(3), ids(0), ids(0, 1), w(3), -1), r"weight -1"),
+    ("mul_add_block_", (w(3), w(3), 1.0), r"weight 1\.0"),
+    ("mul_add_block_", (w(3), w(3), "2"), r"weight '2'"),
+    ("mul_add_block_", (w(3), w(4), 2), r"src has 4 words, .* dst's 3"),
+    ("mul_add_block_", (OVER[:8], OVER[:8], 2), r"memory overlaps"),
+    ("mul_add_block_", (read_only(w(3)), w(3), 2), r"dst is written to"),
+    ("mul_add_block_", (w(3), w(3).view(np.uint8), 2), r"src has the dtype uint8"),
+    ("dot", ([w(3)], b(1, 2), w(3)), r"1 blocks and 2 weights"),
+    ("dot", ([w(3), w(4)], b(1, 2), w(3)), r"blocks\[1\] has 4 words, .* out's 3"),
+    ("dot", ([w(3), OVER[4:7]], b(1, 2), OVER[:5]), r"blocks\[0\] has 3 words, .* out's 5"),
+    ("dot", ([w(5), OVER[4:9]], b(1, 2), OVER[:5]), r"blocks\[1\] is read; .* overlaps"),
+    ("dot", ([w(3)], np.ones(1, np.int64), w(3)), r"weights has the dtype int64"),
+    ("dot", ([w(3)], [1], w(3)), r"weights has to be a numpy array, not list"),
+    ("dot", ([w(3)], b(1), read_only(w(3))), r"out is written to"),
+    ("dot", ([w(3)], b(1), t(3, 1, np.uint64)), r"out has the shape \[3, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("operation", "arguments", "message"), REFUSALS)
+def test_arguments_that_break_the_contract(
+    work: Kernels, operation: str, arguments: tuple[Any, ...], message: str
+) -> None:
+    refused(work, operation, arguments, message)
+
+
+def refused(work: Kernels, operation: str, arguments: tuple[Any, ...], message: str) -> None:
+    """The call names itself and the argument, is of the tree, and has written nothing."""
+    arrays = [x for x in arguments if isinstance(x, np.ndarray)]
+    before = [array.tobytes() for array in arrays]
+    with pytest.raises(KernelError, match=message) as caught:
+        getattr(work, operation)(*arguments)
+    assert str(caught.value).startswith(f"{operation}: ")
+    assert isinstance(caught.value, EcembError)
+    assert [array.tobytes() for array in arrays] == before
+
+
+def test_nothing_is_written_where_only_the_last_of_many_is_wrong(work: Kernels) -> None:
+    many = np.arange(1000)
+    many[-1] = 1000
+    table, records = np.zeros((1000, 1), np.uint64), np.ones((1000, 1), np.uint64)
+    flat = np.zeros(1000, np.uint64)
+    with pytest.raises(KernelError, match=r"ids\[999\]"):
+        work.scatter_(table, many, records, 0)
+    with pytest.raises(KernelError, match=r"offsets\[999\]"):
+        work.mul_add_(flat, many, np.arange(1001), records.reshape(-1), 3)
+    with pytest.raises(KernelError, match=r"offsets\[999\]"):
+        work.scatter_words_(flat, many, np.arange(1001), records.reshape(-1))
+    assert not table.any()
+    assert not flat.any()
+
+
+def test_random_calls_agree_with_the_reference(work: Kernels, seed: int) -> None:
+    """Many small calls of all shapes, one after the other on the same memory."""
+    rng, choose = np.random.default_rng(seed), random.Random(seed)
+    reference = kernels.get("reference")
+    ours = draw(rng, 500)
+    theirs = ours.copy()
+    for _ in range(100):
+        lengths = [choose.choice((0, 1, 2, 9, 17)) for _ in range(choose.randrange(12))]
+        offsets, starts = spans(rng, ours.size, lengths, choose.randrange(3))
+        src, weight = draw(rng, int(starts[-1])), choose.randrange(256)
+        for worker, memory in ((work, ours), (reference, theirs)):
+            worker.mul_add_(memory, offsets, starts, src, weight)
+            worker.scatter_words_(memory, offsets[:3], starts[: offsets[:3].size + 1], src)
+        assert ours.tobytes() == theirs.tobytes()
