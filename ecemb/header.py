@@ -1,0 +1,393 @@
+"""The arena's header as plain values: what is written in it, and which arenas count as survivors.
+
+Owns the byte format of the first pages of an arena's file, the two frozen dataclasses that the rest
+of ecemb passes around (`Constants`, `Header`), and the rule of validity. Everything here is a pure
+function of integers, strings and bytes: it must not know of files, processes or the network.
+
+The file begins with three parts:
+
+    byte 0       preamble: magic, format version, length and checksum of the constants
+    byte 4096    the words: int64, each written by one aligned store, outside of the checksum
+    byte 8192    the constants, as canonical JSON; then, page aligned, the regions
+
+Invariant: the word `state` is stored last at creation, so a file whose state is 0 is a torn
+creation, whatever the rest of it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import secrets
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from .errors import ArenaDamaged, ConfigurationError, InconsistentArenas
+
+MAGIC = b"ecembARN"
+FORMAT = 1
+NONE = -1
+"""What a word says that has no value yet: no transaction, no generation."""
+
+PAGE_BYTES = 4096
+WORDS_OFFSET = PAGE_BYTES
+CONSTANTS_OFFSET = 2 * PAGE_BYTES
+MAX_REGIONS = 256
+MAX_CONSTANTS_BYTES = 1 << 26
+
+WORDS = (
+    "state",
+    "joined",
+    "generation_id",
+    "opened",
+    "committed",
+    "prepared",
+    "pid",
+    "pid_start",
+    "rows_label",
+    "rows_bytes",
+    "parity_label",
+    "inbox_label",
+    "inbox_bytes",
+    "slot0_label",
+    "slot0_bytes",
+    "slot1_label",
+    "slot1_bytes",
+    "heartbeat",
+)
+"""The mutable words in the order of the file; `reserved` sizes of the regions follow at
+`RESERVED`."""
+RESERVED = 64
+"""Index of the word that holds the reserved bytes of the first region."""
+
+_PREAMBLE = struct.Struct("<8sQQ16s")
+_ARENA_ID = re.compile(r"[0-9a-f]{8,64}")
+
+
+class State(IntEnum):
+    """What an arena holds. Only LIVE, or INIT and prepared beside a LIVE one, can survive."""
+
+    INIT = 1
+    """Being filled for the first time (transaction 0)."""
+    REBUILDING = 2
+    """A newcomer's, still being rebuilt: counts as lost."""
+    LIVE = 3
+    FINISHED = 4
+    """Tombstone of a closed job."""
+
+
+def new_arena_id() -> str:
+    """A random name for a new arena (16 hexadecimal digits)."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What never changes in an arena. Written once, under a checksum, before `state`.
+
+    Attributes:
+        job: name of the job.
+        arena_id: random hexadecimal digits; the file's name.
+        rank: the logical rank whose memory this is.
+        world_size: number of ranks N.
+        n: blocks in a stripe.
+        k: data blocks in a stripe.
+        positions: rank -> placement position, fixed at the fresh start; a permutation of 0..N-1.
+        domains: rank -> host at the fresh start.
+        layout_hash: hash that must be equal for the model of the same rank after a restart.
+        layout: JSON text that describes this rank's tables.
+        block_words: [N][k] length of every rank's blocks in 8-byte words.
+        regions: (name, capacity in bytes) in the order of the file.
+
+    Raises:
+        ConfigurationError: a value breaks one of these rules.
+    """
+
+    job: str
+    arena_id: str
+    rank: int
+    world_size: int
+    n: int
+    k: int
+    positions: tuple[int, ...]
+    domains: tuple[str, ...]
+    layout_hash: str
+    layout: str
+    block_words: tuple[tuple[int, ...], ...]
+    regions: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(_ARENA_ID.fullmatch(self.arena_id)),
+            "arena_id",
+            self.arena_id,
+            "8 to 64 hexadecimal digits",
+        )
+        _require(self.world_size >= 1, "world_size", self.world_size, "at least 1")
+        _require(
+            0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}"
+        )
+        _require(1 <= self.k < self.n <= 256, "(n, k)", (self.n, self.k), "1 <= k < n <= 256")
+        _require(
+            sorted(self.positions) == list(range(self.world_size)),
+            "positions",
+            self.positions,
+            f"a permutation of 0..{self.world_size - 1}",
+        )
+        _require(
+            len(self.domains) == self.world_size,
+            "domains",
+            self.domains,
+            f"{self.world_size} names",
+        )
+        _require(
+            len(self.block_words) == self.world_size
+            and all(len(row) == self.k and min(row) >= 0 for row in self.block_words),
+            "block_words",
+            self.block_words,
+            f"[{self.world_size}][{self.k}] lengths >= 0",
+        )
+        names = [name for name, _ in self.regions]
+        _require(
+            len(set(names)) == len(names) <= MAX_REGIONS
+            and all(size >= 0 for _, size in self.regions),
+            "regions",
+            self.regions,
+            f"at most {MAX_REGIONS} different names with capacities >= 0",
+        )
+
+    def encode(self) -> bytes:
+        """Canonical JSON: equal constants give equal bytes."""
+        return _canonical(dataclasses.asdict(self)).encode("ascii")
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Constants:
+        """Inverse of `encode`.
+
+        Raises:
+            ArenaDamaged: the bytes are not constants that `encode` could have written.
+        """
+        try:
+            return _constants(json.loads(payload))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ArenaDamaged(f"the constants of the header can't be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Header:
+    """A snapshot of what an arena says of itself; travels between ranks as JSON.
+
+    Attributes:
+        constants: what never changes.
+        state: see `State`.
+        joined: generation that this arena was last a member of; NONE before the first.
+        generation_id: random id of that generation; NONE while it is not known (see `Arena.join`).
+        opened: highest generation that was opened for changes; NONE before the first.
+        committed: last committed transaction, or NONE.
+        prepared: last prepared transaction, or NONE.
+    """
+
+    constants: Constants
+    state: State
+    joined: int = NONE
+    generation_id: int = NONE
+    opened: int = NONE
+    committed: int = NONE
+    prepared: int = NONE
+
+    def to_json(self) -> str:
+        """Canonical JSON text of the header, constants included."""
+        return _canonical(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Header:
+        """Inverse of `to_json`.
+
+        Raises:
+            ArenaDamaged: the text is not a header.
+        """
+        try:
+            fields = json.loads(text)
+            constants = _constants(fields.pop("constants"))
+            return cls(constants=constants, state=State(fields.pop("state")), **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArenaDamaged(f"a reported header can't be read: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# The bytes of the file
+
+
+def preamble(payload: bytes) -> bytes:
+    """The first bytes of the file, for constants that were encoded as `payload`."""
+    return _PREAMBLE.pack(MAGIC, FORMAT, len(payload), _checksum(payload))
+
+
+def initial_words() -> dict[str, int]:
+    """Values of all words of a new arena; `state` is 0 until the creation is complete."""
+    counts = {"state", "pid", "pid_start", "heartbeat"}
+    return {name: 0 if name in counts or name.endswith("_bytes") else NONE for name in WORDS}
+
+
+def words_of(head: bytes) -> dict[str, int]:
+    """The words in the first `CONSTANTS_OFFSET` bytes of a file; empty if its format is other."""
+    if len(head) < CONSTANTS_OFFSET or _PREAMBLE.unpack_from(head)[:2] != (MAGIC, FORMAT):
+        return {}
+    return dict(zip(WORDS, struct.unpack_from(f"<{len(WORDS)}q", head, WORDS_OFFSET), strict=True))
+
+
+def torn(head: bytes) -> bool:
+    """Whether `head` (up to `CONSTANTS_OFFSET` bytes) is of a creation that was cut short."""
+    if len(head) < CONSTANTS_OFFSET or head[: len(MAGIC)] == bytes(len(MAGIC)):
+        return True
+    return words_of(head).get("state") == 0
+
+
+def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
+    """Read and check the constants.
+
+    Args:
+        head: the first `CONSTANTS_OFFSET` bytes of the file.
+        read: gives that many bytes of the file from `CONSTANTS_OFFSET` on, fewer at its end.
+
+    Returns:
+        The constants, and their length in the file in bytes.
+
+    Raises:
+        ArenaDamaged: torn creation, another format, or a checksum that doesn't match.
+    """
+    if torn(head):
+        raise ArenaDamaged("its creation was cut short; it holds nothing and can be removed")
+    magic, version, length, checksum = _PREAMBLE.unpack_from(head)
+    if magic != MAGIC:
+        raise ArenaDamaged(f"it begins with {magic!r} and not with {MAGIC!r}: not an arena")
+    if version != FORMAT:
+        raise ArenaDamaged(
+            f"it has format {version} and this ecemb reads format {FORMAT}; use the version of "
+            "ecemb that wrote it, or remove it with `python -m ecemb arenas rm`"
+        )
+    payload = read(length) if length <= MAX_CONSTANTS_BYTES else b""
+    if len(payload) != length or _checksum(payload) != checksum:
+        raise ArenaDamaged("the checksum of its header's constants doesn't match")
+    return Constants.decode(payload), length
+
+
+def snapshot(constants: Constants, words: Mapping[str, int]) -> Header:
+    """The header that `constants` and `words` stand for.
+
+    Raises:
+        ArenaDamaged: the state is none of `State`.
+    """
+    try:
+        state = State(words["state"])
+    except ValueError as error:
+        raise ArenaDamaged(f"its state is {words['state']}, which no ecemb stores") from error
+    fields = ("joined", "generation_id", "opened", "committed", "prepared")
+    return Header(constants, state, **{name: words[name] for name in fields})
+
+
+def page_aligned(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where the regions lie in the file.
+
+    Returns:
+        name -> (offset, capacity), both in bytes, and the bytes of the whole.
+    """
+    offset = CONSTANTS_OFFSET + page_aligned(constants_bytes)
+    result: dict[str, tuple[int, int]] = {}
+    for name, capacity in constants.regions:
+        result[name] = (offset, capacity)
+        offset += page_aligned(capacity)
+    return result, offset
+
+
+# ---------------------------------------------------------------------------------------------
+# Which arenas count as survivors
+
+
+def valid(headers: Sequence[Header]) -> list[Header]:
+    """The arenas that count as survivors, in the order given. All ranks get the same answer.
+
+    An arena is stale when its `joined` is below the highest `opened` that anyone reports: the
+    others went on without it. One that is not stale is valid when it is LIVE, or INIT and prepared
+    beside a LIVE one that is not stale (the crash came while transaction 0 was being made LIVE).
+
+    Raises:
+        InconsistentArenas: one generation with two ids, or two valid arenas of one rank.
+    """
+    opened = max((header.opened for header in headers), default=NONE)
+    current = [header for header in headers if header.joined >= opened]
+    _check_generations(current)
+    live = any(header.state is State.LIVE for header in current)
+    result = [
+        header
+        for header in current
+        if header.state is State.LIVE
+        or (live and header.state is State.INIT and header.prepared >= 0)
+    ]
+    _check_ranks(result)
+    return result
+
+
+def _check_generations(headers: Sequence[Header]) -> None:
+    ids: dict[int, int] = {}
+    for header in headers:
+        if header.joined == NONE or header.generation_id == NONE:
+            continue
+        known = ids.setdefault(header.joined, header.generation_id)
+        if known != header.generation_id:
+            raise InconsistentArenas(
+                f"generation {header.joined} of job {header.constants.job!r} was begun twice, with "
+                f"ids {known:x} and {header.generation_id:x} (arena {header.constants.arena_id} of "
+                f"rank {header.constants.rank}): two groups of workers ran the same job apart from "
+                "each other. Remove the arenas of the group that shall not count with "
+                "`python -m ecemb arenas rm`."
+            )
+
+
+def _check_ranks(headers: Sequence[Header]) -> None:
+    owners: dict[int, str] = {}
+    for header in headers:
+        constants = header.constants
+        other = owners.setdefault(constants.rank, constants.arena_id)
+        if other != constants.arena_id:
+            raise InconsistentArenas(
+                f"rank {constants.rank} of job {constants.job!r} has two valid arenas, {other} and "
+                f"{constants.arena_id}. Remove the one that shall not count with "
+                "`python -m ecemb arenas rm`."
+            )
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigurationError(f"an arena's {name} must be {rule}; it is {value!r}")
+
+
+def _constants(fields: dict[str, Any]) -> Constants:
+    """Constants from what JSON makes of them: lists become tuples again."""
+    tuples: dict[str, Any] = {
+        "positions": tuple(fields["positions"]),
+        "domains": tuple(fields["domains"]),
+        "block_words": tuple(tuple(row) for row in fields["block_words"]),
+        "regions": tuple((name, size) for name, size in fields["regions"]),
+    }
+    return Constants(**{**fields, **tuples})
+
+
+def _canonical(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _checksum(payload: bytes) -> bytes:
+    return hashlib.blake2b(
+        struct.pack("<QQ", FORMAT, len(payload)) + payload, digest_size=16
+    ).digest()
