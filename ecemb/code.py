@@ -151,7 +151,7 @@ class Code:
         if self.r == 1 or self.k == 1:
             return np.vstack((np.eye(self.k, dtype=np.uint8), np.ones((self.r, self.k), np.uint8)))
         # galois has no type stubs; what comes back from it is checked and typed at the end.
-        import galois  # pyright: ignore[reportMissingTypeStubs]
+        import galois
 
         field = cast(Any, galois.GF(2**8, irreducible_poly=POLYNOMIAL, primitive_element=2))
         points = field([0, *(int(x) for x in _EXP[: self.n - 1])])

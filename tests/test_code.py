@@ -49,7 +49,7 @@ def stripe(code: Code, rng: random.Random) -> Bytes:
 
 
 def combined(weights: Bytes, blocks: Bytes) -> Bytes:
-    """weights [p, k] times blocks [k, bytes] over GF(2^8)."""
+    """Weights [p, k] times blocks [k, bytes] over GF(2^8)."""
     return np.bitwise_xor.reduce(products()[weights[:, :, None], blocks[None, :, :]], axis=1)
 
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, TypeVar, cast, final
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
