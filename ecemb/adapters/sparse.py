@@ -1,0 +1,377 @@
+"""Tables that stock torch.optim optimizers update through sparse gradients.
+
+Owns the link between an `nn.Embedding(Bag)`-like module, its optimizer's per-row state, and the arena's
+memory: puts the tensors in place, learns the rows that a step is about to change from the optimizer's
+pre-hook, and refuses or catches whatever would change rows that nobody declared (design: section 2).
+
+Must not know: journals, parity, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ..rows import Column, TableLayout
+
+Ids = NDArray[np.int64]
+Optimizer = torch.optim.Optimizer
+
+_STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.SGD: (),
+    torch.optim.Adagrad: ("sum",),
+    torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq"),
+}
+_MUST_BE_ZERO = ("momentum", "weight_decay")
+
+
+class SparseTable:
+    """One protected table of this rank: a module's weight and its optimizer's per-row state.
+
+    Args:
+        name: the table's key.
+        module: has the weight, [rows, dim], on the CPU or the meta device.
+        optimizer: the one that updates the weight; None if no optimizer does.
+
+    Raises:
+        UnsupportedTable: the module's lookups or gradients would change rows undeclared.
+        UnsupportedOptimizer: the optimizer would.
+    """
+
+    def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None) -> None:
+        _check_module(name, module)
+        self.name = name
+        self.module = module
+        self.weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
+        self.optimizer = optimizer
+        self.states: tuple[str, ...] = ()
+        if optimizer is not None:
+            self.states = _states(name, optimizer)
+            self.check_options()
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    @property
+    def layout(self) -> TableLayout:
+        """The shard's layout: the weight's rows, then each state's."""
+        rows = self.weight.shape[0]
+        row_bytes = int(np.prod(self.weight.shape[1:])) * self.weight.element_size()
+        dtype = str(self.weight.dtype).removeprefix("torch.")
+        columns = (Column(name, dtype, row_bytes) for name in ("weight", *self.states))
+        return TableLayout(self.name, rows, tuple(columns))
+
+    def place(self, columns: Sequence[NDArray[np.uint8]], *, fresh: bool) -> None:
+        """Moves the table into the arena.
+
+        Args:
+            columns: the arena's memory of the weight and of each state, uint8 [rows, row_bytes].
+            fresh: the memory is to be filled with the table's values (a table on the meta device is
+                initialised by its reset_parameters()); else it holds them, and is only pointed to.
+        """
+        shape, dtype = self.weight.shape, self.weight.dtype
+        self._views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
+        was_meta = self.weight.is_meta
+        with torch.no_grad():
+            if was_meta:
+                placed = nn.Parameter(self._views[0], requires_grad=self.weight.requires_grad)
+                torch.utils.swap_tensors(self.weight, placed)
+                if fresh:
+                    self.module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            else:
+                if fresh:
+                    self._views[0].copy_(self.weight)
+                self.weight.data = self._views[0]
+            if self.optimizer is not None:
+                self._place_states(self.optimizer, fresh, was_meta)
+        self.note()
+
+    def _place_states(self, optimizer: Optimizer, fresh: bool, was_meta: bool) -> None:
+        state: dict[str, Any] = optimizer.state[self.weight]
+        if not state and isinstance(optimizer, torch.optim.SparseAdam):
+            state["step"] = 0  # what its first step would set, had it found no state
+        for name, view in zip(self.states, self._views[1:], strict=True):
+            if fresh and was_meta:
+                view.fill_(self._option("initial_accumulator_value") if name == "sum" else 0)
+            elif fresh and name in state:
+                view.copy_(state[name])
+            state[name] = view
+
+    def _option(self, name: str, default: float = 0) -> float:
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            if any(parameter is self.weight for parameter in group["params"]):
+                return group.get(name, default)
+        return default
+
+    def check_options(self) -> None:
+        """Raises UnsupportedOptimizer if an option makes the optimizer change untouched rows."""
+        for option in _MUST_BE_ZERO:
+            if value := self._option(option):
+                raise UnsupportedOptimizer(
+                    f"{type(self.optimizer).__name__} with {option}={value} changes rows of table "
+                    f"{self.name!r} that a step doesn't touch, so that their parity would rot: set "
+                    f"{option}=0 for this table (dense parameters may keep it in a group of their own)"
+                )
+
+    def touched(self) -> Ids | None:
+        """The rows that the optimizer's step is about to change, int64, ascending and distinct.
+
+        Raises:
+            UndeclaredWrite: the gradient is dense.
+        """
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        if not grad.is_sparse:
+            raise UndeclaredWrite(
+                f"table {self.name!r} has a dense gradient, with which the optimizer would change every "
+                f"row: look it up through an embedding with sparse=True only"
+            )
+        return np.unique(grad._indices()[0].numpy())
+
+    def note(self) -> None:
+        """Takes the tensors' present versions as declared."""
+        self._versions = [tensor._version for tensor in self._tensors()]
+
+    def check(self) -> None:
+        """Notices what changed the table undeclared.
+
+        Raises:
+            UndeclaredWrite: a tensor's storage was replaced, or it was written in place.
+        """
+        for tensor, view in zip(self._tensors(), self._views, strict=True):
+            if tensor.data_ptr() != view.data_ptr() or tensor.shape != view.shape:
+                raise UndeclaredWrite(
+                    f"the storage of table {self.name!r}, or of its optimizer state, was replaced (by "
+                    f"load_state_dict(assign=True), .to(), or an assignment to .data?): what is trained "
+                    f"now is not what is protected. Do it before ecemb.protect()"
+                )
+        if [tensor._version for tensor in self._tensors()] != self._versions:
+            raise UndeclaredWrite(
+                f"table {self.name!r} was written in place by something else than its optimizer's step: "
+                f"declare such rows with guard.touch({self.name!r}, rows) inside the step, before the "
+                f"write. Their parity is out of date now: restart from a checkpoint under another job="
+            )
+
+    def scalars(self) -> dict[str, Any]:
+        """The optimizer's state of this table that is not per row, e.g. Adagrad's step."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state.get(self.weight, {})
+        return {key: value for key, value in state.items() if key not in self.states}
+
+    def set_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Takes such state back."""
+        if self.optimizer is not None:
+            self.optimizer.state[self.weight].update(scalars)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = [self.weight]
+        if self.optimizer is not None:
+            state = self.optimizer.state.get(self.weight, {})
+            tensors += [state.get(name, self.weight) for name in self.states]
+        return tensors
+
+
+@dataclasses.dataclass
+class Hooks:
+    """What the tables tell, and ask, whoever protects them.
+
+    Attributes:
+        capture: called with a table's index and the rows (int64, ascending, distinct) about to change.
+        is_open: whether a step is open.
+    """
+
+    capture: Callable[[int, Ids], None]
+    is_open: Callable[[], bool]
+
+
+class SparseTables:
+    """All protected tables of this rank.
+
+    Args:
+        modules: the tables' modules by key.
+        optimizers: all optimizers of the training.
+
+    Raises:
+        UnsupportedTable, UnsupportedOptimizer: see `SparseTable`.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        owners: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    other = owners.setdefault(id(parameter), optimizer)
+                    if other is not optimizer:
+                        raise UnsupportedOptimizer(
+                            "two of the optimizers= update the same parameter, of shape "
+                            f"{tuple(parameter.shape)}: give each parameter to one"
+                        )
+        self.tables: list[SparseTable] = []
+        seen: dict[int, str] = {}
+        for name, module in modules.items():
+            _check_module(name, module)
+            weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
+            if (other := seen.setdefault(id(weight), name)) != name:
+                raise UnsupportedTable(
+                    f"tables {other!r} and {name!r} share one weight: name it once in tables="
+                )
+            self.tables.append(SparseTable(name, module, owners.get(id(weight))))
+        self._handles: list[Any] = []
+        self._by_name = {table.name: index for index, table in enumerate(self.tables)}
+        self._touched: set[int] = set()
+
+    def watch(self, hooks: Hooks) -> None:
+        """Registers with optimizers and modules; from here on undeclared changes raise."""
+        self._hooks = hooks
+        for optimizer in {id(t.optimizer): t.optimizer for t in self.tables if t.optimizer}.values():
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
+            ]
+        for index, table in enumerate(self.tables):
+            self._handles.append(
+                table.module.register_load_state_dict_pre_hook(self._before_load(index))
+            )
+
+    def unwatch(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def touch(self, name: str, rows: torch.Tensor) -> None:
+        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
+
+        Raises:
+            UsageError: no such table, no open step, or a row that the shard doesn't have.
+        """
+        if name not in self._by_name:
+            raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
+        if not self._hooks.is_open():
+            raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
+        index = self._by_name[name]
+        ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
+        count = self.tables[index].weight.shape[0]
+        if len(ids) and not (0 <= ids[0] and ids[-1] < count):
+            raise UsageError(
+                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() was given "
+                f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
+            )
+        self.tables[index].check()
+        self._hooks.capture(index, ids)
+        self._touched.add(index)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        for index, table in enumerate(self.tables):
+            if index in self._touched:
+                table.note()
+            table.check()
+        self._touched.clear()
+
+    def note(self) -> None:
+        """Takes everything as it is now as declared (after an undo)."""
+        self._touched.clear()
+        for table in self.tables:
+            table.note()
+
+    def scalars(self) -> dict[str, Any]:
+        """All tables' scalars, by table."""
+        return {table.name: table.scalars() for table in self.tables}
+
+    def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes them back."""
+        for table in self.tables:
+            table.set_scalars(scalars[table.name])
+
+    def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:
+        return [(i, table) for i, table in enumerate(self.tables) if table.optimizer is optimizer]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not self._hooks.is_open():
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() changes protected tables outside of a step: put it "
+                f"inside `with guard.step():`"
+            )
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise UnsupportedOptimizer(
+                f"{type(optimizer).__name__}.step(closure) computes gradients after the touched rows "
+                f"are captured: call backward() first and step() without a closure"
+            )
+        for index, table in self._of(optimizer):
+            table.check_options()
+            if index not in self._touched:
+                table.check()
+            ids = table.touched()
+            if ids is not None and len(ids):
+                self._hooks.capture(index, ids)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        for _, table in self._of(optimizer):
+            table.note()
+
+    def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:
+        raise UndeclaredWrite(
+            f"{type(optimizer).__name__}.load_state_dict() would replace the protected state of table "
+            f"{self._of(optimizer)[0][1].name!r}: load it before ecemb.protect()"
+        )
+
+    def _before_load(self, index: int) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            table = self.tables[index]
+            if not self._hooks.is_open():
+                raise UndeclaredWrite(
+                    f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
+                    f"step: load before ecemb.protect(), or inside `with guard.step():`"
+                )
+            self.touch(table.name, torch.arange(table.weight.shape[0]))
+
+        return before
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        raise UnsupportedTable(
+            f"table {name!r} is a {type(module).__name__} without a two-dimensional weight: tables= "
+            f"takes nn.Embedding, nn.EmbeddingBag and ecemb.nn.ShardedEmbeddingBag"
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not module.sparse:
+        raise UnsupportedTable(
+            f"table {name!r} has sparse=False, so that its optimizer changes every row in every step: "
+            f"build it with sparse=True"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedTable(
+            f"table {name!r} has max_norm={module.max_norm}, which rewrites rows during the lookup, "
+            f"undeclared: build it without max_norm"
+        )
+    if weight.device.type not in ("cpu", "meta"):
+        raise UnsupportedTable(
+            f"table {name!r} is on {weight.device}: this version protects tables in host memory; keep "
+            f"it on the CPU or the meta device until ecemb.protect()"
+        )
+    if weight.is_meta and not hasattr(module, "reset_parameters"):
+        raise UnsupportedTable(
+            f"table {name!r} is on the meta device and {type(module).__name__} has no "
+            f"reset_parameters() to initialise it: add one, or build it on the CPU"
+        )
+
+
+def _states(name: str, optimizer: Optimizer) -> tuple[str, ...]:
+    if type(optimizer) not in _STATES:
+        known = ", ".join(kind.__name__ for kind in _STATES)
+        raise UnsupportedOptimizer(
+            f"table {name!r} is updated by {type(optimizer).__name__}, and ecemb doesn't know that it "
+            f"changes only the rows in a sparse gradient: use one of {known}"
+        )
+    return _STATES[type(optimizer)]

@@ -1,0 +1,264 @@
+"""The Guard: what `ecemb.protect` returns, and all that a training script talks to."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapters.nn import ShardedEmbeddingBag
+from .adapters.sparse import Hooks
+from .code import Code
+from .errors import ConfigurationError, StepFailed, UsageError
+from .header import State
+from .opening import FailureDomain, Opened, Request, open_memory
+from .rankstate import Stateful
+from .recovery import RecoveryReport
+from .rendezvous import Session, current
+from .transaction import Transactions
+
+logger = logging.getLogger("ecemb")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of training.
+
+    Attributes:
+        number: counts from 0 and is the same on all ranks: the batch to take.
+    """
+
+    number: int
+
+
+class Guard:
+    """Protects the tables of one training; made by `protect`, one per process."""
+
+    def __init__(self, session: Session, opened: Opened) -> None:
+        self._session = session
+        self._memory = opened.memory
+        self._transport = opened.transport
+        self._tables = opened.tables
+        self._transactions = Transactions(
+            opened.memory, opened.transport, opened.replicated, opened.rank_state
+        )
+        self._failed: str | None = None
+        self._closed = False
+        self._steps = 0
+        self.recovery: RecoveryReport = opened.report
+        opened.tables.watch(Hooks(self._transactions.capture, self._is_open))
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step to run next: 0 after a fresh start."""
+        return self._memory.committed
+
+    @property
+    def tables(self) -> list[str]:
+        """Keys of this rank's protected tables, as `touch` takes them."""
+        return [table.name for table in self._tables.tables]
+
+    @contextmanager
+    def step(self) -> Iterator[Step]:
+        """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
+
+        Everything that changes state belongs in the body. If the body raises, its changes are undone on
+        this rank, the other ranks undo theirs at their exchange, and the job needs a restart.
+
+        Yields:
+            The step, with its number.
+
+        Raises:
+            StepFailed: an earlier step failed, here or on another rank.
+            UndeclaredWrite: a protected table changed without being declared.
+            PeerFailure: a peer died; the step is undone here.
+            UsageError: another step is open, or the guard is closed.
+        """
+        self._check_usable()
+        self._tables.check()
+        step = Step(self._transactions.begin() - 1)
+        try:
+            yield step
+            self._tables.check()
+            self._transactions.commit()
+            self._steps += 1
+        except BaseException as error:
+            self._fail(step, error)
+            raise
+
+    def touch(self, table: str, rows: torch.Tensor) -> None:
+        """Declares, inside a step, that rows of a table are about to be written by hand.
+
+        Args:
+            table: the table's key, one of `tables`.
+            rows: integer tensor of any shape, row numbers of this rank's shard.
+
+        Raises:
+            UsageError: no such table or row, or no step is open.
+            NotEnoughSpace: the journal can't grow; don't write.
+        """
+        self._tables.touch(table, rows)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes of this rank as a plain dict.
+
+        Returns:
+            `next_step`; `steps` committed by this process; `captured_rows`; `sent_bytes` over the network
+            for protection; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the protected
+            tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with the step).
+        """
+        tables = [table.layout for table in self._tables.tables]
+        reserved = {
+            name: self._memory.arena.reserved(name)
+            for name, _ in self._memory.arena.header().constants.regions
+        }
+        size = sum(t.rows * column.row_bytes for t in tables for column in t.columns)
+        return {
+            "next_step": self.next_step,
+            "steps": self._steps,
+            "captured_rows": self._transactions.captured_rows,
+            "sent_bytes": self._transport.sent_bytes,
+            "seconds": dict(self._transactions.seconds),
+            "bytes": {"tables": size, **reserved},
+        }
+
+    def close(self) -> None:
+        """Ends the job: its arenas are marked finished and removed. All ranks.
+
+        The tables stay usable in this process. Save the model before: a job that is closed does not train
+        again.
+
+        Raises:
+            UsageError: a step is open.
+            StepFailed: a step failed; the arenas are kept, so that a restart goes on from them.
+        """
+        if self._closed:
+            return
+        if self._is_open():
+            raise UsageError("guard.close() inside guard.step(): leave the with block first")
+        self._check_usable()
+        self._tables.check()
+        self._transport.barrier("closing the job")
+        self._memory.arena.set("state", State.FINISHED)
+        self._session.marks.set("finished", "1")
+        self._transport.barrier("the end of the job")
+        self._tables.unwatch()
+        self._memory.arena.remove()
+        self._closed = True
+
+    def _is_open(self) -> bool:
+        return self._transactions.in_flight is not None
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise UsageError("the guard is closed: the job is finished")
+        if self._failed is not None:
+            raise StepFailed(
+                f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
+                f"restarts the job; it goes on from step {self.next_step}"
+            )
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        self._failed = f"step {step.number} failed ({type(error).__name__}: {error})"
+        logger.error("ecemb: %s; undoing it on this rank", self._failed)
+        self._transactions.undo()
+        self._tables.note()
+
+
+def protect(
+    model: nn.Module,
+    *,
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
+    tables: Mapping[str, nn.Module] | None = None,
+    code: Code,
+    state: Sequence[Stateful] | Stateful | None = None,
+    failure_domain: FailureDomain = "auto",
+) -> Guard:
+    """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
+
+    Finds every `ecemb.nn.ShardedEmbeddingBag` in the model and adds `tables`. Tables move into the arena;
+    those on the meta device are materialised there. After a recovery, tables, dense parameters, optimizer
+    state, random number generators and `state` are as they were after step `guard.next_step` - 1.
+
+    Args:
+        model: the whole model; what is not a protected table must be the same on all ranks.
+        optimizers: all optimizers of the training, or the only one. Tables need torch.optim.SGD, Adagrad
+            or SparseAdam; dense parameters may have any.
+        tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
+            by a key of your choice. Ranks need not hold the same ones.
+        code: the (n, k) code; n at most the number of ranks.
+        state: objects with state_dict() and load_state_dict() that belong to this rank's training
+            position, such as schedules and counters.
+        failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
+            any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
+
+    Returns:
+        The guard.
+
+    Raises:
+        NotInitialized: ecemb.init_process_group() comes first.
+        UsageError: this process has a guard already.
+        ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
+            PlacementError.
+        LayoutMismatch: the job was started with another model, code or number of ranks.
+        NotEnoughSpace: the arena doesn't fit.
+        RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
+        PeerFailure: a peer died or failed.
+    """
+    session = current()
+    if session.protected:
+        raise UsageError("this process has a guard already: ecemb.protect() is called once")
+    if failure_domain not in ("auto", "host", "rank"):
+        raise ConfigurationError(
+            f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}"
+        )
+    if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {code!r}")
+    found: dict[str, nn.Module] = {
+        name or "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedEmbeddingBag)
+    }
+    if overlap := sorted(set(found) & set(tables or {})):
+        raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
+    given = {name: module for name, module in (tables or {}).items()}
+    known = {id(module) for module in given.values()}
+    modules = {name: m for name, m in found.items() if id(m) not in known} | given
+    request = Request(
+        model=model,
+        optimizers=_listed(optimizers, torch.optim.Optimizer),
+        modules=modules,
+        code=code,
+        state=_listed(state, None),
+        failure_domain=failure_domain,
+    )
+    if not modules:
+        raise ConfigurationError(
+            "the model has no table to protect: build it with ecemb.nn.ShardedEmbeddingBag, or name "
+            "tables that you shard by hand in tables={'user': module}"
+        )
+    opened = open_memory(session, request)
+    session.protected = True
+    guard = Guard(session, opened)
+    log = logger.warning if opened.report.lost else logger.info
+    log("ecemb: rank %d: %s", session.rank, opened.report)
+    return guard
+
+
+def _listed(value: Any, kind: type | None) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        value = list(value.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    items = list(value) if isinstance(value, (list, tuple)) else [value]  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    for item in items:
+        if kind is not None and not isinstance(item, kind):
+            raise ConfigurationError(
+                f"optimizers= takes torch.optim optimizers; one is a {type(item).__name__}"
+            )
+    return items

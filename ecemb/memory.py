@@ -1,0 +1,185 @@
+"""What one rank does alone, in its own arena: capture, undo, apply, redo, commit.
+
+`RankMemory` puts the parts of an arena together and writes the header's words in the order that
+protocol.md (section 3) demands. No network here: whatever this module does can be cut off between any two
+instructions and done again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arena import Arena
+from .delta import Delta, address, pack, split
+from .errors import InconsistentArenas
+from .journal import Inbox, ParityJournal, RowJournal
+from .kernels import Kernels
+from .parity import ParityBlocks
+from .placement import Placement
+from .replicated import Slots
+from .rows import RowSpace, Table, TableLayout
+
+Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What all ranks know of each other's memory.
+
+    Attributes:
+        placement: who keeps whose parity; None for a world of one rank, which has none.
+        block_words: [world size][k], words of every rank's data blocks.
+        generator: uint8 [n, k].
+    """
+
+    placement: Placement | None
+    block_words: tuple[tuple[int, ...], ...]
+    generator: NDArray[np.uint8]
+
+
+class RankMemory:
+    """One rank's arena, opened: its rows, its parity, and the journals of the transaction in flight.
+
+    Args:
+        arena: attached or just created; read and overwritten.
+        layouts: this rank's tables in the order of their addresses; the rank state's record is the last.
+        geometry: what all ranks know.
+        kernels: does the work on bytes.
+    """
+
+    def __init__(
+        self, arena: Arena, layouts: Sequence[TableLayout], geometry: Geometry, kernels: Kernels
+    ) -> None:
+        self.arena = arena
+        self.geometry = geometry
+        self.rank = arena.header().constants.rank
+        rows = arena.region("rows")
+        tables: list[Table] = []
+        at = 0
+        for layout in layouts:
+            tables.append(Table(layout, rows[at : at + layout.memory_bytes], kernels))
+            at += layout.memory_bytes
+        self.space = RowSpace(tables, geometry.generator.shape[1])
+        self.parity: ParityBlocks | None = None
+        if geometry.placement is not None:
+            self.parity = ParityBlocks(
+                arena.region("parity").view(np.uint64),
+                geometry.placement,
+                self.rank,
+                geometry.block_words,
+                geometry.generator,
+                kernels,
+            )
+        self.journal = RowJournal(arena, self.space)
+        self.inbox = Inbox(arena, len(geometry.block_words))
+        self.parity_journal = ParityJournal(arena)
+        self.slots = Slots(arena)
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that this rank committed."""
+        return self.arena.get("committed")
+
+    @property
+    def rank_state(self) -> NDArray[np.uint8]:
+        """The bytes of the rank state's record, uint8, a view."""
+        return self.space.tables[-1].columns[0][0]
+
+    def capture_rank_state(self) -> None:
+        """Saves the rank state's old record; it may be written after this."""
+        self.journal.capture(len(self.space.tables) - 1, np.zeros(1, np.int64))
+
+    def outgoing(self) -> tuple[Words, list[int]]:
+        """The deltas of the transaction in flight, as one message to each rank.
+
+        Returns:
+            The messages' words, and the length of each, in the order of ranks.
+        """
+        placement = self.geometry.placement
+        if placement is None:
+            return np.empty(0, np.uint64), [0]
+        addresses, starts, words = self.journal.changes()
+        deltas = split(addresses, starts, words, self.space.bounds)
+        return pack(address(deltas, placement, self.rank))
+
+    def receive(self, lengths: Sequence[int]) -> Words:
+        """Makes room for other ranks' messages, and for the old parity under them.
+
+        Everything that `apply` will need is reserved here: nothing may fail for want of space once the
+        transaction is prepared.
+        """
+        self.parity_journal.open(sum(lengths))
+        return self.inbox.open(lengths)
+
+    def prepare(self, transaction: int) -> None:
+        """The inbox is complete and all is written: whatever happens now, the vote decides."""
+        self.inbox.seal(transaction)
+        self.arena.set("prepared", transaction)
+
+    def apply(self, transaction: int) -> None:
+        """Brings parity to `transaction` from the inbox, old words first; may be done again."""
+        if self.parity is None:
+            return
+        received = self.inbox.deltas(transaction)
+        saved = self.parity_journal.open(sum(len(delta.words) for _, delta in received))
+        if self.parity_journal.label == transaction:
+            self.parity.restore_(received, saved)
+        else:
+            self.parity.save(received, saved)
+            self.parity_journal.seal(transaction)
+        self.parity.update_(received)
+
+    def commit(self, transaction: int) -> None:
+        """The last store of a transaction: journals with its label, or a lower one, are now void."""
+        self.arena.set("committed", transaction)
+
+    def decide(self, transaction: int) -> tuple[int, bool]:
+        """Brings this rank to the transaction that recovery decided on (protocol.md, section 4).
+
+        Args:
+            transaction: T, the smallest prepared transaction among the valid arenas.
+
+        Returns:
+            The number of rows undone, and whether a transaction was redone.
+
+        Raises:
+            InconsistentArenas: this rank has committed more than T; nothing was written.
+        """
+        if self.committed > transaction:
+            raise InconsistentArenas(
+                f"rank {self.rank} has committed transaction {self.committed}, and the survivors stand "
+                f"on {transaction}: no failure leaves this behind; nothing was written"
+            )
+        if self.arena.get("prepared") > transaction:  # first: a second crash must not roll forward
+            self.arena.set("prepared", transaction)
+        undone = self.journal.undo() if self.journal.label > transaction else 0
+        redone = self.committed < transaction
+        if redone:
+            if transaction > 0:  # transaction 0 is the initial state: it has no inbox
+                self.apply(transaction)
+            self.commit(transaction)
+        return undone, redone
+
+
+def encoded(memory: RankMemory, start: int, stop: int) -> tuple[Words, list[int]]:
+    """Words start..stop-1 of each of this rank's blocks, addressed to their keepers as if all had been 0.
+
+    Returns:
+        The messages' words, and the length of each, in the order of ranks.
+    """
+    placement = memory.geometry.placement
+    if placement is None:
+        return np.empty(0, np.uint64), [0]
+    bounds = memory.space.bounds
+    deltas: list[Delta] = []
+    for block, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        words = memory.space.read(min(low + start, high), min(low + stop, high))
+        if len(words):
+            at, edges = np.array([start], np.int64), np.array([0, len(words)], np.int64)
+            deltas.append(Delta(block, 0, at, edges, words))
+    return pack(address(deltas, placement, memory.rank))

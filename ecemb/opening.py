@@ -1,0 +1,378 @@
+"""Opens this rank's memory: agree on the layout and on the plan, then start fresh or recover.
+
+The collective first half of `ecemb.protect`. Every check that can fail on one rank alone runs through
+`Transport.together`, so that it fails on all; nothing is written before all ranks hold the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from . import kernels, rankstate
+from .adapters.sparse import SparseTables
+from .arena import Arena, remove
+from .code import Code
+from .errors import (
+    ArenaBusy,
+    ArenaDamaged,
+    ConfigurationError,
+    InconsistentArenas,
+    LayoutMismatch,
+    PlacementError,
+)
+from .header import Constants, State, new_arena_id, valid
+from .memory import Geometry, RankMemory
+from .parity import parity_words
+from .placement import Placement
+from .plan import RecoveryPlan, plan_recovery
+from .rankstate import RankState, Stateful
+from .recovery import RecoveryReport, Stopwatch, fill, join, recover
+from .rendezvous import Session
+from .replicated import ReplicatedState
+from .rows import WORD_BYTES, TableLayout, cut
+from .transport import Transport
+
+logger = logging.getLogger("ecemb")
+
+FailureDomain = Literal["auto", "host", "rank"]
+_SLOT_SLACK_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked `protect` for.
+
+    Attributes:
+        model: the whole model.
+        optimizers: all optimizers of the training.
+        modules: the tables' modules by key.
+        code: the (n, k) code.
+        state: the user's objects.
+        failure_domain: see `ecemb.protect`.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    modules: Mapping[str, nn.Module]
+    code: Code
+    state: Sequence[Stateful]
+    failure_domain: FailureDomain
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """This rank's memory, live, with everything that a transaction needs."""
+
+    memory: RankMemory
+    transport: Transport
+    tables: SparseTables
+    replicated: ReplicatedState
+    rank_state: RankState
+    report: RecoveryReport
+
+
+@dataclasses.dataclass(frozen=True)
+class _World:
+    """What the ranks agreed on before anything was written."""
+
+    placement: Placement | None
+    plan: RecoveryPlan
+    layouts: tuple[TableLayout, ...]
+    block_words: tuple[tuple[int, ...], ...]
+    constants: Constants
+
+
+def open_memory(session: Session, request: Request) -> Opened:
+    """Opens the memory of this rank. All ranks.
+
+    Raises:
+        EcembError: any of the tree; on all ranks if on one.
+    """
+    watch = Stopwatch()
+    with watch.phase("agree"):
+        timeout = datetime.timedelta(seconds=session.timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        transport = Transport(group, session.timeout_s)
+        tables, rank_state = transport.together(
+            "checking the model and its optimizers", lambda: _checked(request)
+        )
+        weights = [table.weight for table in tables.tables]
+        replicated = ReplicatedState(request.model, request.optimizers, weights)
+        world = _agree(session, request, transport, tables, rank_state)
+    cpu = kernels.get("cpu")
+    with watch.phase("attach"):
+        memory = _memory(session, request, transport, world, replicated, cpu)
+        generation, generation_id = session.roster.generation, session.roster.generation_id
+        join(memory, transport, generation, generation_id)
+    if world.plan.kind == "fresh":
+        report = fill(
+            memory,
+            transport,
+            lambda: _write_initial(memory, tables, rank_state, replicated),
+            watch,
+        )
+    else:
+        report = recover(memory, transport, world.plan, cpu, watch)
+        with watch.phase("restore"):
+            _place(memory, tables, fresh=False)
+            replicated.load(memory.slots, world.plan.transaction)
+    _compare_replicas(memory, transport, replicated, world.plan)
+    transport.barrier("the end of recovery")
+    session.marks.set("started", "1")
+    _discard(session, stale=True)
+    transport.barrier("the start of training")  # nobody trains before all have finished
+    if world.plan.kind != "fresh":
+        _warn_of_next_loss(session, world.placement)
+        rank_state.unpack(rankstate.read(memory.rank_state))  # last: nothing may draw after it
+    return Opened(memory, transport, tables, replicated, rank_state, report)
+
+
+def _checked(request: Request) -> tuple[SparseTables, RankState]:
+    tables = SparseTables(request.modules, request.optimizers)
+    return tables, RankState(request.state, tables.scalars, tables.set_scalars)
+
+
+def _agree(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    tables: SparseTables,
+    rank_state: RankState,
+) -> _World:
+    code, roster = request.code, session.roster
+    survivors = valid(roster.headers)
+    own = {
+        "tables": [table.layout.to_json() for table in tables.tables],
+        "rank_state_bytes": rankstate.room(len(rank_state.pack())),
+        "code": [code.n, code.k],
+    }
+    told = [
+        json.loads(text) for text in transport.gather(json.dumps(own).encode(), "comparing layouts")
+    ]
+    if len({tuple(one["code"]) for one in told}) > 1:
+        raise ConfigurationError(
+            f"the ranks ask for different codes: { {r: tuple(o['code']) for r, o in enumerate(told)} }"
+        )
+    if survivors:
+        constants = survivors[0].constants
+        room_bytes = json.loads(constants.layout)["rank_state_bytes"]
+        placement = None
+        if session.world_size > 1:
+            placement = Placement(constants.n, constants.k, constants.positions)
+    else:
+        room_bytes = max(one["rank_state_bytes"] for one in told)
+        placement = _placement(code, session, request.failure_domain)
+    for one in told:
+        one["rank_state_bytes"] = room_bytes
+    layout_hash = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    if survivors and survivors[0].constants.layout_hash != layout_hash:
+        raise LayoutMismatch(_difference(session, survivors[0].constants, told[session.rank]))
+    plan = plan_recovery(
+        roster.headers, placement, started=roster.started, finished=roster.finished
+    )
+    damaged = [report for report in roster.reports if report.damage and report.header is None]
+    if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
+        raise ArenaDamaged(
+            f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
+            f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "
+            f"{session.job}"
+        )
+    for report in damaged:
+        logger.warning("ecemb: %s counts as lost: %s", report.path, report.damage)
+    layouts = [_layouts(one) for one in told]
+    bounds = [cut(tables_of_rank, code.k) for tables_of_rank in layouts]
+    block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
+    if len(set(transport.gather(plan.digest(), "comparing plans"))) > 1:
+        raise InconsistentArenas(
+            "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
+            "run the same version of ecemb?"
+        )
+    ranks = range(session.world_size)
+    constants = Constants(
+        job=session.job,
+        arena_id=new_arena_id(),
+        rank=session.rank,
+        world_size=session.world_size,
+        n=code.n,
+        k=code.k,
+        positions=placement.positions if placement is not None else tuple(ranks),
+        domains=survivors[0].constants.domains if survivors else session.hosts,
+        layout_hash=layout_hash,
+        layout=json.dumps(told[session.rank]),
+        block_words=block_words,
+        regions=(),
+    )
+    return _World(placement, plan, layouts[session.rank], block_words, constants)
+
+
+def _layouts(told: Mapping[str, list[list[object]]]) -> tuple[TableLayout, ...]:
+    tables = [TableLayout.from_json(fields) for fields in told["tables"]]
+    return (*tables, rankstate.layout(int(str(told["rank_state_bytes"]))))
+
+
+def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement | None:
+    hosts = session.hosts
+    if len(hosts) == 1:
+        logger.warning(
+            "ecemb: one rank has nobody to keep its parity: it survives crashes of its process, and not "
+            "the loss of its memory"
+        )
+        return None
+    if domain == "host":
+        return Placement.plan(code.n, code.k, hosts)
+    ranks = Placement.ranks(code.n, code.k, len(hosts))
+    if domain == "rank":
+        return ranks
+    try:
+        return Placement.plan(code.n, code.k, hosts)
+    except PlacementError as error:
+        if session.rank == 0:
+            logger.warning(
+                "ecemb: parity is spread over ranks, not over hosts: the loss of one host may be more "
+                "than the code survives (%s)",
+                error,
+            )
+        return ranks
+
+
+def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
+    what = f"code {(started.n, started.k)} then and {tuple(now['code'])} now"  # pyright: ignore[reportArgumentType]
+    if session.arena is not None:
+        then = json.loads(session.arena.header().constants.layout)
+        tables = {table[0]: table for table in then["tables"]}
+        for table in now["tables"]:  # pyright: ignore[reportGeneralTypeIssues,reportUnknownVariableType]
+            if tables.pop(table[0], None) != table:  # pyright: ignore[reportUnknownArgumentType]
+                what += f"; table {table} now"
+        what += "".join(f"; table {table} then" for table in tables.values())
+    return (
+        f"the arenas of job {session.job!r} hold another model than this one ({what}): run the script "
+        f"that started the job, or give this one another job="
+    )
+
+
+def _memory(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    world: _World,
+    replicated: ReplicatedState,
+    cpu: kernels.Kernels,
+) -> RankMemory:
+    generator = _generator(request.code, session, transport, world.plan)
+    geometry = Geometry(world.placement, world.block_words, generator)
+    newcomer = session.arena is None
+    if newcomer:
+        _discard(session, stale=False)
+    arena = transport.together(
+        "opening the arenas",
+        lambda: session.arena or _create(session, world, geometry, replicated),
+    )
+    if newcomer:
+        arena.region("generator")[:] = generator.reshape(-1)
+    session.arena = arena
+    return RankMemory(arena, world.layouts, geometry, cpu)
+
+
+def _generator(
+    code: Code, session: Session, transport: Transport, plan: RecoveryPlan
+) -> NDArray[np.uint8]:
+    """The code's generator: built at a fresh start, else out of the donor's arena."""
+    if plan.kind == "fresh":
+        return code.generator()
+    stored = b""
+    if session.arena is not None:
+        stored = session.arena.region("generator").tobytes()
+    told = transport.gather(stored if session.rank == plan.donor else b"", "sharing the generator")
+    flat = np.frombuffer(told[plan.donor], np.uint8)
+    return flat[: code.n * code.k].reshape(code.n, code.k).copy()
+
+
+def _create(
+    session: Session, world: _World, geometry: Geometry, replicated: ReplicatedState
+) -> Arena:
+    rows = sum(layout.memory_bytes for layout in world.layouts)
+    journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
+    parity, inbox = 0, session.world_size * WORD_BYTES
+    if geometry.placement is not None:
+        placement = geometry.placement
+        parity = parity_words(placement, geometry.block_words, session.rank) * WORD_BYTES
+        for stripe_class, _ in placement.kept(session.rank):
+            members = placement.members(stripe_class)[: placement.k]
+            words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
+            inbox += (3 * words + 5 * placement.k) * WORD_BYTES
+    slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
+    sizes = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
+    growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
+    slots = {"slot0": slot, "slot1": slot}
+    constants = dataclasses.replace(
+        world.constants, regions=tuple({**sizes, **growing, **slots}.items())
+    )
+    state = State.INIT if world.plan.kind == "fresh" else State.REBUILDING
+    return Arena.create(session.directory, constants, sizes, state=state)
+
+
+def _place(memory: RankMemory, tables: SparseTables, *, fresh: bool) -> None:
+    for table, stored in zip(tables.tables, memory.space.tables, strict=False):
+        table.place(stored.columns, fresh=fresh)
+
+
+def _write_initial(
+    memory: RankMemory, tables: SparseTables, rank_state: RankState, replicated: ReplicatedState
+) -> None:
+    _place(memory, tables, fresh=True)
+    replicated.save(memory.slots, 0)
+    rankstate.write_(memory.rank_state, rank_state.pack())
+
+
+def _compare_replicas(
+    memory: RankMemory, transport: Transport, replicated: ReplicatedState, plan: RecoveryPlan
+) -> None:
+    digest = replicated.digest(memory.slots, plan.transaction).to_bytes(8, "little")
+    told = transport.gather(digest, "comparing replicated state")
+    if len(set(told)) > 1:
+        groups = {rank: one.hex() for rank, one in enumerate(told)}
+        raise ConfigurationError(
+            f"dense parameters, buffers or optimizer options differ between ranks (checksums {groups}): "
+            f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "
+            f"that you shard by hand belong in tables="
+        )
+
+
+def _discard(session: Session, *, stale: bool) -> None:
+    """Removes arenas of this host that count as lost: half-made ones, and with `stale` all others."""
+    kept = {header.constants.arena_id for header in valid(session.roster.headers)}
+    for report in session.roster.reports:
+        header = report.header
+        if report.host != session.directory.host:
+            continue
+        if header is not None and header.constants.arena_id in kept:
+            continue
+        if stale or header is None or header.state in (State.INIT, State.REBUILDING):
+            try:
+                remove(Path(report.path))
+            except ArenaBusy as error:
+                logger.warning("ecemb: %s", error)
+
+
+def _warn_of_next_loss(session: Session, placement: Placement | None) -> None:
+    if placement is None or session.rank != 0:
+        return
+    for host in sorted(set(session.hosts)):
+        ranks = [rank for rank, at in enumerate(session.hosts) if at == host]
+        if not placement.tolerates(ranks):
+            logger.warning(
+                "ecemb: the loss of host %s (ranks %s) would be more than the code survives", host, ranks
+            )

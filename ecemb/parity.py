@@ -1,0 +1,139 @@
+"""This rank's parity blocks.
+
+Owns the bytes of the r parity blocks that the placement gives this rank, and the arithmetic on them:
+parity row q of a class is the XOR over the class's data blocks i of g(q, i) times block i (D1, D3). Blocks
+shorter than the class's longest count as padded with zeros.
+
+Invariant: between transactions every parity block is the code of the committed rows of its stripe.
+Must not know: the network, journals, where deltas come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .delta import Delta
+from .errors import InconsistentArenas
+from .kernels import Kernels
+from .placement import Placement
+
+Words = NDArray[np.uint64]
+Received = Sequence[tuple[int, Delta]]
+
+
+def class_words(
+    placement: Placement, block_words: Sequence[Sequence[int]], stripe_class: int
+) -> int:
+    """Length of a class's blocks in words: that of its longest data block.
+
+    Args:
+        placement: who keeps what.
+        block_words: [world size][k], words of every rank's data blocks.
+        stripe_class: 0..N-1.
+    """
+    members = placement.members(stripe_class)[: placement.k]
+    return max(block_words[rank][block] for block, rank in enumerate(members))
+
+
+def parity_words(placement: Placement, block_words: Sequence[Sequence[int]], rank: int) -> int:
+    """Words of all parity that a rank keeps."""
+    return sum(class_words(placement, block_words, c) for c, _ in placement.kept(rank))
+
+
+class ParityBlocks:
+    """The r parity blocks that one rank keeps.
+
+    Args:
+        memory: uint64 [parity_words(...)], read and overwritten in place.
+        placement: who keeps what.
+        rank: this rank.
+        block_words: [world size][k], words of every rank's data blocks.
+        generator: uint8 [n, k], the code's generator.
+        kernels: does the arithmetic.
+    """
+
+    def __init__(
+        self,
+        memory: Words,
+        placement: Placement,
+        rank: int,
+        block_words: Sequence[Sequence[int]],
+        generator: NDArray[np.uint8],
+        kernels: Kernels,
+    ) -> None:
+        self.rank = rank
+        self._placement = placement
+        self._generator = generator
+        self._kernels = kernels
+        self.blocks: dict[int, tuple[int, Words]] = {}  # class -> (parity row, words)
+        start = 0
+        for stripe_class, row in placement.kept(rank):
+            size = class_words(placement, block_words, stripe_class)
+            self.blocks[stripe_class] = (row, memory[start : start + size])
+            start += size
+
+    def block(self, stripe_class: int) -> Words:
+        """The parity block of a class that this rank keeps, uint64, a view."""
+        return self.blocks[stripe_class][1]
+
+    def save(self, received: Received, out: Words) -> None:
+        """Copies the parity words under the Deltas to `out`, in the Deltas' order.
+
+        Args:
+            received: (sender, Delta) pairs.
+            out: uint64 [sum of the Deltas' words], overwritten.
+        """
+        at = 0
+        for sender, delta in received:
+            size = len(delta.words)
+            words, _ = self._target(sender, delta)
+            self._kernels.gather_words(words, delta.offsets, delta.starts, out[at : at + size])
+            at += size
+
+    def restore_(self, received: Received, saved: Words) -> None:
+        """Copies back what `save` copied out. Overlapping Deltas saved the same words, so order is free."""
+        at = 0
+        for sender, delta in received:
+            size = len(delta.words)
+            words, _ = self._target(sender, delta)
+            self._kernels.scatter_words_(words, delta.offsets, delta.starts, saved[at : at + size])
+            at += size
+
+    def update_(self, received: Iterable[tuple[int, Delta]]) -> None:
+        """Adds Deltas to the parity: word ^= g(row, column) x delta, over GF(2^8)."""
+        for sender, delta in received:
+            words, weight = self._target(sender, delta)
+            self._kernels.mul_add_(words, delta.offsets, delta.starts, delta.words, weight)
+
+    def differing(self, received: Received, start: int, stop: int) -> list[int]:
+        """Compares parity with rows, which came as deltas from zero.
+
+        Args:
+            received: words start..stop-1 of every data block whose parity is kept here.
+            start: first word of the range, counted from the blocks' start.
+            stop: its end.
+
+        Returns:
+            The stripe classes in which a word differs.
+        """
+        expected = {c: np.zeros(stop - start, np.uint64) for c in self.blocks}
+        for sender, delta in received:
+            _, weight = self._target(sender, delta)
+            words = expected[self._placement.stripe_class(sender, delta.block)]
+            self._kernels.mul_add_(words, delta.offsets - start, delta.starts, delta.words, weight)
+        parts = {c: words[start:stop] for c, (_, words) in self.blocks.items()}
+        return [c for c, part in parts.items() if not np.array_equal(part, expected[c][: len(part)])]
+
+    def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
+        stripe_class = self._placement.stripe_class(sender, delta.block)
+        row, words = self.blocks.get(stripe_class, (-1, None))
+        if words is None or row != delta.row:
+            raise InconsistentArenas(
+                f"rank {sender} sent rank {self.rank} a delta of its block {delta.block} for parity "
+                f"row {delta.row}, which is not kept here: the ranks disagree on the placement; "
+                f"restart the job"
+            )
+        return words, int(self._generator[self._placement.k + row, delta.block])

@@ -1,0 +1,170 @@
+"""What to do at a start: a pure function of what all ranks reported (D8; protocol.md, sections 2 and 4).
+
+Every rank computes the plan from the same reports and compares its digest with the others' before anything
+is written. Nothing here touches memory or the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from .errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
+from .header import Header, State, valid
+from .placement import Placement
+
+Kind = Literal["fresh", "process", "memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuild:
+    """One lost block and what it is rebuilt from.
+
+    Attributes:
+        stripe_class: the stripe class.
+        block: index of the lost block in its stripe: data 0..k-1, parity k..n-1.
+        rank: the newcomer that receives it.
+        sources: k pairs (block, rank) of survivors, in the order of the chain that adds them up.
+    """
+
+    stripe_class: int
+    block: int
+    rank: int
+    sources: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryPlan:
+    """What every rank does at this start.
+
+    Attributes:
+        kind: "fresh" (nothing to recover), "process" (all memory survived) or "memory" (ranks are lost).
+        transaction: T, where all will stand: 0 is the initial state, t is after step t - 1.
+        survivors: ranks whose arenas are valid.
+        lost: ranks without one.
+        undo: survivors that have prepared more than T.
+        redo: survivors that have committed less than T.
+        rebuild: every lost block, in the order in which all ranks work through them.
+        donor: the survivor that gives newcomers the replicated state; -1 at a fresh start.
+    """
+
+    kind: Kind
+    transaction: int
+    survivors: tuple[int, ...]
+    lost: tuple[int, ...]
+    undo: tuple[int, ...] = ()
+    redo: tuple[int, ...] = ()
+    rebuild: tuple[Rebuild, ...] = ()
+    donor: int = -1
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal on all ranks iff their plans are."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def plan_recovery(
+    headers: Sequence[Header],
+    placement: Placement | None,
+    *,
+    started: bool = False,
+    finished: bool = False,
+) -> RecoveryPlan:
+    """Decides how the job goes on. The same on every rank.
+
+    Args:
+        headers: every arena of the job that anybody found, in any order.
+        placement: who keeps whose parity; None for a world of one rank.
+        started: the job's `started` mark stands in the store.
+        finished: its `finished` mark stands there.
+
+    Returns:
+        A fresh start iff no LIVE arena exists and the job never started; else T = min(prepared) over the
+        valid arenas, with who undoes, who redoes, and what is rebuilt from whom.
+
+    Raises:
+        JobFinished: an arena is FINISHED, or the mark says so.
+        StateLost: the job had started, and no arena of it is left.
+        TooManyErasures: more than r blocks of a stripe are lost.
+        InconsistentArenas: reports that no failure can have left behind.
+    """
+    if finished or any(header.state is State.FINISHED for header in headers):
+        raise JobFinished(
+            "the job is finished: guard.close() was called. It does not train again from step 0; give "
+            "job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
+        )
+    survivors = {header.constants.rank: header for header in valid(headers)}
+    if not survivors:
+        return _without_survivors(headers, started)
+    world_size = next(iter(survivors.values())).constants.world_size
+    lost = tuple(rank for rank in range(world_size) if rank not in survivors)
+    _check_tolerated(placement, lost, sorted(survivors))
+    transaction = min(header.prepared for header in survivors.values())
+    ahead = {r: h.committed for r, h in sorted(survivors.items()) if h.committed > transaction}
+    if ahead or transaction < 0:
+        raise InconsistentArenas(
+            f"ranks {ahead} (rank: committed) are ahead of the smallest prepared transaction "
+            f"{transaction}: no failure leaves this behind; nothing was written. Keep the arenas for a "
+            f"bug report, or remove them: python -m ecemb arenas rm --job JOB"
+        )
+    return RecoveryPlan(
+        kind="memory" if lost else "process",
+        transaction=transaction,
+        survivors=tuple(sorted(survivors)),
+        lost=lost,
+        undo=tuple(r for r, h in sorted(survivors.items()) if h.prepared > transaction),
+        redo=tuple(r for r, h in sorted(survivors.items()) if h.committed < transaction),
+        rebuild=_rebuilds(placement, lost) if placement is not None else (),
+        donor=min(survivors),
+    )
+
+
+def _without_survivors(headers: Sequence[Header], started: bool) -> RecoveryPlan:
+    live = sorted({h.constants.rank for h in headers if h.state is State.LIVE})
+    if live:
+        raise TooManyErasures(
+            f"only stale arenas are left (of ranks {live}): the job went on without them, and the memory "
+            f"of those that went on is gone. Resume from a checkpoint under another job=, or remove the "
+            f"arenas to begin at step 0: python -m ecemb arenas rm --job JOB"
+        )
+    if started:
+        raise StateLost(
+            "the job had started, and no arena of it is left on any host: it does not silently begin "
+            "again at step 0. Resume from a checkpoint, or launch it anew, under another job= or with a "
+            "new torchrun"
+        )
+    return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
+
+
+def _check_tolerated(
+    placement: Placement | None, lost: tuple[int, ...], survivors: Sequence[int]
+) -> None:
+    if placement is None or placement.tolerates(lost):
+        return
+    classes = placement.broken(lost)
+    r = placement.n - placement.k
+    raise TooManyErasures(
+        f"ranks {list(lost)} lost their memory: more than r = {r} of the n = {placement.n} blocks of "
+        f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of ranks "
+        f"{list(survivors)} is untouched. Bring back a lost host's memory, or resume from a checkpoint "
+        f"under another job="
+    )
+
+
+def _rebuilds(placement: Placement, lost: tuple[int, ...]) -> tuple[Rebuild, ...]:
+    load = dict.fromkeys(range(placement.world_size), 0)
+    rebuilds: list[Rebuild] = []
+    for stripe_class, blocks in sorted(placement.erasures(lost).items()):
+        members = placement.members(stripe_class)
+        available = [block for block in range(placement.n) if block not in blocks]
+        available.sort(key=lambda block: (load[members[block]], members[block]))  # noqa: B023
+        chosen = available[: placement.k]
+        for lost_block in blocks:
+            for block in chosen:
+                load[members[block]] += 1
+            sources = tuple((block, members[block]) for block in chosen)
+            rebuilds.append(Rebuild(stripe_class, lost_block, members[lost_block], sources))
+    return tuple(rebuilds)

@@ -1,0 +1,302 @@
+"""Carries a plan out: the fresh start, and the recovery (D8; protocol.md, sections 2 to 4).
+
+Every stage is idempotent: a failure in the middle of it is followed by another start, another plan, and the
+same stages again. A newcomer's arena counts as lost until its state says LIVE, which is its last store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .code import Code
+from .delta import Delta, unpack
+from .errors import InconsistentArenas
+from .header import State
+from .kernels import Kernels
+from .memory import RankMemory, encoded
+from .parity import class_words
+from .placement import Placement
+from .plan import Kind, Rebuild, RecoveryPlan, plan_recovery
+from .transport import Transport
+
+__all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover"]
+
+logger = logging.getLogger("ecemb")
+
+Words = NDArray[np.uint64]
+
+CHUNK_WORDS = 1 << 17
+SAMPLE_WORDS = 1 << 12
+_SENDS_IN_FLIGHT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryReport:
+    """What happened at this start, as `guard.recovery` gives it.
+
+    Attributes:
+        kind: "fresh", "process" (restarted workers, all memory survived) or "memory" (ranks were rebuilt).
+        step: the number of the step to run next.
+        lost: ranks whose memory was rebuilt.
+        undone_rows: rows that this rank copied back from its journal.
+        redone: whether this rank redid the parity of a step that was decided.
+        rebuilt_bytes: bytes of rows, parity and replicated state that this rank received.
+        seconds: wall time by phase on this rank.
+    """
+
+    kind: Kind
+    step: int
+    lost: tuple[int, ...]
+    undone_rows: int
+    redone: bool
+    rebuilt_bytes: int
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        if self.kind == "fresh":
+            return f"fresh start: parity of the initial state is in place ({phases})"
+        what = "no memory was lost"
+        if self.lost:
+            what = f"ranks {list(self.lost)} lost their memory and were rebuilt from parity"
+        return (
+            f"recovered, {what}; training goes on from step {self.step} (this rank: "
+            f"{self.undone_rows} rows undone, {'a' if self.redone else 'no'} step redone, "
+            f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
+        )
+
+
+class Stopwatch:
+    """Wall time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time that the body takes to a phase."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def join(memory: RankMemory, transport: Transport, generation: int, generation_id: int) -> None:
+    """Makes this arena a member of the generation. All ranks; only after it may anything change."""
+    memory.arena.join(generation, generation_id)
+    transport.barrier("joining the generation")
+    memory.arena.set("opened", generation)
+
+
+def fill(
+    memory: RankMemory, transport: Transport, write_initial: Callable[[], None], watch: Stopwatch
+) -> RecoveryReport:
+    """The fresh start: the initial state becomes transaction 0. All ranks.
+
+    Args:
+        memory: a new arena in state INIT, joined.
+        transport: the control group.
+        write_initial: fills rows, rank state and the slot of transaction 0.
+        watch: takes the time.
+    """
+    with watch.phase("initialise"):
+        write_initial()
+    with watch.phase("encode"):
+        _encode(memory, transport)
+    memory.arena.set("prepared", 0)
+    transport.barrier("the initial state")
+    memory.commit(0)
+    memory.arena.set("state", State.LIVE)
+    return RecoveryReport("fresh", 0, (), 0, False, 0, watch.seconds)
+
+
+def recover(
+    memory: RankMemory,
+    transport: Transport,
+    plan: RecoveryPlan,
+    kernels: Kernels,
+    watch: Stopwatch,
+) -> RecoveryReport:
+    """Brings every rank to the plan's transaction and rebuilds what was lost. All ranks.
+
+    Args:
+        memory: this rank's arena: a survivor's, or a newcomer's in state REBUILDING; joined.
+        transport: the control group.
+        plan: the same on all ranks.
+        kernels: does the work on bytes.
+        watch: takes the time.
+
+    Raises:
+        InconsistentArenas: the rebuilt bytes don't fit the parity.
+        PeerFailure: a peer died; the next start recovers again.
+    """
+    newcomer = memory.rank in plan.lost
+    undone, redone, received = 0, False, 0
+    with watch.phase("decide"):
+        if not newcomer:
+            undone, redone = memory.decide(plan.transaction)
+        transport.barrier("undo and redo")
+    if plan.lost:
+        with watch.phase("rebuild"):
+            received += _rebuild(memory, transport, plan, kernels)
+        with watch.phase("replicated"):
+            received += _copy_replicated(memory, transport, plan)
+        with watch.phase("verify"):
+            _verify(memory, transport)
+    if newcomer:
+        memory.commit(plan.transaction)
+        memory.arena.set("prepared", plan.transaction)
+    memory.arena.set("state", State.LIVE)
+    return RecoveryReport(
+        plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds
+    )
+
+
+def _encode(memory: RankMemory, transport: Transport) -> None:
+    if memory.parity is None:
+        return
+    for start in range(0, _longest_block(memory), CHUNK_WORDS):
+        memory.parity.update_(_collect(memory, transport, start, start + CHUNK_WORDS, "encoding"))
+
+
+def _verify(memory: RankMemory, transport: Transport) -> None:
+    """Compares parity with rows at the blocks' beginning, middle and end."""
+    if memory.parity is None:
+        return
+    longest = _longest_block(memory)
+    for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)}):
+        stop = start + SAMPLE_WORDS
+        received = _collect(memory, transport, start, stop, "verifying")
+        if wrong := memory.parity.differing(received, start, stop):
+            raise InconsistentArenas(
+                f"after the rebuild, parity and rows differ in words {start}..{stop} of stripe classes "
+                f"{wrong}: memory rotted, or rows changed without being declared. Resume from a "
+                f"checkpoint under another job="
+            )
+
+
+def _longest_block(memory: RankMemory) -> int:
+    return max(max(words) for words in memory.geometry.block_words)
+
+
+def _collect(
+    memory: RankMemory, transport: Transport, start: int, stop: int, what: str
+) -> list[tuple[int, Delta]]:
+    """Words start..stop-1 of every block whose parity is kept here, as deltas from zero. All ranks."""
+    words, lengths = encoded(memory, start, stop)
+    incoming = transport.all_to_all(np.array(lengths, np.int64).reshape(-1, 1), what)[:, 0].tolist()
+    out = np.empty(sum(incoming), np.uint64)
+    transport.exchange(words, lengths, out, incoming, what)
+    edges = np.cumsum([0, *incoming]).tolist()
+    return [
+        (sender, delta)
+        for sender, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        for delta in unpack(out[a:b])
+    ]
+
+
+def _rebuild(
+    memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels
+) -> int:
+    """Works through the lost blocks in the plan's order; partial sums are added up along each chain.
+
+    Every rank takes its parts in the same order, receives before it sends, and its sends don't block: no
+    cycle of waits can form, and a newcomer receives each lost byte once, whatever k is.
+
+    Returns:
+        Bytes that this rank received for itself.
+    """
+    placement = memory.geometry.placement
+    if placement is None or memory.parity is None:
+        return 0
+    code = Code(placement.n, placement.k)
+    waits: list[Callable[[], None]] = []
+    received = 0
+    for task in plan.rebuild:
+        ranks = [rank for _, rank in task.sources] + [task.rank]
+        if memory.rank not in ranks:
+            continue
+        place = ranks.index(memory.rank)
+        size = _lost_words(memory, placement, task)
+        what = f"the rebuild of block {task.block} of stripe class {task.stripe_class}"
+        weight = 0
+        if place < len(task.sources):
+            available = [block for block, _ in task.sources]
+            weights = code.decode_weights([task.block], available, memory.geometry.generator)
+            weight = int(weights[0, place])
+        for start in range(0, size, CHUNK_WORDS):
+            words = np.zeros(min(CHUNK_WORDS, size - start), np.uint64)
+            if place > 0:
+                transport.receive(words, ranks[place - 1], what)
+            if place == len(task.sources):
+                _store(memory, placement, task, start, words)
+                received += words.nbytes
+                continue
+            own = _load(memory, placement, task.stripe_class, task.sources[place][0], start, words)
+            kernels.mul_add_block_(words[: len(own)], own, weight)
+            waits.append(transport.send(words, ranks[place + 1], what))
+            if len(waits) > _SENDS_IN_FLIGHT:
+                waits.pop(0)()
+    for wait in waits:
+        wait()
+    return received
+
+
+def _lost_words(memory: RankMemory, placement: Placement, task: Rebuild) -> int:
+    if task.block < placement.k:
+        return memory.geometry.block_words[task.rank][task.block]
+    return class_words(placement, memory.geometry.block_words, task.stripe_class)
+
+
+def _load(
+    memory: RankMemory, placement: Placement, stripe_class: int, block: int, start: int, like: Words
+) -> Words:
+    """This rank's words of a stripe's block from `start` on, at most as many as `like`, fewer at its end."""
+    if block >= placement.k and memory.parity is not None:
+        return memory.parity.block(stripe_class)[start : start + len(like)]
+    low, high = memory.space.bounds[block], memory.space.bounds[block + 1]
+    return memory.space.read(min(low + start, high), min(low + start + len(like), high))
+
+
+def _store(
+    memory: RankMemory, placement: Placement, task: Rebuild, start: int, words: Words
+) -> None:
+    if task.block < placement.k:
+        memory.space.write_(memory.space.bounds[task.block] + start, words)
+    elif memory.parity is not None:
+        memory.parity.block(task.stripe_class)[start : start + len(words)] = words
+
+
+def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> int:
+    """The donor gives every newcomer its slot of the plan's transaction. All ranks may call it."""
+    what = "copying replicated state"
+    if memory.rank == plan.donor:
+        state = memory.slots.read(plan.transaction)
+        words = np.zeros(-(-len(state) // 8), np.uint64)
+        words.view(np.uint8)[: len(state)] = state
+        size = np.array([len(state)], np.uint64)
+        waits = [
+            transport.send(part, rank, what)
+            for rank in plan.lost
+            for part in (size, *np.array_split(words, max(1, len(words) // CHUNK_WORDS)))
+        ]
+        for wait in waits:
+            wait()
+        return 0
+    if memory.rank not in plan.lost:
+        return 0
+    size = np.zeros(1, np.uint64)
+    transport.receive(size, plan.donor, what)
+    size_bytes = int(size[0])
+    words = np.empty(-(-size_bytes // 8), np.uint64)
+    for part in np.array_split(words, max(1, len(words) // CHUNK_WORDS)):
+        transport.receive(part, plan.donor, what)
+    memory.slots.open(plan.transaction, size_bytes)[:] = words.view(np.uint8)[:size_bytes]
+    memory.slots.seal(plan.transaction)
+    return size_bytes

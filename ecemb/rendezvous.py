@@ -1,0 +1,482 @@
+"""Identity: which worker is which rank, and whose memory it gets (D7; protocol.md, section 2).
+
+torchrun may give a restarted worker another RANK, and reuses its store with dead addresses in it. So every
+start of the job's workers runs a short rendezvous of its own on torchrun's store: workers say which arenas
+their host holds, the worker with torchrun's RANK 0 fixes one list of all of them under a fresh prefix, and
+`assign` gives out logical ranks from that list: ranks follow their memory, newcomers take what is missing.
+
+The store is trusted as far as the job's own workers are; values are JSON, never pickles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .arena import Arena, Directory, Found
+from .errors import (
+    ArenaBusy,
+    ConfigurationError,
+    NotInitialized,
+    RendezvousError,
+    UsageError,
+)
+from .header import Header, valid
+
+logger = logging.getLogger("ecemb")
+
+_POLL_S = 0.005
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One arena of the job, as a worker on its host found it.
+
+    Attributes:
+        host: the host whose folder it lies in.
+        path: the file.
+        header: what it says of itself; None if that can't be read.
+        damage: why it can't be read; None if it can.
+        holder: pid of a living process that still held it at the deadline, or None.
+    """
+
+    host: str
+    path: str
+    header: Header | None
+    damage: str | None
+    holder: int | None
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        header = None if self.header is None else self.header.to_json()
+        return {**dataclasses.asdict(self), "header": header}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Report:
+        """Inverse of `to_json`."""
+        text = fields["header"]
+        return cls(**{**fields, "header": None if text is None else Header.from_json(text)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """One worker of this start.
+
+    Attributes:
+        host: the host it named.
+        nonce: random; tells it from the workers of earlier starts.
+        arenas: what it found on its host.
+    """
+
+    host: str
+    nonce: str
+    arenas: tuple[Report, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """What a worker is given: a logical rank, and the id of its arena; None for a newcomer."""
+
+    rank: int
+    arena_id: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roster:
+    """What all workers of a start agree on.
+
+    Attributes:
+        generation: number of this start; higher than every one before it.
+        generation_id: random, below 2**62.
+        prefix: fresh prefix in the store for this start's process groups.
+        started: the job's `started` mark stands in the store.
+        finished: its `finished` mark does.
+        workers: in the order of torchrun's RANK.
+    """
+
+    generation: int
+    generation_id: int
+    prefix: str
+    started: bool
+    finished: bool
+    workers: tuple[Worker, ...]
+
+    @property
+    def reports(self) -> list[Report]:
+        """Every arena once, although all workers of a host report it."""
+        return list({r.path + "@" + r.host: r for w in self.workers for r in w.arenas}.values())
+
+    @property
+    def headers(self) -> list[Header]:
+        """Headers of the arenas that can be read."""
+        return [report.header for report in self.reports if report.header is not None]
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        workers = [
+            {"host": w.host, "nonce": w.nonce, "arenas": [r.to_json() for r in w.arenas]}
+            for w in self.workers
+        ]
+        return json.dumps({**dataclasses.asdict(self), "workers": workers})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Roster:
+        """Inverse of `to_json`."""
+        fields = json.loads(text)
+        workers = tuple(
+            Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
+            for w in fields["workers"]
+        )
+        return cls(**{**fields, "workers": workers})
+
+
+def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, ...]:
+    """Gives out logical ranks: ranks follow their memory, newcomers take the missing ones.
+
+    One new host takes one lost host's ranks whole where the numbers allow it, so that failure domains stay
+    what the position table says. A pure function: the same on all workers.
+
+    Args:
+        workers: in the order of torchrun's RANK.
+        reports: every arena that anybody found.
+
+    Returns:
+        A seat for each worker. Without valid arenas the logical rank is torchrun's.
+
+    Raises:
+        ArenaBusy: a living process holds an arena of the job.
+        RendezvousError: the launch does not fit the arenas.
+    """
+    if held := [report for report in reports if report.holder is not None]:
+        names = ", ".join(f"{r.path} on {r.host} by process {r.holder}" for r in held)
+        raise ArenaBusy(
+            f"living processes hold arenas of this job: {names}. Another launch of the job runs, or a "
+            f"worker was orphaned: end it, or give this job another name"
+        )
+    survivors = valid([report.header for report in reports if report.header is not None])
+    if not survivors:
+        return tuple(Seat(index, None) for index in range(len(workers)))
+    constants = survivors[0].constants
+    if constants.world_size != len(workers):
+        raise RendezvousError(
+            f"job {constants.job!r} was started with {constants.world_size} ranks, and this launch has "
+            f"{len(workers)}: launch {constants.world_size} (torchrun --nnodes x --nproc-per-node), or "
+            f"begin a new job under another name"
+        )
+    at = {report.header.constants.arena_id: report.host for report in reports if report.header}
+    seats: dict[int, Seat] = {}
+    for host in sorted({worker.host for worker in workers} | set(at.values())):
+        here = [index for index, worker in enumerate(workers) if worker.host == host]
+        kept = sorted(
+            (header.constants.rank, header.constants.arena_id)
+            for header in survivors
+            if at[header.constants.arena_id] == host
+        )
+        if len(kept) > len(here):
+            raise RendezvousError(
+                f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and this launch "
+                f"starts {len(here)} workers there: start {len(kept)}, or end the launch and remove "
+                f"arenas that shall count as lost (python -m ecemb arenas rm)"
+            )
+        seats.update({i: Seat(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
+    lost = sorted(set(range(len(workers))) - {seat.rank for seat in seats.values()})
+    free = [index for index in range(len(workers)) if index not in seats]
+    for index, rank in _match(free, lost, workers, constants.domains):
+        seats[index] = Seat(rank, None)
+    return tuple(seats[index] for index in range(len(workers)))
+
+
+def _match(
+    free: list[int], lost: list[int], workers: Sequence[Worker], domains: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Pairs free workers with lost ranks, whole hosts with whole failure domains first."""
+    pairs: list[tuple[int, int]] = []
+
+    def take(indices: list[int], ranks: list[int]) -> None:
+        for index, rank in list(zip(indices, ranks, strict=False)):
+            pairs.append((index, rank))
+            free.remove(index)
+            lost.remove(rank)
+
+    def on(host: str) -> list[int]:
+        return [index for index in free if workers[index].host == host]
+
+    def of(domain: str) -> list[int]:
+        return [rank for rank in lost if domains[rank] == domain]
+
+    for host in sorted({workers[index].host for index in free}):  # the host itself is back
+        take(on(host), of(host))
+    for host in sorted({workers[index].host for index in free}):  # a new host for a lost one
+        size = len(on(host))
+        whole = [d for d in sorted({domains[rank] for rank in lost}) if len(of(d)) == size]
+        if whole:
+            take(on(host), of(whole[0]))
+    take(list(free), list(lost))
+    return pairs
+
+
+@dataclasses.dataclass
+class Session:
+    """What `init_process_group` leaves for `protect`.
+
+    Attributes:
+        job: the job's name.
+        directory: this host's folder of arenas.
+        rank: the logical rank.
+        world_size: number of ranks.
+        hosts: rank -> host of its worker now.
+        roster: what all workers agreed on.
+        arena: this rank's arena, locked; None for a newcomer.
+        marks: the part of the store that outlives this start.
+        timeout_s: deadline of every wait.
+        protected: whether a guard has been made.
+    """
+
+    job: str
+    directory: Directory
+    rank: int
+    world_size: int
+    hosts: tuple[str, ...]
+    roster: Roster
+    arena: Arena | None
+    marks: dist.Store
+    timeout_s: float
+    protected: bool = False
+
+
+_session: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        NotInitialized: `init_process_group` has not been called.
+    """
+    if _session is None:
+        raise NotInitialized(
+            "call ecemb.init_process_group(backend, job=...) first, in place of "
+            "torch.distributed.init_process_group: it gives this worker its rank and its memory"
+        )
+    return _session
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    job: str,
+    arena_dir: str | os.PathLike[str] = "/dev/shm",
+    host: str | None = None,
+    timeout: datetime.timedelta = datetime.timedelta(seconds=120),
+) -> None:
+    """Initialises torch.distributed's default group with ranks that follow their memory. All ranks.
+
+    Takes the place of torch.distributed.init_process_group in a script launched by torchrun, and works
+    across torchrun's restarts. Sets the environment's RANK to the logical rank; `dist.get_rank()` agrees.
+
+    Args:
+        backend: as torch.distributed's, e.g. "gloo".
+        job: name of the job: a relaunch with the same name finds its arenas. Letters, digits, . _ -
+        arena_dir: where arenas lie; must outlive the workers and be local to the host.
+        host: name of the failure domain and of the arenas' folder; the hostname by default. Several
+            torchrun agents on one machine stand for hosts by passing different ones.
+        timeout: deadline of the rendezvous and of the collectives.
+
+    Raises:
+        ConfigurationError: no torchrun environment, or a bad name or path.
+        UsageError: torch.distributed is initialised already.
+        ArenaBusy: a living process holds an arena of this job.
+        RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
+    """
+    global _session
+    if dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is initialised already: call ecemb.init_process_group in place of "
+            "torch.distributed.init_process_group, not after it"
+        )
+    index, world_size = _environment()
+    timeout_s = timeout.total_seconds()
+    if timeout_s <= 0:
+        raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
+    _die_with_agent()
+    directory = Directory(Path(arena_dir), job, host or socket.gethostname())
+    deadline = time.monotonic() + timeout_s
+    store = _store(index, timeout)
+    found = directory.scan(timeout_s=timeout_s / 2)
+    marks = dist.PrefixStore(f"ecemb/{job}", store)
+    worker = Worker(directory.host, secrets.token_hex(8), tuple(_report(directory, f) for f in found))
+    roster = _agree(marks, worker, index, world_size, deadline)
+    seats = assign(roster.workers, roster.reports)
+    seat = seats[index]
+    arena = _claim(found, seat, timeout_s) if seat.arena_id is not None else None
+    hosts = {s.rank: w.host for s, w in zip(seats, roster.workers, strict=True)}
+    os.environ["RANK"] = str(seat.rank)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store),
+        rank=seat.rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    _session = Session(
+        job=job,
+        directory=directory,
+        rank=seat.rank,
+        world_size=world_size,
+        hosts=tuple(hosts[rank] for rank in range(world_size)),
+        roster=roster,
+        arena=arena,
+        marks=marks,
+        timeout_s=timeout_s,
+    )
+    logger.info(
+        "ecemb: job %s, generation %d: torchrun's rank %d is logical rank %d of %d on host %s (%s)",
+        job,
+        roster.generation,
+        index,
+        seat.rank,
+        world_size,
+        directory.host,
+        "its memory survived" if arena is not None else "without memory yet",
+    )
+
+
+def _environment() -> tuple[int, int]:
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"the environment has no usable {error}: launch the script with torchrun, e.g. "
+            f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`"
+        ) from error
+
+
+def _store(index: int, timeout: datetime.timedelta) -> dist.Store:
+    """torchrun's own store, or one that RANK 0 hosts where the launcher keeps none."""
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"the environment has no usable {error}: torchrun sets it; launchers of your own must, too"
+        ) from error
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=index == 0 and not agents,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"no store answers at {address}:{port} within {timeout.total_seconds():.0f} s: "
+            f"{str(error).splitlines()[0]}; is torchrun's agent alive?"
+        ) from error
+
+
+def _report(directory: Directory, found: Found) -> Report:
+    return Report(directory.host, str(found.path), found.header, found.damage, found.holder)
+
+
+def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:
+    """Locks the arena of this worker's seat, and checks that it is still what was reported."""
+    for one in found:
+        if one.header is not None and one.header.constants.arena_id == seat.arena_id:
+            arena = Arena.attach(one, timeout_s=timeout_s)
+            if arena.header() != one.header:
+                raise RendezvousError(
+                    f"{one.path} changed while this worker was claiming it: another process wrote to "
+                    f"it; is the job running twice?"
+                )
+            return arena
+    raise RendezvousError(
+        f"rank {seat.rank} was given arena {seat.arena_id}, which this worker did not see on its host: "
+        f"do two hosts of the job share the name?"
+    )
+
+
+def _agree(
+    store: dist.Store, worker: Worker, index: int, world_size: int, deadline: float
+) -> Roster:
+    """Finds the workers of this start among what earlier ones left in the store.
+
+    Everybody announces itself; RANK 0 proposes the announcements that it sees, again whenever one changes,
+    and gives the word once every worker in its list has recognised its own nonce. A dead worker's
+    announcement is never acknowledged, and is overwritten by its successor's.
+    """
+    announcement = Roster(0, 0, "", False, False, (worker,)).to_json()
+    store.set(f"announce/{index}", announcement)
+    names = [f"announce/{i}" for i in range(world_size)]
+    seen: list[bytes] = []
+    proposal = acknowledged = ""
+    while True:
+        if index == 0 and store.check(names) and (texts := list(store.multi_get(names))) != seen:
+            seen = texts
+            proposal = secrets.token_hex(8)
+            store.set(f"roster/{proposal}", _propose(store, proposal, texts).to_json())
+            nonces = [json.loads(text)["workers"][0]["nonce"] for text in texts]
+            store.set("proposal", json.dumps([proposal, nonces]))
+        if store.check(["proposal"]):
+            name, nonces = json.loads(store.get("proposal"))
+            if name != acknowledged and nonces[index : index + 1] == [worker.nonce]:
+                store.set(f"seen/{name}/{index}", worker.nonce)
+                acknowledged = name
+        if index == 0 and proposal:
+            if store.check([f"seen/{proposal}/{i}" for i in range(world_size)]):
+                store.set(f"go/{proposal}", "1")
+        if acknowledged and store.check([f"go/{acknowledged}"]):
+            return Roster.from_json(store.get(f"roster/{acknowledged}"))
+        if time.monotonic() > deadline:
+            raise RendezvousError(_missing(store, acknowledged or proposal, world_size))
+        time.sleep(_POLL_S)
+
+
+def _propose(store: dist.Store, prefix: str, texts: Sequence[bytes]) -> Roster:
+    workers = tuple(Roster.from_json(text).workers[0] for text in texts)
+    headers = [r.header for w in workers for r in w.arenas if r.header is not None]
+    highest = max((max(h.joined, h.opened) for h in headers), default=0)
+    return Roster(
+        generation=max(1 + highest, time.time_ns()),
+        generation_id=secrets.randbits(62),
+        prefix=prefix,
+        started=store.check(["started"]),
+        finished=store.check(["finished"]),
+        workers=workers,
+    )
+
+
+def _missing(store: dist.Store, proposal: str, world_size: int) -> str:
+    silent = [i for i in range(world_size) if not store.check([f"announce/{i}"])]
+    if not silent and proposal:
+        silent = [i for i in range(world_size) if not store.check([f"seen/{proposal}/{i}"])]
+    return (
+        f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
+        f"ranks {silent}: see their logs, or raise timeout= if they are only slow to start"
+    )
+
+
+def _die_with_agent() -> None:
+    """Workers run in sessions of their own: without this, a killed agent leaves them training on."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise RendezvousError("torchrun's agent ended while this worker was starting")

@@ -1,0 +1,270 @@
+"""Replicated state: what is the same on every rank, kept in two slots of the arena (D6).
+
+Dense parameters, buffers, dense optimizer state and every optimizer's options. Two slots hold the last two
+transactions; a restarted rank reads its own slot, a newcomer gets a survivor's. Tensors are copied raw, one
+after another; what is left of the structure when its tensors are taken out (names, numbers, options) is the
+*outline*, saved by torch.save and read with weights_only=True.
+
+Invariant: the slot of the last committed transaction is never written.
+Must not know: the network, protected rows.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from .arena import Arena
+from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
+
+_ALIGN_BYTES = 64
+_TENSOR = "ecemb.tensor"
+
+
+class Slots:
+    """The two versions of replicated state in an arena.
+
+    Args:
+        arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Room for a transaction's state, uint8 [size_bytes]; the slot is void until it is sealed."""
+        slot = f"slot{transaction % 2}"
+        self._arena.set(f"{slot}_label", -1)
+        self._arena.reserve(slot, size_bytes)
+        self._arena.set(f"{slot}_bytes", size_bytes)
+        return self._arena.region(slot)[:size_bytes]
+
+    def seal(self, transaction: int) -> None:
+        """Says that the slot holds the whole state of `transaction`."""
+        self._arena.set(f"slot{transaction % 2}_label", transaction)
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """The state of a transaction, uint8, a view.
+
+        Raises:
+            InconsistentArenas: neither slot holds it.
+        """
+        slot = f"slot{transaction % 2}"
+        if (label := self._arena.get(f"{slot}_label")) != transaction:
+            raise InconsistentArenas(
+                f"the replicated state of transaction {transaction} is not in its slot, which holds "
+                f"{label}: no failure leaves this behind; the arena's memory is damaged"
+            )
+        return self._arena.region(slot)[: self._arena.get(f"{slot}_bytes")]
+
+
+class ReplicatedState:
+    """Everything of a model and its optimizers that is the same on all ranks.
+
+    Args:
+        model: its parameters and buffers are taken, but for the protected ones.
+        optimizers: their options are taken, and their state but for that of protected parameters.
+        protected: the protected parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        protected: Iterable[nn.Parameter],
+    ) -> None:
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._protected = {id(parameter) for parameter in protected}
+        self._outline: object = None
+        self._outline_bytes = b""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors as they are now."""
+        tensors: list[torch.Tensor] = []
+        _outline(self._collect(), tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def save(self, slots: Slots, transaction: int) -> None:
+        """Writes the state of `transaction` to its slot."""
+        tensors: list[torch.Tensor] = []
+        outline = _outline(self._collect(), tensors)
+        if outline != self._outline:
+            buffer = io.BytesIO()
+            torch.save(outline, buffer)
+            self._outline, self._outline_bytes = outline, buffer.getvalue()
+        head = len(self._outline_bytes)
+        places, size = _places(tensors, 8 + head)
+        memory = slots.open(transaction, size)
+        memory[:8] = np.frombuffer(head.to_bytes(8, "little"), np.uint8)
+        memory[8 : 8 + head] = np.frombuffer(self._outline_bytes, np.uint8)
+        for tensor, place in zip(tensors, places, strict=True):
+            _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
+        slots.seal(transaction)
+
+    def load(self, slots: Slots, transaction: int) -> None:
+        """Puts the state of `transaction` back into the model and the optimizers.
+
+        Raises:
+            LayoutMismatch: the model or an optimizer is not the one that was saved.
+        """
+        memory = slots.read(transaction)
+        head = int.from_bytes(memory[:8].tobytes(), "little")
+        outline = torch.load(io.BytesIO(memory[8 : 8 + head].tobytes()), weights_only=True)
+        shapes: list[tuple[torch.dtype, list[int]]] = []
+        _shapes(outline, shapes)
+        blanks = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
+        places, _ = _places(blanks, 8 + head)
+        tensors = [
+            _view(memory, place, blank.dtype, blank.shape)
+            for blank, place in zip(blanks, places, strict=True)
+        ]
+        self._restore(cast("dict[str, Any]", _filled(outline, tensors)))
+
+    def digest(self, slots: Slots, transaction: int) -> int:
+        """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
+        return zlib.crc32(slots.read(transaction))
+
+    def _collect(self) -> dict[str, object]:
+        return {
+            "model": self._tensors(),
+            "optimizers": [
+                {
+                    "options": [
+                        {key: value for key, value in group.items() if key != "params"}
+                        for group in optimizer.param_groups
+                    ],
+                    "state": {
+                        index: optimizer.state[parameter]
+                        for index, parameter in enumerate(self._dense(optimizer))
+                        if parameter in optimizer.state
+                    },
+                }
+                for optimizer in self._optimizers
+            ],
+        }
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) not in self._protected
+        }
+        tensors.update(self._model.named_buffers())
+        for name, tensor in tensors.items():
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise ConfigurationError(
+                    f"{name} is on the meta device or not dense, and it is not a protected table: "
+                    f"materialise it before ecemb.protect(), or name it in tables="
+                )
+        return tensors
+
+    def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        return [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in self._protected
+        ]
+
+    @torch.no_grad()
+    def _restore(self, saved: dict[str, Any]) -> None:
+        tensors = self._tensors()
+        if set(tensors) != set(saved["model"]) or len(self._optimizers) != len(saved["optimizers"]):
+            differing = sorted(set(tensors) ^ set(saved["model"]))
+            raise LayoutMismatch(
+                f"the job was started with other dense parameters or optimizers "
+                f"(differing: {differing[:8]}, {len(saved['optimizers'])} optimizers then and "
+                f"{len(self._optimizers)} now): run the script that started it, or use another job="
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != saved["model"][name].shape:
+                raise LayoutMismatch(
+                    f"{name} has shape {tuple(tensor.shape)}, and {tuple(saved['model'][name].shape)} "
+                    f"when the job was started: run the script that started it, or use another job="
+                )
+            tensor.copy_(saved["model"][name])
+        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
+            for group, options in zip(optimizer.param_groups, kept["options"], strict=True):
+                group.update(_copied(options, None))
+            for index, parameter in enumerate(self._dense(optimizer)):
+                if index in kept["state"]:
+                    optimizer.state[parameter] = _copied(kept["state"][index], parameter)
+                else:
+                    optimizer.state.pop(parameter, None)
+
+
+def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:
+    places: list[int] = []
+    for tensor in tensors:
+        start = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
+        places.append(start)
+        start += tensor.numel() * tensor.element_size()
+    return places, start
+
+
+def _view(
+    memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(memory[place : place + size]).view(dtype).reshape(tuple(shape))
+
+
+def _outline(value: object, tensors: list[torch.Tensor]) -> object:
+    """A copy of a nested structure with its tensors taken out, in order, to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return (_TENSOR, value.dtype, list(value.shape), value.device.type)
+    if isinstance(value, Mapping):
+        return {key: _outline(item, tensors) for key, item in cast("Any", value).items()}
+    if isinstance(value, (list, tuple)):
+        items = [_outline(item, tensors) for item in cast("Any", value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, tuple) and cast("Any", value)[:1] == (_TENSOR,)
+
+
+def _shapes(value: Any, shapes: list[tuple[torch.dtype, list[int]]]) -> None:
+    if _is_tensor(value):
+        shapes.append((value[1], value[2]))
+    elif isinstance(value, (dict, list, tuple)):
+        for item in cast("Any", value.values() if isinstance(value, dict) else value):
+            _shapes(item, shapes)
+
+
+def _filled(value: Any, tensors: list[torch.Tensor]) -> object:
+    """The inverse of `_outline`; consumes `tensors`. A tensor remembers the kind of device it was on."""
+    if _is_tensor(value):
+        tensor = tensors.pop(0)
+        tensor.ecemb_device = value[3]  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor
+    if isinstance(value, dict):
+        return {key: _filled(item, tensors) for key, item in cast("Any", value).items()}
+    if isinstance(value, (list, tuple)):
+        items = [_filled(item, tensors) for item in cast("Any", value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _copied(value: Any, parameter: nn.Parameter | None) -> Any:
+    """Optimizer state out of the slot: tensors cloned, those of an accelerator on the parameter's."""
+    if isinstance(value, torch.Tensor):
+        on_cpu = getattr(value, "ecemb_device", "cpu") == "cpu" or parameter is None
+        return value.clone() if on_cpu else value.to(parameter.device)
+    if isinstance(value, dict):
+        return {key: _copied(item, parameter) for key, item in cast("Any", value).items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copied(item, parameter) for item in cast("Any", value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value

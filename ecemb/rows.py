@@ -1,0 +1,220 @@
+"""Tables as fixed-size byte records in one address space (D2).
+
+Owns the geometry of a rank's rows: which bytes make up a row's *record*, and at which 8-byte word of the
+rank's *row space* each record lies. A table shard is a list of row-aligned tensors (the weight and each
+per-row optimizer state); row i's record is their bytes side by side, padded with zeros to 8. Records are
+virtual: they exist in journals, deltas and parity, while the tensors stay contiguous in the arena.
+
+Invariant: two ranks (or two generations of one rank) with equal layouts have equal addresses.
+Must not know: optimizers, processes, what is done with the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigurationError
+from .kernels import Kernels
+
+Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+
+WORD_BYTES = 8
+ALIGN_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One row-aligned tensor of a table shard.
+
+    Attributes:
+        name: "weight", or the optimizer's name of its state ("sum", "exp_avg", ...).
+        dtype: torch's name of the element type without "torch.", e.g. "float32".
+        row_bytes: bytes of one row.
+    """
+
+    name: str
+    dtype: str
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLayout:
+    """What one rank's shard of one table looks like in bytes.
+
+    Attributes:
+        name: the table's key, unique on the rank.
+        rows: number of local rows, 0 allowed.
+        columns: the row-aligned tensors, in the order of their bytes in the record.
+    """
+
+    name: str
+    rows: int
+    columns: tuple[Column, ...]
+
+    @property
+    def record_words(self) -> int:
+        """8-byte words of one row's record."""
+        return -(-sum(column.row_bytes for column in self.columns) // WORD_BYTES)
+
+    @property
+    def words(self) -> int:
+        """8-byte words of all records."""
+        return self.rows * self.record_words
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the tensors take in the arena, each aligned to 64."""
+        return sum(_aligned(self.rows * column.row_bytes) for column in self.columns)
+
+    def to_json(self) -> list[object]:
+        """This layout as plain lists, for headers and for comparison between ranks."""
+        return [self.name, self.rows, [[c.name, c.dtype, c.row_bytes] for c in self.columns]]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> TableLayout:
+        """Inverse of `to_json`."""
+        name, rows, columns = fields
+        return cls(name, rows, tuple(Column(*column) for column in columns))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Table:
+    """One table shard, bound to its memory.
+
+    Args:
+        layout: the shard's layout.
+        memory: uint8 [layout.memory_bytes], 64-byte aligned; holds the columns one after another. Read and
+            overwritten in place.
+        kernels: does the gathering and scattering.
+    """
+
+    def __init__(self, layout: TableLayout, memory: NDArray[np.uint8], kernels: Kernels) -> None:
+        self.layout = layout
+        self.columns: list[NDArray[np.uint8]] = []
+        self._kernels = kernels
+        self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
+        start = offset = 0
+        for column in layout.columns:
+            size = layout.rows * column.row_bytes
+            rows = memory[start : start + size].reshape(layout.rows, column.row_bytes)
+            self.columns.append(rows)
+            if column.row_bytes:
+                width = math.gcd(WORD_BYTES, column.row_bytes, offset)
+                element = f"u{width}"
+                self._parts.append((rows.view(element), element, offset // width))
+            start += _aligned(size)
+            offset += column.row_bytes
+        self._padded = offset % WORD_BYTES != 0
+
+    def gather(self, ids: Ids, out: Words) -> None:
+        """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
+        if self._padded:
+            out[:, -1] = 0
+        for rows, element, at in self._parts:
+            self._kernels.gather(rows, ids, out.view(element), at)
+
+    def scatter_(self, ids: Ids, records: Words) -> None:
+        """Overwrites rows `ids` (int64 [m]) with `records` (uint64 [m, record_words])."""
+        for rows, element, at in self._parts:
+            self._kernels.scatter_(rows, ids, records.view(element), at)
+
+    def read(self, start: int, stop: int) -> Words:
+        """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""
+        out = np.zeros((stop - start, self.layout.record_words), np.uint64)
+        for rows, element, at in self._parts:
+            out.view(element)[:, at : at + rows.shape[1]] = rows[start:stop]
+        return out
+
+    def write_(self, start: int, records: Words) -> None:
+        """Overwrites the rows from `start` on with `records` (uint64 [m, record_words])."""
+        for rows, element, at in self._parts:
+            part = records.view(element)[:, at : at + rows.shape[1]]
+            rows[start : start + len(records)] = part
+
+
+def cut(layouts: Sequence[TableLayout], k: int) -> tuple[int, ...]:
+    """Cuts a row space into k blocks at record boundaries.
+
+    Args:
+        layouts: the rank's tables in the order of their addresses.
+        k: number of data blocks of the code.
+
+    Returns:
+        k + 1 word addresses, from 0 to the row space's length; block i is [cut[i], cut[i+1]).
+    """
+    bases = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
+    total = bases[-1]
+    bounds = [0]
+    for i in range(1, k):
+        goal = total * i // k
+        at = goal
+        for layout, base in zip(layouts, bases, strict=False):
+            if base <= goal < base + layout.words:
+                width = layout.record_words
+                at = base + (goal - base + width // 2) // width * width
+        bounds.append(max(at, bounds[-1]))
+    return (*bounds, total)
+
+
+class RowSpace:
+    """A rank's tables in one address space of 8-byte words, cut into the code's k data blocks.
+
+    Args:
+        tables: the rank's tables, in the order of their addresses.
+        k: number of data blocks.
+    """
+
+    def __init__(self, tables: Sequence[Table], k: int) -> None:
+        names = [table.layout.name for table in tables]
+        if len(set(names)) != len(names):
+            raise ConfigurationError(f"tables need distinct names; got {names}: rename one in tables=")
+        self.tables = list(tables)
+        layouts = [table.layout for table in tables]
+        self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
+        self.bounds = cut(layouts, k)
+        self.words = self.bases[-1]
+
+    def read(self, start: int, stop: int) -> Words:
+        """Returns words start..stop-1 of the row space as a new uint64 array."""
+        out = np.empty(stop - start, np.uint64)
+        for table, base, low, high in self._overlaps(start, stop):
+            first, last, width = self._rows(table, base, low, high)
+            words = table.read(first, last).reshape(-1)
+            skip = low - base - first * width
+            out[low - start : high - start] = words[skip : skip + high - low]
+        return out
+
+    def write_(self, start: int, words: Words) -> None:
+        """Overwrites the row space from word `start` on with `words` (uint64 [m])."""
+        for table, base, low, high in self._overlaps(start, start + len(words)):
+            first, last, width = self._rows(table, base, low, high)
+            skip = low - base - first * width
+            whole = (last - first) * width
+            if skip or high - low != whole:  # a record is cut: keep its other words
+                records = table.read(first, last)
+            else:
+                records = np.empty((last - first, width), np.uint64)
+            records.reshape(-1)[skip : skip + high - low] = words[low - start : high - start]
+            table.write_(first, records)
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[Table, int, int, int]]:
+        return [
+            (table, base, max(start, base), min(stop, base + table.layout.words))
+            for table, base in zip(self.tables, self.bases, strict=False)
+            if max(start, base) < min(stop, base + table.layout.words)
+        ]
+
+    @staticmethod
+    def _rows(table: Table, base: int, low: int, high: int) -> tuple[int, int, int]:
+        width = table.layout.record_words
+        return (low - base) // width, -(-(high - base) // width), width

@@ -1,0 +1,192 @@
+"""A step as a transaction: begin, capture, exchange, prepare, agree, apply, commit; or undo.
+
+The order is protocol.md's, section 3, and normative. What may be concluded:
+
+- before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
+- after it, nothing undoes locally: the process ends, and recovery decides from what survived;
+- whoever returns from the agreement knows that every rank has prepared.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.profiler import record_function
+
+from .errors import StepFailed, UsageError
+from .memory import RankMemory
+from .rankstate import RankState, read, write_
+from .replicated import ReplicatedState
+from .transport import Transport
+
+logger = logging.getLogger("ecemb")
+
+DIGEST_EVERY = 1000
+EXIT_UNDECIDED = 75
+_FAILED = 1
+
+
+class Transactions:
+    """Runs this rank's side of the step protocol.
+
+    Args:
+        memory: this rank's arena, opened.
+        transport: the control group.
+        replicated: the model's replicated state.
+        rank_state: what differs by rank.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        transport: Transport,
+        replicated: ReplicatedState,
+        rank_state: RankState,
+    ) -> None:
+        self._memory = memory
+        self._transport = transport
+        self._replicated = replicated
+        self._rank_state = rank_state
+        self.in_flight: int | None = None
+        self.captured_rows = 0
+        self.seconds: dict[str, float] = {}
+
+    def begin(self) -> int:
+        """Arms the journal for the next transaction.
+
+        Returns:
+            Its number.
+
+        Raises:
+            UsageError: a transaction is in flight.
+        """
+        if self.in_flight is not None:
+            raise UsageError(
+                f"guard.step() inside guard.step(): step {self.in_flight - 1} is still open; "
+                f"leave its with block first"
+            )
+        transaction = self._memory.committed + 1
+        self._memory.journal.arm(transaction)
+        self.in_flight = transaction
+        return transaction
+
+    def capture(self, table: int, ids: NDArray[np.int64]) -> None:
+        """Saves rows before they change.
+
+        Args:
+            table: index of the table in the row space.
+            ids: int64 [m], ascending and distinct.
+        """
+        with self._phase("capture"):
+            self.captured_rows += self._memory.journal.capture(table, ids)
+
+    def commit(self) -> None:
+        """Commits the transaction in flight on all ranks, or on none. All ranks.
+
+        Raises:
+            StepFailed: another rank's step failed, or the ranks are not in the same step. Undone here.
+            PeerFailure: a peer died before this rank prepared. Undone here.
+            NotEnoughSpace: a journal can't grow. Undone here.
+        """
+        transaction = self._open()
+        with self._phase("state"):
+            self._memory.capture_rank_state()
+            write_(self._memory.rank_state, self._rank_state.pack())
+            self._replicated.save(self._memory.slots, transaction)
+        with self._phase("delta"):
+            words, lengths = self._memory.outgoing()
+        with self._phase("exchange"):
+            self._exchange(transaction, words, lengths)
+        self._memory.prepare(transaction)
+        try:
+            with self._phase("agree"):
+                self._transport.vote(True, f"the agreement on step {transaction - 1}")
+            with self._phase("apply"):
+                self._memory.apply(transaction)
+            self._memory.commit(transaction)
+        except BaseException as error:
+            self._leave(transaction, error)
+        self.in_flight = None
+
+    def undo(self) -> None:
+        """Takes the transaction in flight back on this rank, and tells the others that it failed.
+
+        Rows, replicated state and rank state are as they were when it began. The others notice at their
+        exchange; the job needs a restart, because this rank may have left collectives half-way.
+        """
+        transaction = self._open()
+        self._memory.journal.undo()
+        self._replicated.load(self._memory.slots, transaction - 1)
+        self._rank_state.unpack(read(self._memory.rank_state))
+        self.in_flight = None
+        self._transport.post(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
+
+    def _open(self) -> int:
+        if self.in_flight is None:
+            raise UsageError("no step is open: use `with guard.step():`")
+        return self.in_flight
+
+    def _heads(self, transaction: int, lengths: list[int], failed: int) -> NDArray[np.int64]:
+        digest = 0
+        if not failed and transaction % DIGEST_EVERY == 0:
+            digest = self._replicated.digest(self._memory.slots, transaction)
+        return np.array([[length, transaction, failed, digest] for length in lengths], np.int64)
+
+    def _exchange(
+        self, transaction: int, words: NDArray[np.uint64], lengths: list[int]
+    ) -> None:
+        step = transaction - 1
+        heads = self._transport.all_to_all(
+            self._heads(transaction, lengths, 0), f"the exchange of step {step}"
+        )
+        incoming, transactions, failed, digests = (column.tolist() for column in heads.T)
+        if any(failed):
+            ranks = [rank for rank, flag in enumerate(failed) if flag]
+            raise StepFailed(
+                f"step {step} failed on ranks {ranks} and is undone here: see their logs, then restart "
+                f"the job; it goes on from step {step}"
+            )
+        if len(set(transactions)) > 1:
+            raise StepFailed(
+                f"the ranks are not in the same step: {dict(enumerate(t - 1 for t in transactions))}; "
+                f"every rank must run every step from guard.next_step on"
+            )
+        if len(set(digests)) > 1:
+            raise StepFailed(
+                f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
+                f"in step {step}: checksums {dict(enumerate(digests))}; average the dense gradients "
+                f"over the ranks (e.g. DistributedDataParallel), so that all apply the same update"
+            )
+        inbox = self._memory.receive(incoming)
+        self._transport.exchange(words, lengths, inbox, incoming, f"the exchange of step {step}")
+
+    def _leave(self, transaction: int, error: BaseException) -> NoReturn:
+        """Ends the process: it is prepared, and only recovery may decide from here (protocol.md 3)."""
+        logger.critical(
+            "ecemb: step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
+            "recovery decides from the arenas",
+            transaction - 1,
+            type(error).__name__,
+            error,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_UNDECIDED)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with record_function(f"ecemb.{name}"):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+Capture = Callable[[int, NDArray[np.int64]], None]

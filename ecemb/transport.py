@@ -1,0 +1,200 @@
+"""The collectives that the protocol uses, each with a name and a deadline.
+
+The only module that calls torch.distributed's collectives. All of them are all-to-alls or point-to-point:
+with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours.
+
+Whoever gets a `PeerFailure` may conclude nothing about what other ranks received.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from .errors import EcembError, PeerFailure
+
+Words = NDArray[np.uint64]
+Ints = NDArray[np.int64]
+T = TypeVar("T")
+
+
+class Transport:
+    """This rank's end of the control group.
+
+    Args:
+        group: a gloo process group of all ranks, used by nobody else.
+        timeout_s: deadline of every collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._timeout_s = timeout_s
+        self._pending: list[object] = []
+        self.sent_bytes = 0
+
+    def all_to_all(self, send: Ints, what: str) -> Ints:
+        """Sends row p of `send` to rank p. All ranks.
+
+        Args:
+            send: int64 [world_size, h], read.
+            what: names the wait in the error.
+
+        Returns:
+            int64 [world_size, h]; row p came from rank p.
+
+        Raises:
+            PeerFailure: a peer died or did not come before the deadline.
+        """
+        received = np.empty_like(send)
+        self._all_to_all(send.reshape(-1), received.reshape(-1), None, None, what)
+        return received
+
+    def post(self, send: Ints) -> None:
+        """Sends row p of `send` to rank p without waiting for anybody: a last word before leaving."""
+        received = np.empty_like(send)
+        try:
+            work = dist.all_to_all_single(
+                torch.from_numpy(received.reshape(-1)),
+                torch.from_numpy(send.reshape(-1)),
+                group=self._group,
+                async_op=True,
+            )
+        except RuntimeError:  # peers are dead already: nobody is left to be told
+            return
+        self._pending.append((work, send, received))
+
+    def exchange(
+        self, send: Words, send_words: Sequence[int], out: Words, out_words: Sequence[int], what: str
+    ) -> None:
+        """Sends runs of words of unequal lengths to all ranks. All ranks.
+
+        Args:
+            send: uint64 [sum(send_words)], read; the run for rank p follows that for p - 1.
+            send_words: length of each run, one for each rank.
+            out: uint64 [sum(out_words)], overwritten; the run from rank p follows that from p - 1.
+            out_words: length of each received run.
+            what: names the wait in the error.
+
+        Raises:
+            PeerFailure: a peer died or did not come before the deadline; `out` holds anything.
+        """
+        self.sent_bytes += (sum(send_words) - send_words[self.rank]) * 8
+        self._all_to_all(send.view(np.int64), out.view(np.int64), send_words, out_words, what)
+
+    def vote(self, yes: bool, what: str) -> list[bool]:
+        """One bit from every rank to every rank. All ranks; whoever returns knows that all have voted."""
+        send = torch.full((self.world_size,), int(yes), dtype=torch.uint8)
+        received = torch.empty_like(send)
+        self._guarded(
+            lambda: dist.all_to_all_single(received, send, group=self._group, async_op=True), what
+        )
+        return [bool(bit) for bit in received.tolist()]
+
+    def barrier(self, what: str) -> None:
+        """Returns when all ranks have called it. All ranks."""
+        self.vote(True, what)
+
+    def gather(self, data: bytes, what: str) -> list[bytes]:
+        """Everybody's bytes, in the order of ranks. All ranks.
+
+        Raises:
+            PeerFailure: a peer died or did not come before the deadline.
+        """
+        sizes = self.all_to_all(np.full((self.world_size, 1), len(data), np.int64), what)[:, 0]
+        padded = data + bytes(-len(data) % 8)
+        words = (-(-sizes // 8)).tolist()
+        send = np.frombuffer(bytearray(padded * self.world_size), np.uint64)
+        out = np.empty(sum(words), np.uint64)
+        self._all_to_all(
+            send.view(np.int64), out.view(np.int64), [len(padded) // 8] * self.world_size, words, what
+        )
+        edges = np.cumsum([0, *words]).tolist()
+        return [
+            out[a:b].tobytes()[:size]
+            for a, b, size in zip(edges[:-1], edges[1:], sizes.tolist(), strict=True)
+        ]
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Runs `act` on every rank; if it fails on one, it fails on all. All ranks.
+
+        Raises:
+            EcembError: this rank's own error, or `PeerFailure` naming the ranks that failed and why.
+        """
+        try:
+            result = act()
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}".encode() or b"?", what)
+            raise
+        told = self.gather(b"", what)
+        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise PeerFailure(f"{what} failed on {len(failed)} of {self.world_size} ranks: {reasons}")
+        return result
+
+    def send(self, words: Words, to: int, what: str) -> Callable[[], None]:
+        """Starts sending words to one rank; call the result to wait until `words` may be reused."""
+        self.sent_bytes += words.nbytes
+        tensor = torch.from_numpy(words.view(np.int64))
+        work = self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to), what)
+        return lambda: self._finish(work, what)
+
+    def receive(self, out: Words, source: int, what: str) -> None:
+        """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
+        tensor = torch.from_numpy(out.view(np.int64))
+        self._guarded(lambda: dist.irecv(tensor, group=self._group, group_src=source), what)
+
+    def _all_to_all(
+        self,
+        send: Ints,
+        out: Ints,
+        send_words: Sequence[int] | None,
+        out_words: Sequence[int] | None,
+        what: str,
+    ) -> None:
+        self._guarded(
+            lambda: dist.all_to_all_single(
+                torch.from_numpy(out),
+                torch.from_numpy(send),
+                None if out_words is None else list(out_words),
+                None if send_words is None else list(send_words),
+                group=self._group,
+                async_op=True,
+            ),
+            what,
+        )
+
+    def _guarded(self, start: Callable[[], dist.Work | None], what: str) -> None:
+        self._finish(self._started(start, what), what)
+
+    def _started(self, start: Callable[[], dist.Work | None], what: str) -> dist.Work:
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._failure(what, 0.0, error) from error
+        if work is None:
+            raise EcembError(f"rank {self.rank} is not in the group that it uses for {what}")
+        return work
+
+    def _finish(self, work: dist.Work, what: str) -> None:
+        began = time.monotonic()
+        try:
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise self._failure(what, time.monotonic() - began, error) from error
+
+    def _failure(self, what: str, waited_s: float, error: RuntimeError) -> PeerFailure:
+        return PeerFailure(
+            f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
+            f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
+            f"that torchrun restarts the job from its arenas"
+        )
