@@ -1,10 +1,10 @@
-"""Folders that nobody but this user can have made or can change.
+"""Folders and files that nobody but this user can have made or can change.
 
-    {arena_dir}/ecemb-{uid}/{job}/{host}
+    {arena_dir}/ecemb-{uid}/{job}/{host}/{file}
 
 Owns how these levels are named, made, opened and removed: each is opened from the one above it,
-symbolic links are refused, the owner must be this process's user and the mode 0700. Must not know
-what the files in them hold.
+symbolic links are refused, the owner must be this process's user, and the mode 0700 for folders,
+0600 for files. Must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -25,16 +25,134 @@ _ATTEMPTS = 100
 """How often a level is made again when another process removes the empty folder meanwhile."""
 
 
+class Folder:
+    """The folder of one host of one job. Holds no descriptor; all methods open it anew.
+
+    Args:
+        arena_dir: absolute path of an existing folder: /dev/shm, or any other.
+        job: name of the job.
+        host: name of the host, which is the failure domain.
+
+    Attributes:
+        path: where it is.
+
+    Raises:
+        ConfigurationError: a name that can't be a folder's.
+    """
+
+    def __init__(self, arena_dir: Path, job: str, host: str) -> None:
+        self.arena_dir = arena_dir
+        self.job = check_name("job", job)
+        self.host = check_name("host", host)
+        self.path = home(arena_dir) / job / host
+
+    @contextmanager
+    def opened(self, *, create: bool = False) -> Generator[int, None, None]:
+        """Give a descriptor of the folder while the block lasts.
+
+        Raises: as `opened`, the function.
+        """
+        with opened(self.arena_dir, (self.job, self.host), create=create) as fd:
+            yield fd
+
+    def status(self, name: str) -> os.stat_result | None:
+        """What the file `name` is; None if there is none.
+
+        Raises:
+            ArenaInsecure: it belongs to another user, is open to others, or is no plain file.
+        """
+        path = self.path / name
+        try:
+            with self.opened() as fd:
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise ArenaInsecure(f"{path} is a symbolic link or no plain file. Remove it by hand.")
+        _check_ours(status, path, 0o600)
+        return status
+
+    def open(self, name: str, flags: int) -> int | None:
+        """A descriptor of the file `name`; None if there is none.
+
+        Raises:
+            ArenaInsecure: it belongs to another user, is open to others, or is no plain file.
+        """
+        if self.status(name) is None:
+            return None
+        path = self.path / name
+        try:
+            with self.opened() as above:
+                fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EACCES):
+                raise
+            reason = f"{path} can't be opened: {error.strerror}. Remove it by hand."
+            raise ArenaInsecure(reason) from error
+        try:
+            _check_ours(os.fstat(fd), path, 0o600)
+        except ArenaInsecure:
+            os.close(fd)
+            raise
+        return fd
+
+    def make(self, name: str) -> int:
+        """A descriptor, for reading and writing, of the new file `name`; missing levels are made.
+
+        Raises:
+            FileExistsError: there is one already.
+            ArenaInsecure: a level can't be trusted.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError), self.opened(create=True) as above:
+                fd = os.open(name, flags, 0o600, dir_fd=above)
+                os.fchmod(fd, 0o600)  # whatever the umask left of it
+                return fd
+        raise FileNotFoundError(errno.ENOENT, "removed as often as it was made", str(self.path))
+
+    def names(self, name: str, inode: int) -> bool:
+        """Whether `name` is the file with that inode."""
+        try:
+            with self.opened() as fd:
+                return os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino == inode
+        except FileNotFoundError:
+            return False
+
+    def unlink(self, name: str, inode: int) -> None:
+        """Remove the file `name` if it is that inode; then the levels that are empty."""
+        try:
+            with self.opened() as fd:
+                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino == inode:
+                    os.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            return
+        levels = (self.job, self.host)
+        for depth in (1, 0):
+            try:
+                with opened(self.arena_dir, levels[:depth]) as above:
+                    os.rmdir(levels[depth], dir_fd=above)
+            except OSError:
+                return  # not empty, or gone
+
+
+def home(arena_dir: Path) -> Path:
+    """The folder of all jobs of this user."""
+    return arena_dir / f"ecemb-{os.geteuid()}"
+
+
 def is_name(name: str) -> bool:
-    """Whether `name` can be a job's or a host's: 1 to 64 letters, digits, `.`, `_`, `-`."""
+    """Whether `name` can be a job's or a host's."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` if it can be a folder's.
+    """Return `name` if it can be a job's or a host's, which `what` says.
 
     Raises:
-        ConfigurationError: it can't; `what` says what it should name.
+        ConfigurationError: it can't.
     """
     if not is_name(name):
         raise ConfigurationError(
@@ -44,37 +162,34 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
-def home(arena_dir: Path) -> Path:
-    """The folder of all jobs of this user."""
-    return arena_dir / f"ecemb-{os.geteuid()}"
-
-
-def locate(path: Path) -> tuple[Path, str, str]:
-    """(arena_dir, job, host) of the file `path`, which is absolute.
+def locate(path: Path) -> Folder:
+    """The folder of the file `path`, which is absolute.
 
     Raises:
         ConfigurationError: no file of a job of this user can have that path.
     """
-    parts = path.parents
+    above = path.parents
     if (
-        len(parts) < 4
-        or parts[2] != home(parts[3])
-        or not (is_name(parts[1].name) and is_name(parts[0].name))
+        len(above) < 4
+        or above[2] != home(above[3])
+        or not (is_name(above[1].name) and is_name(above[0].name))
     ):
         raise ConfigurationError(
             f"{path} is not a file of this user's arenas, which are "
             f"{home(Path('{arena_dir}'))}/{{job}}/{{host}}/{{arena id}}.arena"
         )
-    return parts[3], parts[1].name, parts[0].name
+    return Folder(above[3], above[1].name, above[0].name)
 
 
 @contextmanager
-def opened(arena_dir: Path, levels: Sequence[str], *, create: bool) -> Generator[int, None, None]:
-    """A descriptor of the folder `levels` of this user below `arena_dir`, while the block lasts.
+def opened(
+    arena_dir: Path, levels: Sequence[str] = (), *, create: bool = False
+) -> Generator[int, None, None]:
+    """Give a descriptor of the folder `levels` below `home(arena_dir)` while the block lasts.
 
     Args:
         arena_dir: absolute path of an existing folder.
-        levels: names below the user's own folder: (), (job,) or (job, host).
+        levels: (), (job,) or (job, host).
         create: make the levels that are missing.
 
     Raises:
@@ -108,34 +223,6 @@ def _open(arena_dir: Path, levels: Sequence[str], *, create: bool) -> int:
             os.close(fd)
         fd = below
     return fd
-
-
-def prune(arena_dir: Path, levels: Sequence[str]) -> None:
-    """Remove the folder `levels` and those above it, as far as they are empty."""
-    for depth in range(len(levels), 0, -1):
-        try:
-            with opened(arena_dir, levels[: depth - 1], create=False) as above:
-                os.rmdir(levels[depth - 1], dir_fd=above)
-        except OSError:
-            return
-
-
-def check_ours(status: os.stat_result, path: Path, mode: int) -> None:
-    """Return if the owner is this process's user, and nobody else has any right.
-
-    Raises:
-        ArenaInsecure: else; names `path`.
-    """
-    if status.st_uid != os.geteuid():
-        raise ArenaInsecure(
-            f"{path} belongs to user {status.st_uid} and not to {os.geteuid()}, this process's. "
-            "Have it removed, or pass another arena_dir."
-        )
-    if status.st_mode & 0o777 & ~mode:
-        raise ArenaInsecure(
-            f"{path} has mode {status.st_mode & 0o777:04o}, it must be {mode:04o}: others could "
-            f"read or change it. If you trust it, `chmod {mode:04o} {path}`; if not, remove it."
-        )
 
 
 def _open_top(arena_dir: Path) -> int:
@@ -181,8 +268,21 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
     try:
         if made:
             os.fchmod(fd, 0o700)  # whatever the umask left of it
-        check_ours(os.fstat(fd), path, 0o700)
+        _check_ours(os.fstat(fd), path, 0o700)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _check_ours(status: os.stat_result, path: Path, mode: int) -> None:
+    if status.st_uid != os.geteuid():
+        raise ArenaInsecure(
+            f"{path} belongs to user {status.st_uid} and not to {os.geteuid()}, this process's. "
+            "Have it removed, or pass another arena_dir."
+        )
+    if status.st_mode & 0o777 & ~mode:
+        raise ArenaInsecure(
+            f"{path} has mode {status.st_mode & 0o777:04o}, it must be {mode:04o}: others could "
+            f"read or change it. If you trust it, `chmod {mode:04o} {path}`; if not, remove it."
+        )

@@ -1,8 +1,8 @@
 """The arena's header as plain values: what is written in it, and which arenas count as survivors.
 
-Owns the byte format of the first pages of an arena's file, the two frozen dataclasses that the rest
-of ecemb passes around (`Constants`, `Header`), and the rule of validity. Everything here is a pure
-function of integers, strings and bytes: it must not know of files, processes or the network.
+Owns the byte format of the first pages of an arena's file, the frozen dataclasses that the rest of
+ecemb passes around (`Constants`, `Header`, `Found`), and the rule of validity. All of it is pure
+but `load` and `last_holder`, which read. Must not know how files are found, mapped or locked.
 
 The file begins with three parts:
 
@@ -19,12 +19,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from .errors import ArenaDamaged, ConfigurationError, InconsistentArenas
@@ -219,6 +221,31 @@ class Header:
             raise ArenaDamaged(f"a reported header can't be read: {error}") from error
 
 
+@dataclass(frozen=True)
+class Found:
+    """An arena's file as a scan saw it.
+
+    Attributes:
+        path: .../{job}/{host}/{arena id}.arena
+        inode: number of its inode: the path may name another file later.
+        header: what it says of itself; None if that can't be read.
+        damage: why the header can't be read; None if it can.
+        holder: pid of the living process that holds it (0: one of another pid namespace), or None.
+        torn: its creation was cut short; it holds nothing.
+        pid: the process that attached to it last, living or not; 0 if that one has closed it.
+        size_bytes: memory that it takes.
+    """
+
+    path: Path
+    inode: int
+    header: Header | None
+    damage: str | None
+    holder: int | None
+    torn: bool = False
+    pid: int = 0
+    size_bytes: int = 0
+
+
 # ---------------------------------------------------------------------------------------------
 # The bytes of the file
 
@@ -239,6 +266,12 @@ def words_of(head: bytes) -> dict[str, int]:
     if len(head) < CONSTANTS_OFFSET or _PREAMBLE.unpack_from(head)[:2] != (MAGIC, FORMAT):
         return {}
     return dict(zip(WORDS, struct.unpack_from(f"<{len(WORDS)}q", head, WORDS_OFFSET), strict=True))
+
+
+def last_holder(fd: int) -> tuple[int, int]:
+    """The process that attached to the file last: pid and start; (0, 0) if it doesn't say."""
+    words = words_of(os.pread(fd, CONSTANTS_OFFSET, 0))
+    return words.get("pid", 0), words.get("pid_start", 0)
 
 
 def torn(head: bytes) -> bool:
@@ -289,6 +322,32 @@ def snapshot(constants: Constants, words: Mapping[str, int]) -> Header:
         raise ArenaDamaged(f"its state is {words['state']}, which no ecemb stores") from error
     fields = ("joined", "generation_id", "opened", "committed", "prepared")
     return Header(constants, state, **{name: words[name] for name in fields})
+
+
+def load(fd: int, path: Path) -> tuple[Constants, int, dict[str, int]]:
+    """Read and check the header of the arena `path`, whose file is open as `fd`.
+
+    Returns:
+        The constants, their length in the file in bytes, and the words.
+
+    Raises:
+        ArenaDamaged: it can't be read, is another arena's, or its file is cut; names `path`.
+    """
+    head = os.pread(fd, CONSTANTS_OFFSET, 0)
+    words = words_of(head)
+    try:
+        constants, length = parse(head, lambda size: os.pread(fd, size, CONSTANTS_OFFSET))
+        if (constants.arena_id, constants.job) != (path.stem, path.parents[1].name):
+            raise ArenaDamaged(
+                f"it holds arena {constants.arena_id} of job {constants.job!r}: copied or renamed"
+            )
+        total_bytes = spans(constants, length)[1]
+        if os.fstat(fd).st_size < total_bytes:
+            raise ArenaDamaged(f"it has {os.fstat(fd).st_size} bytes and should have {total_bytes}")
+        snapshot(constants, words)
+    except ArenaDamaged as error:
+        raise ArenaDamaged(f"{path}: {error}") from error
+    return constants, length, words
 
 
 def page_aligned(size_bytes: int) -> int:

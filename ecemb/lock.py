@@ -2,7 +2,8 @@
 
 Record locks belong to the process: they end with it whatever killed it, and a forked child doesn't
 keep them, where `flock` lives on in every forked child. The price: closing *any* descriptor of the
-file in the process drops the lock, so a locked file must not be opened a second time.
+file in the process drops the lock. So this module remembers what this process has locked; such a
+file must not be opened a second time, but read by the descriptor that `mine` gives.
 
 Must not know what the files hold.
 """
@@ -17,20 +18,13 @@ from pathlib import Path
 
 from .errors import ArenaBusy
 
-POLL_S = 0.01
+_POLL_S = 0.01
 
 _FLOCK = struct.Struct("@hhqqi0q")
 """struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
 
-
-def holder(fd: int) -> int | None:
-    """The pid that holds a record lock on the file, None if no other process does.
-
-    0 stands for a process that can't be seen from this pid namespace.
-    """
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
-    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+_mine: dict[tuple[int, int], int] = {}
+"""(device, inode) -> descriptor of what this process has locked."""
 
 
 def acquire(fd: int, path: Path, deadline: float) -> None:
@@ -42,27 +36,60 @@ def acquire(fd: int, path: Path, deadline: float) -> None:
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
-                raise busy(path, holder(fd) or 0) from None
-        time.sleep(POLL_S)
+                raise busy(path, _locker(fd) or 0) from None
+            time.sleep(_POLL_S)
+        else:
+            _mine[_key(os.fstat(fd))] = fd
+            return
 
 
 def release(fd: int) -> None:
-    """Give the lock back; `fd` stays open."""
-    fcntl.lockf(fd, fcntl.LOCK_UN)
+    """Give back what `acquire` took, and close `fd`."""
+    _mine.pop(_key(os.fstat(fd)), None)
+    os.close(fd)
+
+
+def mine(status: os.stat_result) -> int | None:
+    """The descriptor by which this process has locked the file that `status` is of, or None."""
+    return _mine.get(_key(status))
+
+
+def holder(fd: int, pid: int, start: int) -> int | None:
+    """The pid of the other living process that has the file locked, or that used it last.
+
+    The latter (`pid`, started at `start`) may have lost its lock by an accident, and still write.
+
+    Returns:
+        None if there is no such process; 0 for one that can't be seen from this pid namespace.
+    """
+    locker = _locker(fd)
+    return pid if locker is None and _alive(pid, start) else locker
+
+
+def await_gone(fd: int, pid: int, start: int, path: Path, deadline: float) -> None:
+    """Wait until `deadline` for the process that used the locked file `fd` last to be gone.
+
+    Raises:
+        ArenaBusy: it still lives then.
+    """
+    while holder(fd, pid, start) is not None:
+        if time.monotonic() >= deadline:
+            raise busy(path, pid)
+        time.sleep(_POLL_S)
 
 
 def busy(path: Path, pid: int) -> ArenaBusy:
     """The error for a file that the living process `pid` holds (0: one that can't be seen)."""
-    who = f"process {pid}" if pid else "a process of another pid namespace (another container?)"
-    way_out = (
-        f"Wait for it to end, or end it (`kill {pid}`)."
-        if pid
-        else "Wait for it to end, or end it."
-    )
-    return ArenaBusy(f"{path} is held by {who}, which is alive. {way_out}")
+    if pid == os.getpid():
+        return ArenaBusy(f"{path} is attached already, by this process ({pid}). Close it first.")
+    if pid == 0:
+        return ArenaBusy(
+            f"{path} is held by a living process of another pid namespace (another container?). "
+            "Wait for it to end, or end it there."
+        )
+    return ArenaBusy(f"{path} is held by the living process {pid}. Wait for it, or `kill {pid}`.")
 
 
 def start_of(pid: int) -> int | None:
@@ -79,6 +106,24 @@ def start_of(pid: int) -> int | None:
     return None if state in b"ZX" and threads <= 1 else start
 
 
-def alive(pid: int, start: int) -> bool:
-    """Whether the *other* process `pid` that was started at `start` still runs."""
+def _alive(pid: int, start: int) -> bool:
     return pid > 0 and pid != os.getpid() and start_of(pid) == start
+
+
+def _locker(fd: int) -> int | None:
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _after_fork_in_child() -> None:
+    for fd in _mine.values():
+        os.close(fd)  # the child's copy; the lock is the parent's and stays
+    _mine.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

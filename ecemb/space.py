@@ -1,18 +1,25 @@
-"""How much memory can still be had under a folder: the mount, the machine, the cgroups.
+"""How much memory can still be had under a folder, and taking it: mount, machine, cgroups.
 
-An arena asks before it reserves, so that too little is an error with numbers, and never a SIGBUS or
-an OOM kill later. Must not know what the space is for. Reads /proc and /sys, changes nothing.
+Invariant: memory is asked for before it is taken, and taken before it is used, so that too little
+is an error with numbers, and never a SIGBUS or an OOM kill later. Must not know what it is for.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .errors import NotEnoughSpace
+from .errors import ArenaBusy, NotEnoughSpace
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
+_POLL_S = 0.02
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
@@ -40,17 +47,70 @@ def check(needed_bytes: int, folder: Path) -> None:
     """
     for limit in limits(folder):
         if limit.free_bytes < needed_bytes:
-            raise not_enough(needed_bytes, limit, folder)
+            raise NotEnoughSpace(
+                f"{folder} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
+                f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB). "
+                f"{limit.way_out} What earlier jobs left behind is listed by "
+                "`python -m ecemb arenas ls`."
+            )
 
 
-def not_enough(needed_bytes: int, limit: Limit, folder: Path) -> NotEnoughSpace:
-    """The error for `limit`."""
-    return NotEnoughSpace(
-        f"{folder} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
-        f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB). "
-        f"{limit.way_out} "
-        "What earlier jobs left behind is listed by `python -m ecemb arenas ls`."
-    )
+def allocate(
+    fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, deadline: float
+) -> None:
+    """Back pieces of a file by memory, after asking whether there is enough for all of them.
+
+    Args:
+        fd: the file, open for writing.
+        pieces: (offset, length), both in bytes; what is backed already keeps its content.
+        path: the file's, for messages.
+        turn: descriptor of a folder that all processes pass which allocate from the same space:
+            they take turns, else each would be promised the same bytes.
+        deadline: of `time.monotonic`; how long to wait for the turn.
+
+    Raises:
+        NotEnoughSpace: for one of them; those before it may be backed.
+        ArenaBusy: the turn didn't come.
+    """
+    needed_bytes = sum(length for _, length in pieces)
+    while True:
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise ArenaBusy(
+                    f"{path} waited in vain for another process that takes memory in "
+                    f"{path.parents[2]}; find it with `fuser {path.parents[2]}`"
+                ) from None
+        time.sleep(_POLL_S)
+    try:
+        check(needed_bytes, path.parent)
+        with refusals(path, needed_bytes):
+            for offset, length in pieces:
+                if length > 0:
+                    os.posix_fallocate(fd, offset, length)
+    finally:
+        fcntl.flock(turn, fcntl.LOCK_UN)
+
+
+@contextmanager
+def refusals(path: Path, needed_bytes: int) -> Generator[None, None, None]:
+    """Turn what the kernel refuses for want of space, while the block lasts, into one error.
+
+    Raises:
+        NotEnoughSpace: with the kernel's own reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise NotEnoughSpace(
+            f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and the "
+            f"kernel says: {error.strerror}. Enlarge the file system or the limit (`ulimit -a`), "
+            "or pass another arena_dir."
+        ) from error
 
 
 def limits(folder: Path, root: Path = Path("/")) -> list[Limit]:

@@ -1,0 +1,172 @@
+"""Finding and removing arenas: what lies in a host's folder, without claiming any of it.
+
+Owns what a scan reports. Invariant: looking changes nothing, and drops no lock that this process
+has. Must not know what the regions hold; never imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from . import folder, lock
+from . import header as headers
+from .errors import ArenaDamaged, ArenaInsecure, ConfigurationError
+from .folder import Folder
+from .header import Found
+
+SUFFIX = ".arena"
+_POLL_S = 0.02
+_REMOVAL_S = 0.5
+
+
+class Directory(Folder):
+    """The folder of one host's arenas of one job. Missing levels are made, mode 0700.
+
+    Args:
+        arena_dir: an existing folder: /dev/shm, or any other whose files may be mapped.
+        job: name of the job.
+        host: name of the host, which is the failure domain.
+
+    Attributes:
+        path: where it is.
+
+    Raises:
+        ConfigurationError: a name that can't be a folder's, or no such `arena_dir`.
+        ArenaInsecure: a level belongs to another user, is open to others, or is a symbolic link.
+    """
+
+    def __init__(self, arena_dir: str | Path, job: str, host: str) -> None:
+        super().__init__(Path(os.path.abspath(arena_dir)), job, host)
+        with self.opened(create=True):
+            pass
+
+    def scan(self, timeout_s: float) -> list[Found]:
+        """All arenas of the job on this host, sorted by file name. Locks nothing, changes nothing.
+
+        Waits up to `timeout_s` seconds while another living process holds any of them; what is
+        still held then is reported with its `holder`. What this process holds is reported at once.
+
+        Raises:
+            ArenaInsecure: a file belongs to another user, is open to others, or is no plain file.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            looks = [_look(self, name) for name in _arena_names(self)]
+            found = [one for one in looks if one is not None]
+            waiting = any(one.holder not in (None, os.getpid()) for one in found)
+            if not waiting or time.monotonic() >= deadline:
+                return found
+            time.sleep(_POLL_S)
+
+
+def arenas(arena_dir: str | Path) -> Iterator[Found]:
+    """All arenas of this user below `arena_dir`, of whatever job and host, sorted by path.
+
+    For the command line: what can't be trusted is reported with its `damage`, and hides nothing
+    else.
+
+    Raises:
+        ConfigurationError: no such `arena_dir`.
+    """
+    return _walk(Path(os.path.abspath(arena_dir)), ())
+
+
+def remove(found: Found | str | Path, *, force: bool = False) -> None:
+    """Remove an arena's file, and folders that are empty then. Gone already is fine.
+
+    Args:
+        found: the arena; a `Found` goes only if its path still names the same file.
+        force: also when a living process holds it (which keeps its mapping until it ends).
+
+    Raises:
+        ArenaBusy: a living process holds it, and `force` is not given.
+        ArenaInsecure: its path can't be trusted; remove it by hand.
+        ConfigurationError: the path can't be an arena's of this user.
+    """
+    path = found.path if isinstance(found, Found) else Path(os.path.abspath(found))
+    place = folder.locate(path)
+    if path.suffix != SUFFIX:
+        raise ConfigurationError(f"{path} is not an arena: its name doesn't end in {SUFFIX}")
+    status = place.status(path.name)
+    if status is None or (isinstance(found, Found) and found.inode != status.st_ino):
+        return
+    if force:
+        place.unlink(path.name, status.st_ino)
+        return
+    if lock.mine(status) is not None:
+        raise lock.busy(path, os.getpid())
+    fd = place.open(path.name, os.O_RDWR)
+    if fd is None:
+        return
+    try:
+        # Another process that removes it, too, holds it for an instant.
+        lock.acquire(fd, path, time.monotonic() + _REMOVAL_S)
+        pid, start = headers.last_holder(fd)
+        lock.await_gone(fd, pid, start, path, deadline=0)
+        place.unlink(path.name, os.fstat(fd).st_ino)
+    finally:
+        lock.release(fd)
+
+
+def _arena_names(place: Folder) -> list[str]:
+    with place.opened(create=True) as fd:
+        return sorted(name for name in os.listdir(fd) if name.endswith(SUFFIX))
+
+
+def _look(place: Folder, name: str) -> Found | None:
+    """The file `name`, without a claim; None if it is gone."""
+    status = place.status(name)
+    if status is None:
+        return None
+    mine = lock.mine(status)
+    fd = place.open(name, os.O_RDONLY) if mine is None else mine
+    if fd is None:
+        return None
+    try:
+        pid, start = headers.last_holder(fd)
+        holder = lock.holder(fd, pid, start) if mine is None else os.getpid()
+        return _described(fd, place.path / name, holder, pid)
+    finally:
+        if mine is None:
+            os.close(fd)
+
+
+def _described(fd: int, path: Path, holder: int | None, pid: int) -> Found:
+    status = os.fstat(fd)
+    header, damage, torn = None, None, False
+    try:
+        constants, _, words = headers.load(fd, path)
+        header = headers.snapshot(constants, words)
+    except ArenaDamaged as error:
+        damage = str(error)
+        torn = headers.torn(os.pread(fd, headers.CONSTANTS_OFFSET, 0))
+    size_bytes = status.st_blocks * 512
+    return Found(path, status.st_ino, header, damage, holder, torn, pid, size_bytes)
+
+
+def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
+    path = folder.home(arena_dir).joinpath(*levels)
+    try:
+        with folder.opened(arena_dir, levels) as fd:
+            names = sorted(os.listdir(fd))
+    except FileNotFoundError:
+        return
+    except ArenaInsecure as error:
+        yield Found(path, 0, None, str(error), None)
+        return
+    if len(levels) < 2:
+        for name in filter(folder.is_name, names):
+            yield from _walk(arena_dir, (*levels, name))
+        return
+    place = Folder(arena_dir, *levels)
+    for name in names:
+        if name.endswith(SUFFIX):
+            try:
+                found = _look(place, name)
+            except ArenaInsecure as error:
+                found = Found(path / name, 0, None, str(error), None)
+            if found is not None:
+                yield found
