@@ -78,9 +78,10 @@ def test_every_block_has_its_r_keepers_and_every_rank_keeps_r(seed: int) -> None
         for rank in range(world_size):
             assert len(placement.kept(rank)) == n - k
             for block in range(k):
-                c, keepers = placement.stripe_class(rank, block), placement.keepers(rank, block)
-                assert placement.members(c)[block] == rank
-                assert keepers == placement.members(c)[k:]
+                members = placement.members(placement.stripe_class(rank, block))
+                keepers = placement.keepers(rank, block)
+                assert members[block] == rank
+                assert keepers == members[k:]
                 assert len({rank, *keepers}) == n - k + 1
                 received.update(keepers)
         assert set(received.values()) == {k * (n - k)}  # the load of updates is even
@@ -159,7 +160,7 @@ def test_what_plan_refuses_is_impossible() -> None:
 def test_any_r_lost_domains_are_recoverable_when_spread(seed: int) -> None:
     rng = random.Random(seed)
     for world_size in range(2, LARGEST + 1):
-        every = [counts for counts in partitions(world_size, world_size // 2)]
+        every = list(partitions(world_size, world_size // 2))
         for counts in rng.sample(every, min(len(every), 25)):
             domains = hosts(counts, rng)
             n = rng.randint(2, world_size // counts[0])

@@ -1,0 +1,51 @@
+# `make check` is what CI runs. Everything runs in .venv, which only python3 is needed for.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+CODE ?= 4,3
+RANKS ?= 4
+QUESTION ?= kernels
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check lint types test docs failures bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (CODE=4,3 RANKS=4)
+	$(BIN)/python examples/demo.py --code $(CODE) --ranks $(RANKS) $(ARGS)
+
+check: lint types docs test  ## what CI runs
+
+lint: $(READY)  ## format and lint, without changing a file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## pyright, strict on ecemb/
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: $(READY)  ## the tests
+	$(BIN)/pytest --ignore=tests/test_docs.py $(ARGS)
+
+docs: $(READY)  ## run the code in README.md and docs/
+	$(BIN)/pytest tests/test_docs.py $(ARGS)
+
+failures: $(READY)  ## kill real processes at random moments, and print where the kills fell
+	$(BIN)/python tests/failures $(ARGS)
+
+bench: $(READY)  ## answer one question of bench/ (QUESTION=kernels)
+	$(BIN)/python -m bench $(QUESTION) $(ARGS)
+
+clean:  ## remove .venv and all that is generated
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
