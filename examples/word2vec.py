@@ -19,8 +19,8 @@ from pydoc_data import topics
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import ecemb
 
@@ -86,7 +86,7 @@ class SkipGram(nn.Module):
         return torch.einsum("bd,bcd->bc", left, right)
 
 
-logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)
@@ -107,8 +107,6 @@ torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its o
 
 n, k = map(int, args.code.split(","))
 guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k))
-if guard.recovery is not None:
-    print(f"rank {rank}: {guard.recovery}", flush=True)
 
 for _ in range(guard.next_step, args.steps):
     with guard.step() as step:
@@ -124,7 +122,7 @@ for _ in range(guard.next_step, args.steps):
 
         sparse.zero_grad()
         dense.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(text[at], others), meets)
+        loss = functional.binary_cross_entropy_with_logits(model(text[at], others), meets)
         (loss / ranks).backward()  # the tables' gradients are summed over the ranks
         for parameter in dense_parameters:  # and the dense layer's here
             dist.all_reduce(parameter.grad)
@@ -135,7 +133,7 @@ for _ in range(guard.next_step, args.steps):
 
 # A lookup takes all ranks; rank 0 shows what came out.
 with torch.no_grad():
-    vectors = F.normalize(model.centres(torch.arange(len(vocabulary))[:, None]))
+    vectors = functional.normalize(model.centres(torch.arange(len(vocabulary))[:, None]))
 if rank == 0:
     for word in filter(vocabulary.__contains__, args.words.split(",")):
         closeness = vectors @ vectors[vocabulary.index(word)]

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from ecemb.errors import ConfigurationError, UsageError
+from ..errors import ConfigurationError, UsageError
 
 # Rows that are initialised from one seed. Whole blocks of the table are drawn, wherever shards
 # begin, so that initial values don't depend on the number of ranks.
@@ -154,7 +154,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     def forward(
         self,
-        input: Tensor,
+        input: Tensor,  # noqa: A002 (torch's name)
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
@@ -196,15 +196,12 @@ class ShardedEmbeddingBag(nn.Module):
                 problem = ConfigurationError(self._range_message(bad_id, self.rank))
             else:
                 unique = found
-        except Exception as error:  # whatever it is, the others hear of it before it is raised
+        except Exception as error:  # noqa: BLE001 (the others hear of it, then it is raised)
             says, problem = _REFUSED, error
         route = self._route(unique, says, bad_id, problem)
-        rows = cast(
-            Tensor,
-            _FetchRows.apply(self.weight, route),  # pyright: ignore[reportUnknownMemberType]
-        )
+        rows = cast(Tensor, _FetchRows.apply(self.weight, route))
         factors = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        return F.embedding_bag(
+        return functional.embedding_bag(
             position,
             rows,
             begins,
@@ -355,7 +352,7 @@ class _FetchRows(torch.autograd.Function):
             here = slice(start, start + count)
             sums.index_add_(0, position[here], parts[here])
             start += count
-        gradient = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType]
+        gradient = torch.sparse_coo_tensor(
             touched.unsqueeze(0), sums, ctx.shape, check_invariants=False
         )
         return gradient, None
@@ -368,9 +365,7 @@ def _exchange(
     if len(send) == 1:
         return values
     came = values.new_empty(sum(receive), *values.shape[1:])
-    dist.all_to_all_single(  # pyright: ignore[reportUnknownMemberType]
-        came, values, receive, send, group=group
-    )
+    dist.all_to_all_single(came, values, receive, send, group=group)
     return came
 
 
@@ -383,15 +378,11 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct ids, sorted, and where each id is among them."""
-    unique, position = cast(
-        "tuple[Tensor, Tensor]",
-        torch.unique(ids, return_inverse=True),  # pyright: ignore[reportUnknownMemberType]
-    )
-    return unique, position
+    return cast("tuple[Tensor, Tensor]", torch.unique(ids, return_inverse=True))
 
 
 def _ints(values: Tensor) -> list[int]:
-    return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return cast("list[int]", values.tolist())
 
 
 def _shown(offsets: Tensor) -> str:

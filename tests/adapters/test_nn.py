@@ -85,7 +85,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         function, args = work
         try:
             pipe.send((_plain(function(*args)), None))
-        except Exception:
+        except Exception:  # noqa: BLE001 (it is reported to the test)
             pipe.send((None, traceback.format_exc()))
     dist.destroy_process_group()
 
@@ -148,20 +148,20 @@ def batch_of(
         return torch.randint(rows, shape, generator=random)
 
     if kind == "matrix":
-        input, offsets = ids(3 + rank, 5), None
+        batch, offsets = ids(3 + rank, 5), None
     elif kind == "jagged":
-        input, offsets = ids(11), torch.tensor([0, 0, 4, 5, 5, 9, 11])
+        batch, offsets = ids(11), torch.tensor([0, 0, 4, 5, 5, 9, 11])
     elif kind == "hot":
-        input, offsets = ids(300) % 2, torch.arange(0, 300, 100)
+        batch, offsets = ids(300) % 2, torch.arange(0, 300, 100)
     elif kind == "some ranks empty":
         count = 0 if rank % 2 == 0 else 6
-        input, offsets = ids(count), torch.tensor([0, count // 2, count])
+        batch, offsets = ids(count), torch.tensor([0, count // 2, count])
     elif kind == "no bags":
-        input, offsets = ids(0), torch.tensor([], dtype=torch.int64)
+        batch, offsets = ids(0), torch.tensor([], dtype=torch.int64)
     else:
         assert kind == "empty matrix"
-        input, offsets = ids(2, 0), None
-    return input, offsets, torch.randn(input.shape, generator=random).to(dtype)
+        batch, offsets = ids(2, 0), None
+    return batch, offsets, torch.randn(batch.shape, generator=random).to(dtype)
 
 
 KINDS = ["matrix", "jagged", "hot", "some ranks empty", "no bags", "empty matrix"]
@@ -174,15 +174,16 @@ def coefficients(out: Tensor) -> Tensor:
 
 def look_up(kind: str, rows: int, dtype: torch.dtype, mode: str, weighted: bool) -> list[Tensor]:
     table = table_of(rows, dtype, mode=mode)
-    input, offsets, weights = batch_of(kind, rows, dtype, dist.get_rank())
+    batch, offsets, weights = batch_of(kind, rows, dtype, dist.get_rank())
     weights.requires_grad_(weighted)
-    out = table(input, offsets, weights if weighted else None)
+    out = table(batch, offsets, weights if weighted else None)
     out.backward(coefficients(out))
     gradient = table.weight.grad
-    assert gradient is not None and gradient.is_sparse
+    assert gradient is not None
+    assert gradient.is_sparse
     assert (gradient._indices()[0].diff() > 0).all()
     with torch.no_grad():
-        assert torch.equal(table(input, offsets, weights if weighted else None), out)
+        assert torch.equal(table(batch, offsets, weights if weighted else None), out)
     return [out, gradient.to_dense(), weights.grad if weighted else torch.empty(0)]
 
 
@@ -194,13 +195,13 @@ def expected(
     outs, weight_grads = [], []
     gradient = torch.zeros(rows, DIM, dtype=torch.float64)
     for rank in range(world_size):
-        input, offsets, weights = batch_of(kind, rows, dtype, rank)
+        batch, offsets, weights = batch_of(kind, rows, dtype, rank)
         weights.requires_grad_(weighted)
         if kind == "empty matrix":  # which torch refuses
-            input, offsets, flat = input.reshape(-1), torch.tensor([0, 0]), weights.reshape(-1)
+            batch, offsets, flat = batch.reshape(-1), torch.tensor([0, 0]), weights.reshape(-1)
         else:
             flat = weights
-        out = whole(input, offsets, flat if weighted else None)
+        out = whole(batch, offsets, flat if weighted else None)
         out.backward(coefficients(out))
         gradient += whole.weight.grad
         whole.zero_grad()
@@ -255,15 +256,15 @@ def test_shards_are_ceil_blocks(ranks: Ranks, rows: int) -> None:
 def with_last_offset(rows: int) -> list[Tensor]:
     table = table_of(rows, include_last_offset=True)
     plain = table_of(rows)
-    input, offsets, _ = batch_of("jagged", rows, torch.float32, dist.get_rank())
-    whole = torch.cat([offsets, torch.tensor([len(input)])])
-    matrix = input[:10].reshape(5, 2).int()
+    batch, offsets, _ = batch_of("jagged", rows, torch.float32, dist.get_rank())
+    whole = torch.cat([offsets, torch.tensor([len(batch)])])
+    matrix = batch[:10].reshape(5, 2).int()
     return [
-        table(input, whole),
-        plain(input, offsets),
+        table(batch, whole),
+        plain(batch, offsets),
         table(matrix),
         plain(matrix),
-        table(input[:0], torch.tensor([0])),
+        table(batch[:0], torch.tensor([0])),
     ]
 
 
@@ -279,9 +280,9 @@ def sent_ids() -> int:
     sent = []
     real = dist.all_to_all_single
 
-    def spy(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
-        sent.append((input.dtype, len(input)))
-        return real(output, input, *args, **options)
+    def spy(output: Tensor, batch: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append((batch.dtype, len(batch)))
+        return real(output, batch, *args, **options)
 
     table = table_of(10)
     dist.all_to_all_single = spy
@@ -310,8 +311,8 @@ def steps(table: nn.Module, optimizer: str, batches: list[list[Any]]) -> None:
     stepper = OPTIMIZERS[optimizer](table.parameters(), lr=0.1)
     for micro_batches in batches:
         stepper.zero_grad()
-        for input, offsets in micro_batches:
-            table(input, offsets).square().sum().backward()
+        for batch, offsets in micro_batches:
+            table(batch, offsets).square().sum().backward()
         stepper.step()
 
 
@@ -402,8 +403,8 @@ def test_initial_values_are_standard_normal_and_the_generators() -> None:
 def test_without_a_group_it_is_a_plain_embedding_bag() -> None:
     table = table_of(10, mode="mean")
     whole = nn.EmbeddingBag.from_pretrained(full_table(10, torch.float32), freeze=False)
-    input, offsets, _ = batch_of("jagged", 10, torch.float32, 0)
-    out, right = table(input, offsets), whole(input, offsets)
+    batch, offsets, _ = batch_of("jagged", 10, torch.float32, 0)
+    out, right = table(batch, offsets), whole(batch, offsets)
     assert torch.equal(out, right)
     out.sum().backward()
     right.sum().backward()
@@ -494,7 +495,7 @@ def test_include_last_offset_must_end_with_the_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, options, words",
+    ("arguments", "options", "words"),
     [
         ((0, 4), {}, "at least 1"),
         ((4, 0), {}, "at least 1"),
