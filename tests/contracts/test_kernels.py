@@ -24,7 +24,7 @@ from ecemb.kernels import Kernels
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
 ELEMENTS = [np.uint8, np.uint16, np.uint32, np.uint64]
-SIZES = [0, 1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 8191, 8192, 8193, 20_001]
+SIZES = [0, 1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 8193, 131_071, 131_072, 131_073]
 
 Words = NDArray[np.uint64]
 

@@ -1,0 +1,41 @@
+"""`python -m bench QUESTION [--quick] [--seed N] [--json FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.result import Arguments, Row, document, table, write
+
+QUESTIONS = {
+    "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
+    "memory": "how much memory protection takes",
+}
+"""Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Verifies, measures, prints a table, and writes raw numbers as JSON.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:10} {asked}" for name, asked in QUESTIONS.items()),
+    )
+    parser.add_argument("question", choices=QUESTIONS, metavar="QUESTION")
+    parser.add_argument("--quick", action="store_true", help="small and short; not for quoting")
+    parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
+    given = parser.parse_args(words)
+
+    run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
+    arguments = Arguments(quick=given.quick, seed=given.seed)
+    rows = run(arguments)
+    print(table(rows))
+    if given.json is not None:
+        write(given.json, document(given.question, arguments, rows))
+
+
+if __name__ == "__main__":
+    main()
