@@ -154,7 +154,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     def forward(
         self,
-        input: Tensor,  # noqa: A002 (torch's name)
+        input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
