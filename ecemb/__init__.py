@@ -1,11 +1,11 @@
 """ecemb keeps a recommendation model's sharded embedding tables alive through the loss of machines.
 
-    ecemb.init_process_group("gloo", job="ctr")
-    guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=4, k=3))
-    for _ in range(guard.next_step, total_steps):
-        with guard.step() as step:
-            ...
-    guard.close()
+ecemb.init_process_group("gloo", job="ctr")
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=4, k=3))
+for _ in range(guard.next_step, total_steps):
+    with guard.step() as step:
+        ...
+guard.close()
 """
 
 from __future__ import annotations

@@ -316,9 +316,7 @@ class Arena:
 
     def _set_reserved(self, name: str, size_bytes: int) -> None:
         capacity = self._span(name)[1]
-        self._opened_words()[self._reserved_index(name)] = min(
-            headers.page_aligned(size_bytes), capacity
-        )
+        self._opened_words()[self._reserved_index(name)] = min(headers.page_aligned(size_bytes), capacity)
 
     def _reserved_index(self, name: str) -> int:
         return RESERVED + list(self._spans).index(name)
@@ -344,9 +342,7 @@ def _check_creation(
     directory: Folder, constants: Constants, reserve: Mapping[str, int], state: State
 ) -> None:
     if constants.job != directory.job:
-        raise ConfigurationError(
-            f"an arena of job {constants.job!r} can't be made in {directory.path}"
-        )
+        raise ConfigurationError(f"an arena of job {constants.job!r} can't be made in {directory.path}")
     if state not in (State.INIT, State.REBUILDING):
         raise ConfigurationError(f"a new arena is INIT or REBUILDING, not {state!r}")
     unknown = set(reserve) - {name for name, _ in constants.regions}

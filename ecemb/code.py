@@ -114,8 +114,7 @@ class Code:
                 )
         if self.k < 1:
             raise CodeError(
-                f"{self!r}: k = {self.k} data blocks, and at least 1 is needed, "
-                "as in Code(n=2, k=1)"
+                f"{self!r}: k = {self.k} data blocks, and at least 1 is needed, as in Code(n=2, k=1)"
             )
         if self.n <= self.k:
             raise CodeError(

@@ -10,6 +10,7 @@ Must not know: the network, parity, journals.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -60,7 +61,7 @@ def split(addresses: Ids, starts: Ids, words: Words, bounds: Sequence[int]) -> I
         A Delta for every block that has changes, with `row` 0.
     """
     edges = np.searchsorted(addresses, np.asarray(bounds, np.int64)).tolist()
-    for block, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for block, (a, b) in enumerate(itertools.pairwise(edges)):
         if a < b:
             first, last = int(starts[a]), int(starts[b])
             offsets = addresses[a:b] - bounds[block]

@@ -74,12 +74,15 @@ def arenas(arena_dir: str | Path) -> Iterator[Found]:
     return _walk(Path(os.path.abspath(arena_dir)), ())
 
 
-def remove(found: Found | str | Path, *, force: bool = False) -> None:
+def remove(found: Found | str | Path, *, force: bool = False) -> bool:
     """Remove an arena's file, and folders that are empty then. Gone already is fine.
 
     Args:
         found: the arena; a `Found` goes only if its path still names the same file.
         force: also when a living process holds it (which keeps its mapping until it ends).
+
+    Returns:
+        Whether it was there.
 
     Raises:
         ArenaBusy: a living process holds it, and `force` is not given.
@@ -92,21 +95,20 @@ def remove(found: Found | str | Path, *, force: bool = False) -> None:
         raise ConfigurationError(f"{path} is not an arena: its name doesn't end in {SUFFIX}")
     status = place.status(path.name)
     if status is None or (isinstance(found, Found) and found.inode != status.st_ino):
-        return
+        return False
     if force:
-        place.unlink(path.name, status.st_ino)
-        return
+        return place.unlink(path.name, status.st_ino)
     if lock.mine(status) is not None:
         raise lock.busy(path, os.getpid())
     fd = place.open(path.name, os.O_RDWR)
     if fd is None:
-        return
+        return False
     try:
         # Another process that removes it, too, holds it for an instant.
         lock.acquire(fd, path, time.monotonic() + _REMOVAL_S)
         pid, start = headers.last_holder(fd)
         lock.await_gone(fd, pid, start, path, deadline=0)
-        place.unlink(path.name, os.fstat(fd).st_ino)
+        return place.unlink(path.name, os.fstat(fd).st_ino)
     finally:
         lock.release(fd)
 
@@ -128,14 +130,14 @@ def _look(place: Folder, name: str) -> Found | None:
     try:
         pid, start = headers.last_holder(fd)
         holder = lock.holder(fd, pid, start) if mine is None else os.getpid()
-        return _described(fd, place.path / name, holder, pid)
+        return _described(fd, place, name, holder, pid)
     finally:
         if mine is None:
             os.close(fd)
 
 
-def _described(fd: int, path: Path, holder: int | None, pid: int) -> Found:
-    status = os.fstat(fd)
+def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) -> Found:
+    path, status = place.path / name, os.fstat(fd)
     header, damage, torn = None, None, False
     try:
         constants, _, words = headers.load(fd, path)
@@ -143,8 +145,18 @@ def _described(fd: int, path: Path, holder: int | None, pid: int) -> Found:
     except ArenaDamaged as error:
         damage = str(error)
         torn = headers.torn(os.pread(fd, headers.CONSTANTS_OFFSET, 0))
-    size_bytes = status.st_blocks * 512
-    return Found(path, status.st_ino, header, damage, holder, torn, pid, size_bytes)
+    return Found(
+        path=path,
+        inode=status.st_ino,
+        header=header,
+        damage=damage,
+        holder=holder,
+        torn=torn,
+        pid=pid,
+        size_bytes=status.st_blocks * 512,
+        job=place.job,
+        host=place.host,
+    )
 
 
 def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
@@ -155,7 +167,8 @@ def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
     except FileNotFoundError:
         return
     except ArenaInsecure as error:
-        yield Found(path, 0, None, str(error), None)
+        job, host = (*levels, None, None)[:2]
+        yield Found(path, 0, None, str(error), None, job=job, host=host)
         return
     if len(levels) < 2:
         for name in filter(folder.is_name, names):
@@ -167,6 +180,6 @@ def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
             try:
                 found = _look(place, name)
             except ArenaInsecure as error:
-                found = Found(path / name, 0, None, str(error), None)
+                found = Found(path / name, 0, None, str(error), None, job=levels[0], host=levels[1])
             if found is not None:
                 yield found

@@ -121,21 +121,27 @@ class Folder:
         except FileNotFoundError:
             return False
 
-    def unlink(self, name: str, inode: int) -> None:
-        """Remove the file `name` if it is that inode; then the levels that are empty."""
+    def unlink(self, name: str, inode: int) -> bool:
+        """Remove the file `name` if it is that inode, and the levels that are empty then.
+
+        Returns:
+            Whether it was there.
+        """
         try:
             with self.opened() as fd:
-                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino == inode:
-                    os.unlink(name, dir_fd=fd)
+                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino != inode:
+                    return False
+                os.unlink(name, dir_fd=fd)
         except FileNotFoundError:
-            return
+            return False
         levels = (self.job, self.host)
         for depth in (1, 0):
             try:
                 with opened(self.arena_dir, levels[:depth]) as above:
                     os.rmdir(levels[depth], dir_fd=above)
             except OSError:
-                return  # not empty, or gone
+                break  # not empty, or gone
+        return True
 
 
 def home(arena_dir: Path) -> Path:
@@ -256,13 +262,11 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ArenaInsecure(
-                f"{path} is a symbolic link or no folder. Remove it by hand, or pass another "
-                "arena_dir."
+                f"{path} is a symbolic link or no folder. Remove it by hand, or pass another arena_dir."
             ) from error
         if error.errno == errno.EACCES:
             raise ArenaInsecure(
-                f"{path} can't be opened by user {os.geteuid()}. Have it removed, or pass another "
-                "arena_dir."
+                f"{path} can't be opened by user {os.geteuid()}. Have it removed, or pass another arena_dir."
             ) from error
         raise
     try:

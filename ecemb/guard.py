@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from .adapters.nn import ShardedEmbeddingBag
 from .adapters.sparse import Hooks
 from .code import Code
-from .errors import ConfigurationError, StepFailed, UsageError
+from .errors import ConfigurationError, PeerFailure, StepFailed, UsageError
 from .header import State
 from .opening import FailureDomain, Opened, Request, open_memory
 from .rankstate import Stateful
@@ -64,7 +64,7 @@ class Guard:
         return [table.name for table in self._tables.tables]
 
     @contextmanager
-    def step(self) -> Iterator[Step]:
+    def step(self) -> Generator[Step]:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
 
         Everything that changes state belongs in the body. If the body raises, its changes are undone on
@@ -146,7 +146,10 @@ class Guard:
         self._transport.barrier("closing the job")
         self._memory.arena.set("state", State.FINISHED)
         self._session.marks.set("finished", "1")
-        self._transport.barrier("the end of the job")
+        try:
+            self._transport.barrier("the end of the job")
+        except PeerFailure as error:  # all were told to finish, and this rank has: nothing is undecided
+            logger.warning("ecemb: a peer ended while the job was closed: %s", error)
         self._tables.unwatch()
         self._memory.arena.remove()
         self._closed = True
@@ -214,9 +217,7 @@ def protect(
     if session.protected:
         raise UsageError("this process has a guard already: ecemb.protect() is called once")
     if failure_domain not in ("auto", "host", "rank"):
-        raise ConfigurationError(
-            f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}"
-        )
+        raise ConfigurationError(f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}")
     if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {code!r}")
     found: dict[str, nn.Module] = {
@@ -226,7 +227,7 @@ def protect(
     }
     if overlap := sorted(set(found) & set(tables or {})):
         raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
-    given = {name: module for name, module in (tables or {}).items()}
+    given = dict((tables or {}).items())
     known = {id(module) for module in given.values()}
     modules = {name: m for name, m in found.items() if id(m) not in known} | given
     request = Request(

@@ -131,9 +131,7 @@ class Constants:
             "8 to 64 hexadecimal digits",
         )
         _require(self.world_size >= 1, "world_size", self.world_size, "at least 1")
-        _require(
-            0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}"
-        )
+        _require(0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}")
         _require(1 <= self.k < self.n <= 256, "(n, k)", (self.n, self.k), "1 <= k < n <= 256")
         _require(
             sorted(self.positions) == list(range(self.world_size)),
@@ -156,8 +154,7 @@ class Constants:
         )
         names = [name for name, _ in self.regions]
         _require(
-            len(set(names)) == len(names) <= MAX_REGIONS
-            and all(size >= 0 for _, size in self.regions),
+            len(set(names)) == len(names) <= MAX_REGIONS and all(size >= 0 for _, size in self.regions),
             "regions",
             self.regions,
             f"at most {MAX_REGIONS} different names with capacities >= 0",
@@ -234,6 +231,8 @@ class Found:
         torn: its creation was cut short; it holds nothing.
         pid: the process that attached to it last, living or not; 0 if that one has closed it.
         size_bytes: memory that it takes.
+        job: by the folder; None for what is reported in place of an untrusted folder above it.
+        host: likewise.
     """
 
     path: Path
@@ -244,6 +243,8 @@ class Found:
     torn: bool = False
     pid: int = 0
     size_bytes: int = 0
+    job: str | None = None
+    host: str | None = None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -390,8 +391,7 @@ def valid(headers: Sequence[Header]) -> list[Header]:
     result = [
         header
         for header in current
-        if header.state is State.LIVE
-        or (live and header.state is State.INIT and header.prepared >= 0)
+        if header.state is State.LIVE or (live and header.state is State.INIT and header.prepared >= 0)
     ]
     _check_ranks(result)
     return result
@@ -447,6 +447,4 @@ def _canonical(fields: dict[str, Any]) -> str:
 
 
 def _checksum(payload: bytes) -> bytes:
-    return hashlib.blake2b(
-        struct.pack("<QQ", FORMAT, len(payload)) + payload, digest_size=16
-    ).digest()
+    return hashlib.blake2b(struct.pack("<QQ", FORMAT, len(payload)) + payload, digest_size=16).digest()

@@ -12,6 +12,7 @@ Must not know: the network, who decides.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -197,7 +198,7 @@ class Inbox:
         edges = np.cumsum([self._senders, *lengths]).tolist()
         return [
             (sender, delta)
-            for sender, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+            for sender, (a, b) in enumerate(itertools.pairwise(edges))
             for delta in unpack(words[a:b])
         ]
 

@@ -8,6 +8,7 @@ instructions and done again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -177,7 +178,7 @@ def encoded(memory: RankMemory, start: int, stop: int) -> tuple[Words, list[int]
         return np.empty(0, np.uint64), [0]
     bounds = memory.space.bounds
     deltas: list[Delta] = []
-    for block, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for block, (low, high) in enumerate(itertools.pairwise(bounds)):
         words = memory.space.read(min(low + start, high), min(low + stop, high))
         if len(words):
             at, edges = np.array([start], np.int64), np.array([0, len(words)], np.int64)

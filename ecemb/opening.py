@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from torch import nn
 
 from . import kernels, rankstate
 from .adapters.sparse import SparseTables
-from .arena import Arena, remove
+from .arena import Arena
 from .code import Code
+from .directory import remove
 from .errors import (
     ArenaBusy,
     ArenaDamaged,
@@ -104,7 +105,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     watch = Stopwatch()
     with watch.phase("agree"):
         timeout = datetime.timedelta(seconds=session.timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         transport = Transport(group, session.timeout_s)
         tables, rank_state = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
@@ -159,9 +160,7 @@ def _agree(
         "rank_state_bytes": rankstate.room(len(rank_state.pack())),
         "code": [code.n, code.k],
     }
-    told = [
-        json.loads(text) for text in transport.gather(json.dumps(own).encode(), "comparing layouts")
-    ]
+    told = [json.loads(text) for text in transport.gather(json.dumps(own).encode(), "comparing layouts")]
     if len({tuple(one["code"]) for one in told}) > 1:
         raise ConfigurationError(
             f"the ranks ask for different codes: { {r: tuple(o['code']) for r, o in enumerate(told)} }"
@@ -180,9 +179,7 @@ def _agree(
     layout_hash = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
     if survivors and survivors[0].constants.layout_hash != layout_hash:
         raise LayoutMismatch(_difference(session, survivors[0].constants, told[session.rank]))
-    plan = plan_recovery(
-        roster.headers, placement, started=roster.started, finished=roster.finished
-    )
+    plan = plan_recovery(roster.headers, placement, started=roster.started, finished=roster.finished)
     damaged = [report for report in roster.reports if report.damage and report.header is None]
     if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
         raise ArenaDamaged(
@@ -286,9 +283,7 @@ def _memory(
     return RankMemory(arena, world.layouts, geometry, cpu)
 
 
-def _generator(
-    code: Code, session: Session, transport: Transport, plan: RecoveryPlan
-) -> NDArray[np.uint8]:
+def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
     """The code's generator: built at a fresh start, else out of the donor's arena."""
     if plan.kind == "fresh":
         return code.generator()
@@ -300,9 +295,7 @@ def _generator(
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
 
 
-def _create(
-    session: Session, world: _World, geometry: Geometry, replicated: ReplicatedState
-) -> Arena:
+def _create(session: Session, world: _World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
     rows = sum(layout.memory_bytes for layout in world.layouts)
     journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
     parity, inbox = 0, session.world_size * WORD_BYTES
@@ -317,9 +310,7 @@ def _create(
     sizes = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
     slots = {"slot0": slot, "slot1": slot}
-    constants = dataclasses.replace(
-        world.constants, regions=tuple({**sizes, **growing, **slots}.items())
-    )
+    constants = dataclasses.replace(world.constants, regions=tuple({**sizes, **growing, **slots}.items()))
     state = State.INIT if world.plan.kind == "fresh" else State.REBUILDING
     return Arena.create(session.directory, constants, sizes, state=state)
 
@@ -374,5 +365,7 @@ def _warn_of_next_loss(session: Session, placement: Placement | None) -> None:
         ranks = [rank for rank, at in enumerate(session.hosts) if at == host]
         if not placement.tolerates(ranks):
             logger.warning(
-                "ecemb: the loss of host %s (ranks %s) would be more than the code survives", host, ranks
+                "ecemb: the loss of host %s (ranks %s) would be more than the code survives",
+                host,
+                ranks,
             )

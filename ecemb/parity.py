@@ -24,9 +24,7 @@ Words = NDArray[np.uint64]
 Received = Sequence[tuple[int, Delta]]
 
 
-def class_words(
-    placement: Placement, block_words: Sequence[Sequence[int]], stripe_class: int
-) -> int:
+def class_words(placement: Placement, block_words: Sequence[Sequence[int]], stripe_class: int) -> int:
     """Length of a class's blocks in words: that of its longest data block.
 
     Args:

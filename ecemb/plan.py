@@ -139,9 +139,7 @@ def _without_survivors(headers: Sequence[Header], started: bool) -> RecoveryPlan
     return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
 
 
-def _check_tolerated(
-    placement: Placement | None, lost: tuple[int, ...], survivors: Sequence[int]
-) -> None:
+def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivors: Sequence[int]) -> None:
     if placement is None or placement.tolerates(lost):
         return
     classes = placement.broken(lost)
@@ -160,7 +158,7 @@ def _rebuilds(placement: Placement, lost: tuple[int, ...]) -> tuple[Rebuild, ...
     for stripe_class, blocks in sorted(placement.erasures(lost).items()):
         members = placement.members(stripe_class)
         available = [block for block in range(placement.n) if block not in blocks]
-        available.sort(key=lambda block: (load[members[block]], members[block]))  # noqa: B023
+        available.sort(key=lambda block: (load[members[block]], members[block]))
         chosen = available[: placement.k]
         for lost_block in blocks:
             for block in chosen:

@@ -7,9 +7,10 @@ same stages again. A newcomer's arena counts as lost until its state says LIVE, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -80,7 +81,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Adds the time that the body takes to a phase."""
         began = time.perf_counter()
         yield
@@ -153,9 +154,7 @@ def recover(
         memory.commit(plan.transaction)
         memory.arena.set("prepared", plan.transaction)
     memory.arena.set("state", State.LIVE)
-    return RecoveryReport(
-        plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds
-    )
+    return RecoveryReport(plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds)
 
 
 def _encode(memory: RankMemory, transport: Transport) -> None:
@@ -196,14 +195,12 @@ def _collect(
     edges = np.cumsum([0, *incoming]).tolist()
     return [
         (sender, delta)
-        for sender, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        for sender, (a, b) in enumerate(itertools.pairwise(edges))
         for delta in unpack(out[a:b])
     ]
 
 
-def _rebuild(
-    memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels
-) -> int:
+def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels) -> int:
     """Works through the lost blocks in the plan's order; partial sums are added up along each chain.
 
     Every rank takes its parts in the same order, receives before it sends, and its sends don't block: no
@@ -264,9 +261,7 @@ def _load(
     return memory.space.read(min(low + start, high), min(low + start + len(like), high))
 
 
-def _store(
-    memory: RankMemory, placement: Placement, task: Rebuild, start: int, words: Words
-) -> None:
+def _store(memory: RankMemory, placement: Placement, task: Rebuild, start: int, words: Words) -> None:
     if task.block < placement.k:
         memory.space.write_(memory.space.bounds[task.block] + start, words)
     elif memory.parity is not None:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .arena import Arena, Directory, Found
+from .arena import Arena
+from .directory import Directory, Found
 from .errors import (
     ArenaBusy,
     ConfigurationError,
@@ -69,8 +70,8 @@ class Report:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Report:
         """Inverse of `to_json`."""
-        text = fields["header"]
-        return cls(**{**fields, "header": None if text is None else Header.from_json(text)})
+        text: str | None = fields.pop("header")
+        return cls(**fields, header=None if text is None else Header.from_json(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +138,12 @@ class Roster:
     @classmethod
     def from_json(cls, text: str | bytes) -> Roster:
         """Inverse of `to_json`."""
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         workers = tuple(
             Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
-            for w in fields["workers"]
+            for w in fields.pop("workers")
         )
-        return cls(**{**fields, "workers": workers})
+        return cls(**fields, workers=workers)
 
 
 def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, ...]:
@@ -412,9 +413,7 @@ def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:
     )
 
 
-def _agree(
-    store: dist.Store, worker: Worker, index: int, world_size: int, deadline: float
-) -> Roster:
+def _agree(store: dist.Store, worker: Worker, index: int, world_size: int, deadline: float) -> Roster:
     """Finds the workers of this start among what earlier ones left in the store.
 
     Everybody announces itself; RANK 0 proposes the announcements that it sees, again whenever one changes,

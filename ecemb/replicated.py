@@ -131,7 +131,7 @@ class ReplicatedState:
 
     def digest(self, slots: Slots, transaction: int) -> int:
         """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
-        return zlib.crc32(slots.read(transaction))
+        return zlib.crc32(memoryview(slots.read(transaction)))
 
     def _collect(self) -> dict[str, object]:
         return {
@@ -153,7 +153,7 @@ class ReplicatedState:
         }
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {
+        tensors: dict[str, torch.Tensor] = {
             name: parameter
             for name, parameter in self._model.named_parameters()
             if id(parameter) not in self._protected
@@ -211,9 +211,7 @@ def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int
     return places, start
 
 
-def _view(
-    memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]
-) -> torch.Tensor:
+def _view(memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(memory[place : place + size]).view(dtype).reshape(tuple(shape))
 
@@ -260,8 +258,9 @@ def _filled(value: Any, tensors: list[torch.Tensor]) -> object:
 def _copied(value: Any, parameter: nn.Parameter | None) -> Any:
     """Optimizer state out of the slot: tensors cloned, those of an accelerator on the parameter's."""
     if isinstance(value, torch.Tensor):
-        on_cpu = getattr(value, "ecemb_device", "cpu") == "cpu" or parameter is None
-        return value.clone() if on_cpu else value.to(parameter.device)
+        if parameter is None or getattr(value, "ecemb_device", "cpu") == "cpu":
+            return value.clone()
+        return value.to(parameter.device)
     if isinstance(value, dict):
         return {key: _copied(item, parameter) for key, item in cast("Any", value).items()}
     if isinstance(value, (list, tuple)):

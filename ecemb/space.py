@@ -55,9 +55,7 @@ def check(needed_bytes: int, folder: Path) -> None:
             )
 
 
-def allocate(
-    fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, deadline: float
-) -> None:
+def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, deadline: float) -> None:
     """Back pieces of a file by memory, after asking whether there is enough for all of them.
 
     Args:
@@ -133,17 +131,14 @@ def mount_limit(folder: Path) -> Limit | None:
     return Limit(
         f"the file system of {folder}",
         stats.f_bavail * stats.f_frsize,
-        "Enlarge it (`mount -o remount,size=…`, `docker run --shm-size=…`), or pass another "
-        "arena_dir.",
+        "Enlarge it (`mount -o remount,size=…`, `docker run --shm-size=…`), or pass another arena_dir.",
     )
 
 
 def machine_limit(root: Path = Path("/")) -> Limit | None:
     """What the machine's memory and swap leave; None if it doesn't say."""
     text = _read(root / "proc/meminfo")
-    values = {
-        line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if ":" in line
-    }
+    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if ":" in line}
     if "MemAvailable" not in values:
         return None
     free_bytes = values["MemAvailable"] + values.get("SwapFree", 0)
@@ -196,13 +191,9 @@ def _cgroup_folders(root: Path, kind: str, path: str) -> list[Path]:
             continue
         inside = PurePosixPath(path)
         # In a container the mount may begin at the container's own group, which then is its root.
-        relative = (
-            inside.relative_to(mount.root) if inside.is_relative_to(mount.root) else PurePosixPath()
-        )
+        relative = inside.relative_to(mount.root) if inside.is_relative_to(mount.root) else PurePosixPath()
         top = root / mount.point.relative_to("/")
-        return [top / relative, *((top / parent) for parent in relative.parents)][
-            : len(relative.parts) + 1
-        ]
+        return [top / relative, *((top / parent) for parent in relative.parents)][: len(relative.parts) + 1]
     return []
 
 
@@ -222,9 +213,7 @@ def _mounts(root: Path) -> list[_Mount]:
         left, _, right = line.partition(" - ")
         _, _, device, mount_root, point = left.split()[:5]
         words = right.split()
-        found.append(
-            _Mount(device, PurePosixPath(mount_root), PurePosixPath(point), words[0], words[-1])
-        )
+        found.append(_Mount(device, PurePosixPath(mount_root), PurePosixPath(point), words[0], words[-1]))
     return found[::-1]
 
 

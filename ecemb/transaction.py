@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -112,7 +112,7 @@ class Transactions:
             with self._phase("apply"):
                 self._memory.apply(transaction)
             self._memory.commit(transaction)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (Ctrl-C too: nothing undoes locally from here on)
             self._leave(transaction, error)
         self.in_flight = None
 
@@ -127,7 +127,7 @@ class Transactions:
         self._replicated.load(self._memory.slots, transaction - 1)
         self._rank_state.unpack(read(self._memory.rank_state))
         self.in_flight = None
-        self._transport.post(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
+        self._transport.leave(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
 
     def _open(self) -> int:
         if self.in_flight is None:
@@ -140,13 +140,9 @@ class Transactions:
             digest = self._replicated.digest(self._memory.slots, transaction)
         return np.array([[length, transaction, failed, digest] for length in lengths], np.int64)
 
-    def _exchange(
-        self, transaction: int, words: NDArray[np.uint64], lengths: list[int]
-    ) -> None:
+    def _exchange(self, transaction: int, words: NDArray[np.uint64], lengths: list[int]) -> None:
         step = transaction - 1
-        heads = self._transport.all_to_all(
-            self._heads(transaction, lengths, 0), f"the exchange of step {step}"
-        )
+        heads = self._transport.tell(self._heads(transaction, lengths, 0), f"the exchange of step {step}")
         incoming, transactions, failed, digests = (column.tolist() for column in heads.T)
         if any(failed):
             ranks = [rank for rank, flag in enumerate(failed) if flag]
@@ -182,11 +178,8 @@ class Transactions:
         os._exit(EXIT_UNDECIDED)
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str) -> Generator[None]:
         began = time.perf_counter()
         with record_function(f"ecemb.{name}"):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-Capture = Callable[[int, NDArray[np.int64]], None]

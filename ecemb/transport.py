@@ -9,6 +9,7 @@ Whoever gets a `PeerFailure` may conclude nothing about what other ranks receive
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -24,6 +25,10 @@ Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
+logger = logging.getLogger("ecemb")
+
+_TELL = 1  # tag of what `tell` and `leave` send; the rest has tag 0
+
 
 class Transport:
     """This rank's end of the control group.
@@ -38,7 +43,7 @@ class Transport:
         self.world_size = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
-        self._pending: list[object] = []
+        self._last_words: object = None
         self.sent_bytes = 0
 
     def all_to_all(self, send: Ints, what: str) -> Ints:
@@ -58,22 +63,57 @@ class Transport:
         self._all_to_all(send.reshape(-1), received.reshape(-1), None, None, what)
         return received
 
-    def post(self, send: Ints) -> None:
-        """Sends row p of `send` to rank p without waiting for anybody: a last word before leaving."""
-        received = np.empty_like(send)
-        try:
-            work = dist.all_to_all_single(
-                torch.from_numpy(received.reshape(-1)),
-                torch.from_numpy(send.reshape(-1)),
-                group=self._group,
-                async_op=True,
+    def tell(self, send: Ints, what: str) -> Ints:
+        """Sends row p of `send` to rank p, point to point, so that `leave` can stand in for it. All ranks.
+
+        Args:
+            send: int64 [world_size, h], read.
+            what: names the wait in the error.
+
+        Returns:
+            int64 [world_size, h]; row p came from rank p.
+
+        Raises:
+            PeerFailure: a peer died or did not come before the deadline.
+        """
+        received = send.copy()
+        works: list[dist.Work] = []
+        for peer in self._peers():
+            row = torch.from_numpy(received[peer])
+            works.append(
+                self._started(lambda: dist.irecv(row, group=self._group, group_src=peer, tag=_TELL), what)  # noqa: B023
             )
-        except RuntimeError:  # peers are dead already: nobody is left to be told
-            return
-        self._pending.append((work, send, received))
+        works += self._told(send, what)
+        for work in works:
+            self._finish(work, what)
+        return received
+
+    def leave(self, send: Ints) -> None:
+        """Says its part of `tell` without waiting for anybody: a last word before this process ends."""
+        try:
+            self._last_words = (self._told(send, "leaving"), send)  # kept alive until they are read
+        except PeerFailure as error:
+            logger.debug("ecemb: no peer is left to be told: %s", error)
+
+    def _told(self, send: Ints, what: str) -> list[dist.Work]:
+        works: list[dist.Work] = []
+        for peer in self._peers():
+            row = torch.from_numpy(send[peer])
+            works.append(
+                self._started(lambda: dist.isend(row, group=self._group, group_dst=peer, tag=_TELL), what)  # noqa: B023
+            )
+        return works
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def exchange(
-        self, send: Words, send_words: Sequence[int], out: Words, out_words: Sequence[int], what: str
+        self,
+        send: Words,
+        send_words: Sequence[int],
+        out: Words,
+        out_words: Sequence[int],
+        what: str,
     ) -> None:
         """Sends runs of words of unequal lengths to all ranks. All ranks.
 
@@ -94,9 +134,7 @@ class Transport:
         """One bit from every rank to every rank. All ranks; whoever returns knows that all have voted."""
         send = torch.full((self.world_size,), int(yes), dtype=torch.uint8)
         received = torch.empty_like(send)
-        self._guarded(
-            lambda: dist.all_to_all_single(received, send, group=self._group, async_op=True), what
-        )
+        self._guarded(lambda: dist.all_to_all_single(received, send, group=self._group, async_op=True), what)
         return [bool(bit) for bit in received.tolist()]
 
     def barrier(self, what: str) -> None:
@@ -115,7 +153,11 @@ class Transport:
         send = np.frombuffer(bytearray(padded * self.world_size), np.uint64)
         out = np.empty(sum(words), np.uint64)
         self._all_to_all(
-            send.view(np.int64), out.view(np.int64), [len(padded) // 8] * self.world_size, words, what
+            send.view(np.int64),
+            out.view(np.int64),
+            [len(padded) // 8] * self.world_size,
+            words,
+            what,
         )
         edges = np.cumsum([0, *words]).tolist()
         return [

@@ -140,9 +140,7 @@ class ShardedEmbeddingBag(nn.Module):
         for block in range(self.rows.start // _INIT_ROWS, -(-self.rows.stop // _INIT_ROWS)):
             start = block * _INIT_ROWS
             stop = min(start + _INIT_ROWS, self.num_embeddings)
-            values = torch.empty(
-                stop - start, self.embedding_dim, dtype=self.weight.dtype, device="cpu"
-            )
+            values = torch.empty(stop - start, self.embedding_dim, dtype=self.weight.dtype, device="cpu")
             generator.manual_seed((self._seed + block) % 2**63)
             if self._init is None:
                 values.normal_(generator=generator)
@@ -223,8 +221,7 @@ class ShardedEmbeddingBag(nn.Module):
             raise ConfigurationError(f"{self.name}: input must be int64 or int32, got {ids.dtype}")
         if ids.device != self.weight.device:
             raise ConfigurationError(
-                f"{self.name}: input is on {ids.device} and the table on {self.weight.device}; "
-                f"move the input"
+                f"{self.name}: input is on {ids.device} and the table on {self.weight.device}; move the input"
             )
         if weights is not None:
             self._check_weights(weights, ids)
@@ -258,13 +255,11 @@ class ShardedEmbeddingBag(nn.Module):
     def _check_offsets(self, offsets: Tensor, ids: Tensor) -> None:
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
             raise ConfigurationError(
-                f"{self.name}: offsets must be int64 or int32 [B], got {offsets.dtype} "
-                f"{tuple(offsets.shape)}"
+                f"{self.name}: offsets must be int64 or int32 [B], got {offsets.dtype} {tuple(offsets.shape)}"
             )
         if offsets.device != ids.device:
             raise ConfigurationError(
-                f"{self.name}: offsets are on {offsets.device} and the input on {ids.device}; "
-                f"move them"
+                f"{self.name}: offsets are on {offsets.device} and the input on {ids.device}; move them"
             )
         if not offsets.numel():
             if self.include_last_offset or ids.numel():
@@ -352,15 +347,11 @@ class _FetchRows(torch.autograd.Function):
             here = slice(start, start + count)
             sums.index_add_(0, position[here], parts[here])
             start += count
-        gradient = torch.sparse_coo_tensor(
-            touched.unsqueeze(0), sums, ctx.shape, check_invariants=False
-        )
+        gradient = torch.sparse_coo_tensor(touched.unsqueeze(0), sums, ctx.shape, check_invariants=False)
         return gradient, None
 
 
-def _exchange(
-    values: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
-) -> Tensor:
+def _exchange(values: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """All ranks: send `send[p]` rows of `values` to rank p; returns what came, by rank."""
     if len(send) == 1:
         return values

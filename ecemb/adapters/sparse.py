@@ -238,9 +238,7 @@ class SparseTables:
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
             ]
         for index, table in enumerate(self.tables):
-            self._handles.append(
-                table.module.register_load_state_dict_pre_hook(self._before_load(index))
-            )
+            self._handles.append(table.module.register_load_state_dict_pre_hook(self._before_load(index)))
 
     def unwatch(self) -> None:
         """Takes all hooks away."""
@@ -261,7 +259,7 @@ class SparseTables:
         index = self._by_name[name]
         ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
         count = self.tables[index].weight.shape[0]
-        if len(ids) and not (0 <= ids[0] and ids[-1] < count):
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
             raise UsageError(
                 f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() was given "
                 f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"

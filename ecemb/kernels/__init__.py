@@ -139,8 +139,7 @@ class Kernels(ABC):
             _check_array("xor", label, array, None, (_WORD,))
             if array.shape != a.shape:
                 raise KernelError(
-                    f"xor: {label} has the shape {list(array.shape)}, and has to have a's, "
-                    f"{list(a.shape)}"
+                    f"xor: {label} has the shape {list(array.shape)}, and has to have a's, {list(a.shape)}"
                 )
         # Of equal shapes that overlap, those that begin at the same byte are the same words.
         parts = {
@@ -197,9 +196,7 @@ class Kernels(ABC):
         self._scatter_words(dst, offsets, starts, src)
 
     @final
-    def mul_add_(
-        self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int
-    ) -> None:
+    def mul_add_(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
         """Adds weighted spans of words.
 
         `dst[offsets[i]:offsets[i]+len_i] ^= weight * src[starts[i]:starts[i+1]]`
@@ -290,9 +287,7 @@ class Kernels(ABC):
     def _scatter_words(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None: ...
 
     @abstractmethod
-    def _mul_add(
-        self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int
-    ) -> None: ...
+    def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None: ...
 
     @abstractmethod
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None: ...
@@ -309,9 +304,7 @@ def _check_array(
     dtypes: tuple[np.dtype[Any], ...],
 ) -> None:
     if not isinstance(array, np.ndarray):
-        raise KernelError(
-            f"{operation}: {label} has to be a numpy array, not {type(array).__name__}"
-        )
+        raise KernelError(f"{operation}: {label} has to be a numpy array, not {type(array).__name__}")
     known = cast("NDArray[Any]", array)
     if known.dtype not in dtypes:
         rule = "/".join(str(dtype) for dtype in dtypes)
@@ -346,8 +339,7 @@ def _check_length(
 ) -> None:
     if array.size != reference.size:
         raise KernelError(
-            f"{operation}: {label} has {array.size} words, and has to have {other}'s "
-            f"{reference.size}"
+            f"{operation}: {label} has {array.size} words, and has to have {other}'s {reference.size}"
         )
 
 
@@ -377,9 +369,7 @@ def _check_rows(
         )
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
         i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
-        raise KernelError(
-            f"{operation}: ids[{i}] = {ids[i]} is no row of the table, which has {rows}"
-        )
+        raise KernelError(f"{operation}: ids[{i}] = {ids[i]} is no row of the table, which has {rows}")
 
 
 def _check_spans(

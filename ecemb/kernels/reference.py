@@ -54,9 +54,7 @@ class Reference(Kernels):
         for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
             dst[offset : offset + end - start] = src[start:end]
 
-    def _mul_add(
-        self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int
-    ) -> None:
+    def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
         for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
             dst[offset : offset + end - start] ^= product(weight, src[start:end])
 
