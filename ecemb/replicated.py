@@ -131,7 +131,7 @@ class ReplicatedState:
 
     def digest(self, slots: Slots, transaction: int) -> int:
         """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
-        return zlib.crc32(memoryview(slots.read(transaction)))
+        return zlib.crc32(slots.read(transaction).tobytes())
 
     def _collect(self) -> dict[str, object]:
         return {
