@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [
-    path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()
-]
+DOCUMENTS = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 DEADLINE_S = 240
 MARK = re.compile(r"<!-- (run|skip: .+|torchrun \d+) -->")
 
@@ -80,9 +78,7 @@ def run(command: list[str], folder: Path) -> str:
         timeout=DEADLINE_S,
         check=False,
     )
-    assert done.returncode == 0, (
-        f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -169,9 +165,7 @@ def test_the_marks_do_what_contributing_says(tmp_path: Path) -> None:
 
 def test_a_failure_names_the_line_of_the_document(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)line 5, in.*wrong on purpose"):
-        run_document(
-            "# Title\n\n```python\n\nraise ValueError('wrong on purpose')\n```\n", tmp_path
-        )
+        run_document("# Title\n\n```python\n\nraise ValueError('wrong on purpose')\n```\n", tmp_path)
 
 
 @pytest.mark.parametrize("lines", ["$ false", "$ echo one\ntwo"])

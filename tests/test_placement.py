@@ -61,13 +61,9 @@ def test_every_view_of_a_class_is_the_definition(seed: int) -> None:
             assert [p[rank] for rank in members] == [(c + r + i) % world_size for i in range(k)] + [
                 (c + q) % world_size for q in range(r)
             ]
-            assert sorted(held[c], key=lambda pair: pair[1]) == [
-                (rank, b) for b, rank in enumerate(members)
-            ]
+            assert sorted(held[c], key=lambda pair: pair[1]) == [(rank, b) for b, rank in enumerate(members)]
             for rank in range(world_size):
-                assert placement.block_in(rank, c) == (
-                    members.index(rank) if rank in members else None
-                )
+                assert placement.block_in(rank, c) == (members.index(rank) if rank in members else None)
 
 
 def test_every_block_has_its_r_keepers_and_every_rank_keeps_r(seed: int) -> None:
@@ -107,20 +103,13 @@ def test_tolerates_is_exact(seed: int) -> None:
         held = held_blocks(placement)
         if world_size <= 7:
             losses = [
-                s
-                for size in range(world_size + 1)
-                for s in itertools.combinations(range(world_size), size)
+                s for size in range(world_size + 1) for s in itertools.combinations(range(world_size), size)
             ]
         else:
-            losses = [
-                tuple(rng.sample(range(world_size), rng.randint(0, world_size))) for _ in range(4)
-            ]
+            losses = [tuple(rng.sample(range(world_size), rng.randint(0, world_size))) for _ in range(4)]
             losses.append(tuple(rng.sample(range(world_size), min(n - k + 1, world_size))))
         for lost in losses:
-            gone = {
-                c: tuple(sorted(b for rank, b in blocks if rank in lost))
-                for c, blocks in held.items()
-            }
+            gone = {c: tuple(sorted(b for rank, b in blocks if rank in lost)) for c, blocks in held.items()}
             broken = tuple(c for c, blocks in gone.items() if len(blocks) > n - k)
             assert placement.erasures(lost) == {c: blocks for c, blocks in gone.items() if blocks}
             assert placement.broken(lost) == broken
@@ -169,9 +158,7 @@ def test_any_r_lost_domains_are_recoverable_when_spread(seed: int) -> None:
             names = sorted(set(domains))
             for _ in range(5):
                 gone = rng.sample(names, n - k)
-                assert placement.tolerates(
-                    [rank for rank, host in enumerate(domains) if host in gone]
-                )
+                assert placement.tolerates([rank for rank, host in enumerate(domains) if host in gone])
 
 
 def test_equal_hosts_take_turns() -> None:
