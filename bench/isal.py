@@ -79,9 +79,7 @@ class Isal:
             (tables, *data, *parity),
         )
 
-    def update(
-        self, tables: Bytes, k: int, block: int, delta: Bytes, parity: Sequence[Bytes]
-    ) -> Call:
+    def update(self, tables: Bytes, k: int, block: int, delta: Bytes, parity: Sequence[Bytes]) -> Call:
         """Returns the call that adds column `block` of the coefficients times delta to parity."""
         if not 0 <= block < k:
             raise ValueError(f"block {block} is no data block of {k}")

@@ -125,9 +125,7 @@ def update(
     offsets, starts = ids * width, np.arange(count + 1, dtype=np.int64) * width
     for name in kernels.NAMES:
         rows = scale.reference_rows if name == "reference" else count
-        call = _scattered(
-            name, old, new, delta, parity, offsets[:rows], starts[: rows + 1], weights
-        )
+        call = _scattered(name, old, new, delta, parity, offsets[:rows], starts[: rows + 1], weights)
         wanted = [block.copy() for block in parity]
         for block, weight in zip(wanted, weights, strict=True):
             products = words(scaled(weight, change[: rows * row_bytes]))
@@ -201,9 +199,7 @@ def _packed(old: Words, new: Words, delta: Words, parity: Sequence[Bytes], weigh
 def _packed_by(
     intel: Isal, old: Words, new: Words, delta: Words, parity: Sequence[Bytes], rows: Bytes
 ) -> Call:
-    add = intel.update(
-        intel.tables(rows), rows.shape[1], CHANGED_BLOCK, delta.view(np.uint8), parity
-    )
+    add = intel.update(intel.tables(rows), rows.shape[1], CHANGED_BLOCK, delta.view(np.uint8), parity)
 
     def call() -> None:
         np.bitwise_xor(old, new, out=delta)
@@ -238,9 +234,7 @@ def decode(scale: Scale, code: Code, intel: Isal | None, rng: np.random.Generato
     for row, block in zip(weights, data[:count], strict=True):
         expect("the weights", combined(row[None], survivors), [block])
 
-    blocks = tuple(
-        block.tobytes() for block in [*data, *combined(zfec_generator(code)[code.k :], data)]
-    )
+    blocks = tuple(block.tobytes() for block in [*data, *combined(zfec_generator(code)[code.k :], data)])
     decoder, numbers = zfec.Decoder(code.k, code.n), tuple(available)
 
     def call() -> list[bytes]:
@@ -433,8 +427,7 @@ def scaled(weight: np.uint8 | int, block: Bytes) -> Bytes:
 def combined(weights: Bytes, blocks: Sequence[Bytes]) -> list[Bytes]:
     """Returns weights [p, k] times blocks by table, p blocks."""
     return [
-        np.bitwise_xor.reduce([scaled(w, b) for w, b in zip(row, blocks, strict=True)])
-        for row in weights
+        np.bitwise_xor.reduce([scaled(w, b) for w, b in zip(row, blocks, strict=True)]) for row in weights
     ]
 
 

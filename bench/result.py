@@ -75,9 +75,7 @@ class Row:
         if taken:
             raise ValueError(f"{self.metric}: labels {taken} have the name of a row's own key")
         if not self.low <= self.value <= self.high:
-            raise ValueError(
-                f"{self.metric}: the value {self.value} is not within {self.low}..{self.high}"
-            )
+            raise ValueError(f"{self.metric}: the value {self.value} is not within {self.low}..{self.high}")
 
     def to_json(self) -> dict[str, Label]:
         return {key: getattr(self, key) for key in FIXED} | self.labels
@@ -85,9 +83,7 @@ class Row:
 
 def summary(metric: str, unit: str, samples: Sequence[float], **labels: Label) -> Row:
     """Returns the row of repeated measurements: their median, smallest and largest."""
-    return Row(
-        metric, statistics.median(samples), unit, min(samples), max(samples), len(samples), labels
-    )
+    return Row(metric, statistics.median(samples), unit, min(samples), max(samples), len(samples), labels)
 
 
 def once(metric: str, unit: str, value: float, **labels: Label) -> Row:

@@ -55,9 +55,7 @@ def combined(weights: Bytes, blocks: Bytes) -> Bytes:
 
 def losses(code: Code) -> list[tuple[int, ...]]:
     """Every set of up to r blocks that may be lost."""
-    return [
-        lost for count in range(code.r + 1) for lost in itertools.combinations(range(code.n), count)
-    ]
+    return [lost for count in range(code.r + 1) for lost in itertools.combinations(range(code.n), count)]
 
 
 def choice(code: Code, lost: Sequence[int], rng: random.Random) -> list[int]:
@@ -338,9 +336,7 @@ def words(content: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(content, np.uint64).copy()
 
 
-def encoded(
-    work: kernels.Kernels, code: Code, data: list[NDArray[np.uint64]]
-) -> list[NDArray[np.uint64]]:
+def encoded(work: kernels.Kernels, code: Code, data: list[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
     parity = [np.empty_like(data[0]) for _ in range(code.r)]
     for row, block in zip(generator(code)[code.k :], parity, strict=True):
         work.dot(data, row, block)

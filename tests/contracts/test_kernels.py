@@ -169,9 +169,7 @@ LENGTHS = [[], [0], [1], [5], [3, 0, 0, 7, 1], [33, 32, 31, 64, 9], [1] * 50, [2
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_gather_words(
-    work: Kernels, rng: np.random.Generator, lengths: list[int], first: int
-) -> None:
+def test_gather_words(work: Kernels, rng: np.random.Generator, lengths: list[int], first: int) -> None:
     src, out = draw(rng, 201), draw(rng, first + sum(lengths) + 3)
     offsets, starts = spans(rng, src.size, lengths, first)
     expected = out.copy()
@@ -184,9 +182,7 @@ def test_gather_words(
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_scatter_words(
-    work: Kernels, rng: np.random.Generator, lengths: list[int], first: int
-) -> None:
+def test_scatter_words(work: Kernels, rng: np.random.Generator, lengths: list[int], first: int) -> None:
     dst, src = draw(rng, 201), draw(rng, first + sum(lengths) + 3)
     offsets, starts = spans(rng, dst.size, lengths, first)  # They overlap: the last one stays.
     expected = dst.copy()
