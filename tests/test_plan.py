@@ -370,7 +370,7 @@ def test_rebuilding_is_shared_among_the_survivors() -> None:
         plan = plan_recovery(headers[:lost] + headers[lost + 1 :], placement)
         given_by = [sum(rank == r for t in plan.rebuild for _, r in t.sources) for rank in range(12)]
         assert sum(given_by) == 4 * 2  # four lost blocks, two sources each
-        assert sorted(given_by)[-6:] == [1, 1, 1, 1, 2, 2]  # n - 1 neighbours on either side
+        assert max(given_by) == 2  # n - 1 neighbours on either side can give; 3 would be lopsided
 
 
 # --- what the errors say, and what only several arenas of one rank can do -----------------------
