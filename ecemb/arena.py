@@ -372,7 +372,7 @@ def _gone(path: Path) -> ArenaError:
 
 
 def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]], deadline: float) -> None:
-    with folder.opened(folder.locate(path).arena_dir) as turn:
+    with folder.opened(folder.locate(path).arena_dir, create=True) as turn:
         space.allocate(fd, pieces, path, turn, deadline)
 
 

@@ -39,16 +39,16 @@ class Limit:
     way_out: str
 
 
-def check(needed_bytes: int, folder: Path) -> None:
-    """Return if `needed_bytes` more can be stored in files under `folder`.
+def check(needed_bytes: int, fd: int, path: Path) -> None:
+    """Return if `needed_bytes` more can be stored in the file system of `fd`, which `path` names.
 
     Raises:
         NotEnoughSpace: some limit leaves less; names it, the bytes and the way out.
     """
-    for limit in limits(folder):
+    for limit in limits(fd, path):
         if limit.free_bytes < needed_bytes:
             raise NotEnoughSpace(
-                f"{folder} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
+                f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
                 f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB). "
                 f"{limit.way_out} What earlier jobs left behind is listed by "
                 "`python -m ecemb arenas ls`."
@@ -83,7 +83,7 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, 
                 ) from None
         time.sleep(_POLL_S)
     try:
-        check(needed_bytes, path.parent)
+        check(needed_bytes, fd, path)
         with refusals(path, needed_bytes):
             for offset, length in pieces:
                 if length > 0:
@@ -111,25 +111,25 @@ def refusals(path: Path, needed_bytes: int) -> Generator[None, None, None]:
         ) from error
 
 
-def limits(folder: Path, root: Path = Path("/")) -> list[Limit]:
-    """All that bounds what can be stored under `folder`.
+def limits(fd: int, path: Path, root: Path = Path("/")) -> list[Limit]:
+    """All that bounds what can be stored in the file system of `fd`, which `path` names.
 
-    Memory counts only if `folder` is on a file system that lives in memory. `root` is where /proc
-    and /sys are found (tests put files of their own there).
+    Memory counts only if that file system lives in memory. `root` is where /proc and /sys are found
+    (tests put files of their own there).
     """
-    found = [mount_limit(folder)]
-    if _filesystem(folder, root) in _MEMORY_FILESYSTEMS:
+    found = [mount_limit(fd, path)]
+    if _filesystem(fd, root) in _MEMORY_FILESYSTEMS:
         found += [machine_limit(root), *cgroup_limits(root)]
     return [limit for limit in found if limit is not None]
 
 
-def mount_limit(folder: Path) -> Limit | None:
+def mount_limit(fd: int, path: Path) -> Limit | None:
     """What the file system itself leaves; None if it is mounted without a size."""
-    stats = os.statvfs(folder)
+    stats = os.fstatvfs(fd)
     if stats.f_blocks == 0:
         return None
     return Limit(
-        f"the file system of {folder}",
+        f"the file system of {path.parent}",
         stats.f_bavail * stats.f_frsize,
         "Enlarge it (`mount -o remount,size=…`, `docker run --shm-size=…`), or pass another arena_dir.",
     )
@@ -217,8 +217,8 @@ def _mounts(root: Path) -> list[_Mount]:
     return found[::-1]
 
 
-def _filesystem(folder: Path, root: Path) -> str | None:
-    device = os.stat(folder).st_dev
+def _filesystem(fd: int, root: Path) -> str | None:
+    device = os.fstat(fd).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.kind for mount in _mounts(root) if mount.device == name), None)
 
