@@ -149,7 +149,7 @@ class Guard:
         try:
             self._transport.barrier("the end of the job")
         except PeerFailure as error:  # all were told to finish, and this rank has: nothing is undecided
-            logger.warning("ecemb: a peer ended while the job was closed: %s", error)
+            logger.warning("a peer ended while the job was closed: %s", error)
         self._tables.unwatch()
         self._memory.arena.remove()
         self._closed = True
@@ -167,8 +167,9 @@ class Guard:
             )
 
     def _fail(self, step: Step, error: BaseException) -> None:
-        self._failed = f"step {step.number} failed ({type(error).__name__}: {error})"
-        logger.error("ecemb: %s; undoing it on this rank", self._failed)
+        reason = (str(error).splitlines() or [""])[0][:300]
+        self._failed = f"step {step.number} failed ({type(error).__name__}: {reason})"
+        logger.error("%s; undoing it on this rank", self._failed)
         self._transactions.undo()
         self._tables.note()
 
@@ -246,8 +247,10 @@ def protect(
     opened = open_memory(session, request)
     session.protected = True
     guard = Guard(session, opened)
-    log = logger.warning if opened.report.lost else logger.info
-    log("ecemb: rank %d: %s", session.rank, opened.report)
+    level = logging.WARNING if opened.report.lost else logging.INFO
+    if session.rank != 0 and session.rank not in opened.report.lost:
+        level = logging.DEBUG
+    logger.log(level, "rank %d: %s", session.rank, opened.report)
     return guard
 
 

@@ -136,7 +136,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     _discard(session, stale=True)
     transport.barrier("the start of training")  # nobody trains before all have finished
     if world.plan.kind != "fresh":
-        _warn_of_next_loss(session, world.placement)
+        _warn_of_next_loss(session, world)
         rank_state.unpack(rankstate.read(memory.rank_state))  # last: nothing may draw after it
     return Opened(memory, transport, tables, replicated, rank_state, report)
 
@@ -188,7 +188,7 @@ def _agree(
             f"{session.job}"
         )
     for report in damaged:
-        logger.warning("ecemb: %s counts as lost: %s", report.path, report.damage)
+        logger.warning("%s counts as lost: %s", report.path, report.damage)
     layouts = [_layouts(one) for one in told]
     bounds = [cut(tables_of_rank, code.k) for tables_of_rank in layouts]
     block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
@@ -224,7 +224,7 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
     hosts = session.hosts
     if len(hosts) == 1:
         logger.warning(
-            "ecemb: one rank has nobody to keep its parity: it survives crashes of its process, and not "
+            "one rank has nobody to keep its parity: it survives crashes of its process, and not "
             "the loss of its memory"
         )
         return None
@@ -238,10 +238,10 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
     except PlacementError as error:
         if session.rank == 0:
             logger.warning(
-                "ecemb: parity is spread over ranks, not over hosts: the loss of one host may be more "
-                "than the code survives (%s)",
-                error,
+                "parity is spread over ranks, not over hosts: the loss of one host may be more than the "
+                "code survives. failure_domain='host' says which codes would fit, 'rank' silences this"
             )
+            logger.debug("%s", error)
         return ranks
 
 
@@ -355,17 +355,14 @@ def _discard(session: Session, *, stale: bool) -> None:
             try:
                 remove(Path(report.path))
             except ArenaBusy as error:
-                logger.warning("ecemb: %s", error)
+                logger.warning("%s", error)
 
 
-def _warn_of_next_loss(session: Session, placement: Placement | None) -> None:
-    if placement is None or session.rank != 0:
+def _warn_of_next_loss(session: Session, world: _World) -> None:
+    placement = world.placement
+    if placement is None or session.rank != 0 or not placement.spread(world.constants.domains):
         return
     for host in sorted(set(session.hosts)):
         ranks = [rank for rank, at in enumerate(session.hosts) if at == host]
         if not placement.tolerates(ranks):
-            logger.warning(
-                "ecemb: the loss of host %s (ranks %s) would be more than the code survives",
-                host,
-                ranks,
-            )
+            logger.warning("the loss of host %s (ranks %s) would be more than the code survives", host, ranks)

@@ -23,212 +23,23 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from .arena import Arena
 from .directory import Directory, Found
 from .errors import (
-    ArenaBusy,
     ConfigurationError,
     NotInitialized,
     RendezvousError,
     UsageError,
 )
-from .header import Header, valid
+from .roster import Report, Roster, Seat, Worker, assign
 
 logger = logging.getLogger("ecemb")
 
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """One arena of the job, as a worker on its host found it.
-
-    Attributes:
-        host: the host whose folder it lies in.
-        path: the file.
-        header: what it says of itself; None if that can't be read.
-        damage: why it can't be read; None if it can.
-        holder: pid of a living process that still held it at the deadline, or None.
-    """
-
-    host: str
-    path: str
-    header: Header | None
-    damage: str | None
-    holder: int | None
-
-    def to_json(self) -> dict[str, object]:
-        """As plain values."""
-        header = None if self.header is None else self.header.to_json()
-        return {**dataclasses.asdict(self), "header": header}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Report:
-        """Inverse of `to_json`."""
-        text: str | None = fields.pop("header")
-        return cls(**fields, header=None if text is None else Header.from_json(text))
-
-
-@dataclasses.dataclass(frozen=True)
-class Worker:
-    """One worker of this start.
-
-    Attributes:
-        host: the host it named.
-        nonce: random; tells it from the workers of earlier starts.
-        arenas: what it found on its host.
-    """
-
-    host: str
-    nonce: str
-    arenas: tuple[Report, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-    """What a worker is given: a logical rank, and the id of its arena; None for a newcomer."""
-
-    rank: int
-    arena_id: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Roster:
-    """What all workers of a start agree on.
-
-    Attributes:
-        generation: number of this start; higher than every one before it.
-        generation_id: random, below 2**62.
-        prefix: fresh prefix in the store for this start's process groups.
-        started: the job's `started` mark stands in the store.
-        finished: its `finished` mark does.
-        workers: in the order of torchrun's RANK.
-    """
-
-    generation: int
-    generation_id: int
-    prefix: str
-    started: bool
-    finished: bool
-    workers: tuple[Worker, ...]
-
-    @property
-    def reports(self) -> list[Report]:
-        """Every arena once, although all workers of a host report it."""
-        return list({r.path + "@" + r.host: r for w in self.workers for r in w.arenas}.values())
-
-    @property
-    def headers(self) -> list[Header]:
-        """Headers of the arenas that can be read."""
-        return [report.header for report in self.reports if report.header is not None]
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        workers = [
-            {"host": w.host, "nonce": w.nonce, "arenas": [r.to_json() for r in w.arenas]}
-            for w in self.workers
-        ]
-        return json.dumps({**dataclasses.asdict(self), "workers": workers})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Roster:
-        """Inverse of `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        workers = tuple(
-            Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
-            for w in fields.pop("workers")
-        )
-        return cls(**fields, workers=workers)
-
-
-def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, ...]:
-    """Gives out logical ranks: ranks follow their memory, newcomers take the missing ones.
-
-    One new host takes one lost host's ranks whole where the numbers allow it, so that failure domains stay
-    what the position table says. A pure function: the same on all workers.
-
-    Args:
-        workers: in the order of torchrun's RANK.
-        reports: every arena that anybody found.
-
-    Returns:
-        A seat for each worker. Without valid arenas the logical rank is torchrun's.
-
-    Raises:
-        ArenaBusy: a living process holds an arena of the job.
-        RendezvousError: the launch does not fit the arenas.
-    """
-    if held := [report for report in reports if report.holder is not None]:
-        names = ", ".join(f"{r.path} on {r.host} by process {r.holder}" for r in held)
-        raise ArenaBusy(
-            f"living processes hold arenas of this job: {names}. Another launch of the job runs, or a "
-            f"worker was orphaned: end it, or give this job another name"
-        )
-    survivors = valid([report.header for report in reports if report.header is not None])
-    if not survivors:
-        return tuple(Seat(index, None) for index in range(len(workers)))
-    constants = survivors[0].constants
-    if constants.world_size != len(workers):
-        raise RendezvousError(
-            f"job {constants.job!r} was started with {constants.world_size} ranks, and this launch has "
-            f"{len(workers)}: launch {constants.world_size} (torchrun --nnodes x --nproc-per-node), or "
-            f"begin a new job under another name"
-        )
-    at = {report.header.constants.arena_id: report.host for report in reports if report.header}
-    seats: dict[int, Seat] = {}
-    for host in sorted({worker.host for worker in workers} | set(at.values())):
-        here = [index for index, worker in enumerate(workers) if worker.host == host]
-        kept = sorted(
-            (header.constants.rank, header.constants.arena_id)
-            for header in survivors
-            if at[header.constants.arena_id] == host
-        )
-        if len(kept) > len(here):
-            raise RendezvousError(
-                f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and this launch "
-                f"starts {len(here)} workers there: start {len(kept)}, or end the launch and remove "
-                f"arenas that shall count as lost (python -m ecemb arenas rm)"
-            )
-        seats.update({i: Seat(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
-    lost = sorted(set(range(len(workers))) - {seat.rank for seat in seats.values()})
-    free = [index for index in range(len(workers)) if index not in seats]
-    for index, rank in _match(free, lost, workers, constants.domains):
-        seats[index] = Seat(rank, None)
-    return tuple(seats[index] for index in range(len(workers)))
-
-
-def _match(
-    free: list[int], lost: list[int], workers: Sequence[Worker], domains: Sequence[str]
-) -> list[tuple[int, int]]:
-    """Pairs free workers with lost ranks, whole hosts with whole failure domains first."""
-    pairs: list[tuple[int, int]] = []
-
-    def take(indices: list[int], ranks: list[int]) -> None:
-        for index, rank in list(zip(indices, ranks, strict=False)):
-            pairs.append((index, rank))
-            free.remove(index)
-            lost.remove(rank)
-
-    def on(host: str) -> list[int]:
-        return [index for index in free if workers[index].host == host]
-
-    def of(domain: str) -> list[int]:
-        return [rank for rank in lost if domains[rank] == domain]
-
-    for host in sorted({workers[index].host for index in free}):  # the host itself is back
-        take(on(host), of(host))
-    for host in sorted({workers[index].host for index in free}):  # a new host for a lost one
-        size = len(on(host))
-        whole = [d for d in sorted({domains[rank] for rank in lost}) if len(of(d)) == size]
-        if whole:
-            take(on(host), of(whole[0]))
-    take(list(free), list(lost))
-    return pairs
 
 
 @dataclasses.dataclass
@@ -346,16 +157,16 @@ def init_process_group(
         marks=marks,
         timeout_s=timeout_s,
     )
-    logger.info(
-        "ecemb: job %s, generation %d: torchrun's rank %d is logical rank %d of %d on host %s (%s)",
+    logger.log(
+        logging.INFO if seat.rank == 0 else logging.DEBUG,
+        "job %s: %d ranks on %d hosts; the memory of ranks %s was found",
         job,
-        roster.generation,
-        index,
-        seat.rank,
         world_size,
-        directory.host,
-        "its memory survived" if arena is not None else "without memory yet",
+        len(set(hosts.values())),
+        [s.rank for s in sorted(seats, key=lambda s: s.rank) if s.arena_id is not None] or "none",
     )
+    if seat.rank != index:
+        logger.info("torchrun's rank %d is rank %d, to follow its memory", index, seat.rank)
 
 
 def _environment() -> tuple[int, int]:

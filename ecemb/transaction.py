@@ -167,7 +167,7 @@ class Transactions:
     def _leave(self, transaction: int, error: BaseException) -> NoReturn:
         """Ends the process: it is prepared, and only recovery may decide from here (protocol.md 3)."""
         logger.critical(
-            "ecemb: step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
+            "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
             "recovery decides from the arenas",
             transaction - 1,
             type(error).__name__,

@@ -93,7 +93,7 @@ class Transport:
         try:
             self._last_words = (self._told(send, "leaving"), send)  # kept alive until they are read
         except PeerFailure as error:
-            logger.debug("ecemb: no peer is left to be told: %s", error)
+            logger.debug("no peer is left to be told: %s", error)
 
     def _told(self, send: Ints, what: str) -> list[dist.Work]:
         works: list[dist.Work] = []

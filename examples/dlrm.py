@@ -191,13 +191,13 @@ class Tally:
 def auc(logits: Tensor, clicks: Tensor) -> float:
     """Probability that a click scores higher than a non-click; ties count half."""
     _, place, counts = logits.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2)[place]
+    ranks = (counts.cumsum(0) - (counts - 1) / 2).double()[place]
     positive = clicks.sum()
     above = ranks[clicks == 1].sum() - positive * (positive + 1) / 2
     return float(above / (positive * (len(clicks) - positive)))
 
 
-logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)

@@ -86,7 +86,7 @@ class SkipGram(nn.Module):
         return torch.einsum("bd,bcd->bc", left, right)
 
 
-logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)

@@ -17,7 +17,7 @@ errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
 rows arena delta
-journal parity transport replicated rankstate plan
+journal parity transport replicated rankstate plan roster
 memory
 transaction recovery rendezvous
 adapters adapters.nn adapters.sparse checkpoint

@@ -1,0 +1,1 @@
+"""Where tables come from: each adapter links one engine's tables to the arena."""
