@@ -276,6 +276,7 @@ def _missing(store: dist.Store, proposal: str, world_size: int) -> str:
     silent = [i for i in range(world_size) if not store.check([f"announce/{i}"])]
     if not silent and proposal:
         silent = [i for i in range(world_size) if not store.check([f"seen/{proposal}/{i}"])]
+    silent = silent or [0]  # all have spoken, but for the one that has to propose and give the word
     return (
         f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
         f"ranks {silent}: see their logs, or raise timeout= if they are only slow to start"
