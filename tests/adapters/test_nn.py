@@ -37,9 +37,7 @@ class Ranks:
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, rank, world_size, store), daemon=True
-            )
+            process = context.Process(target=_serve, args=(there, rank, world_size, store), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -138,9 +136,7 @@ def table_of(rows: int, dtype: torch.dtype = torch.float32, **options: Any) -> S
     return table
 
 
-def batch_of(
-    kind: str, rows: int, dtype: torch.dtype, rank: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def batch_of(kind: str, rows: int, dtype: torch.dtype, rank: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """(ids, offsets, per-sample weights) of a rank: ids repeat, and bags are empty, on purpose."""
     random = torch.Generator().manual_seed(100 * rows + rank)
 
@@ -230,9 +226,7 @@ def _agrees(ranks: Ranks, kind: str, rows: int, dtype: torch.dtype, mode: str) -
     case = (kind, rows, dtype, mode.split()[-1], mode.startswith("weighted"))
     results = tensors(ranks(look_up, *case))
     outs, gradient, weight_grads = expected(len(ranks), *case)
-    for (out, _, weight_grad), right, right_weight_grad in zip(
-        results, outs, weight_grads, strict=True
-    ):
+    for (out, _, weight_grad), right, right_weight_grad in zip(results, outs, weight_grads, strict=True):
         assert torch.equal(out, right)  # pooled in torch's own order: not a bit differs
         assert torch.equal(weight_grad, right_weight_grad)
     shards = torch.cat([shard for _, shard, _ in results])
