@@ -1,4 +1,4 @@
-"""Who is which rank: ranks follow their memory, and no dead worker's word counts."""
+"""The rendezvous: all workers of a start get one roster, and no dead worker's word counts."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import json
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ecemb
 from ecemb import rendezvous
 from ecemb.arena import Arena
 from ecemb.directory import Directory
-from ecemb.errors import (
-    ArenaBusy,
-    ConfigurationError,
-    InconsistentArenas,
-    NotInitialized,
-    RendezvousError,
-    UsageError,
-)
-from ecemb.header import NONE, Constants, Header, State, new_arena_id
-from ecemb.rendezvous import Report, Roster, Seat, Worker, assign
+from ecemb.errors import ConfigurationError, NotInitialized, RendezvousError, UsageError
+from ecemb.header import Constants, Header, State, new_arena_id
+from ecemb.roster import Report, Roster, Seat, Worker
 
 DEADLINE_S = 30
 
@@ -57,202 +47,6 @@ def header(rank: int, domains: Sequence[str], **words: int | State) -> Header:
 
 def report(rank: int, host: str, domains: Sequence[str], **words: int | State) -> Report:
     return Report(host, f"/{host}/{rank}", header(rank, domains, **words), None, None)
-
-
-def workers_on(hosts: Sequence[str]) -> list[Worker]:
-    """One worker for each name, in the order of torchrun's RANK."""
-    return [Worker(host, f"nonce {index}", ()) for index, host in enumerate(hosts)]
-
-
-def ranks_by_host(workers: Sequence[Worker], seats: Sequence[Seat]) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for worker, seat in zip(workers, seats, strict=True):
-        found.setdefault(worker.host, set()).add(seat.rank)
-    return found
-
-
-# --- assign -------------------------------------------------------------------------------------
-
-
-def test_a_fresh_start_keeps_torchruns_ranks() -> None:
-    workers = workers_on("abab")
-    assert assign(workers, []) == tuple(Seat(index, None) for index in range(4))
-
-
-def test_arenas_that_hold_nothing_leave_torchruns_ranks_too() -> None:
-    reports = [
-        report(1, "a", "ab", state=State.INIT, prepared=0, committed=NONE),
-        report(0, "b", "ab", state=State.FINISHED),
-        Report("b", "/b/x", None, "its creation was cut short", None),
-    ]
-    assert assign(workers_on("ab"), reports) == (Seat(0, None), Seat(1, None))
-
-
-def test_ranks_follow_their_memory_wherever_torchrun_puts_the_workers() -> None:
-    domains = "aabbcc"
-    reports = [report(rank, host, domains) for rank, host in enumerate(domains)]
-    workers = workers_on("cabcba")
-    seats = assign(workers, reports)
-    assert ranks_by_host(workers, seats) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
-    assert all(seat.arena_id == f"{seat.rank:08x}" for seat in seats)
-
-
-def test_a_new_host_takes_a_lost_hosts_ranks_whole() -> None:
-    """Section 2.5: failure domains stay what the position table says."""
-    domains = "abcabcabc"  # b and c are lost; x and y come in their place
-    reports = [report(rank, "a", domains) for rank in (0, 3, 6)]
-    workers = workers_on("xyaxayaxy")
-    seats = assign(workers, reports)
-    found = ranks_by_host(workers, seats)
-    assert found["a"] == {0, 3, 6}
-    assert {frozenset(found["x"]), frozenset(found["y"])} == {
-        frozenset({1, 4, 7}),
-        frozenset({2, 5, 8}),
-    }
-
-
-def test_a_host_that_comes_back_without_memory_takes_its_own_ranks() -> None:
-    domains = "aabbcc"  # b and c rebooted, and torchrun numbered c's workers first
-    reports = [report(rank, "a", domains) for rank in (0, 1)]
-    workers = workers_on("ccaabb")
-    assert ranks_by_host(workers, assign(workers, reports)) == {
-        "a": {0, 1},
-        "b": {2, 3},
-        "c": {4, 5},
-    }
-
-
-def test_a_lost_arena_is_replaced_on_its_own_host_first() -> None:
-    domains = "aabb"  # rank 1's arena on a is gone, and so is all of b, which x replaces
-    reports = [report(0, "a", domains)]
-    workers = workers_on("axxa")
-    assert ranks_by_host(workers, assign(workers, reports)) == {"a": {0, 1}, "x": {2, 3}}
-
-
-def test_newcomers_of_odd_numbers_still_fill_every_rank() -> None:
-    domains = "aaabbb"
-    reports = [report(rank, "a", domains) for rank in (0, 1, 2)]
-    workers = workers_on("xyyaaa")
-    seats = assign(workers, reports)
-    assert sorted(seat.rank for seat in seats) == list(range(6))
-
-
-def test_arenas_outlive_a_move_of_the_domains() -> None:
-    """After x replaced b, the position table still says b; x's arenas are found on x."""
-    domains = "aabb"
-    reports = [report(rank, host, domains) for rank, host in enumerate("aaxx")]
-    workers = workers_on("xaxa")
-    assert ranks_by_host(workers, assign(workers, reports)) == {"a": {0, 1}, "x": {2, 3}}
-
-
-def test_a_stale_arena_gives_nobody_a_seat() -> None:
-    domains = "ab"
-    reports = [
-        report(0, "a", domains, joined=2, opened=2),
-        report(1, "b", domains, joined=1, opened=1),
-    ]
-    assert assign(workers_on("ba"), reports) == (Seat(1, None), Seat(0, "00000000"))
-
-
-@st.composite
-def launches(draw: st.DrawFn) -> tuple[list[str], list[str], set[int]]:
-    """Domains of ranks; where the workers run now; ranks whose memory is lost."""
-    names = "abcdef"[: draw(st.integers(1, 6))]
-    domains = draw(st.lists(st.sampled_from(names), min_size=1, max_size=10))
-    away = draw(st.sets(st.sampled_from(names)))
-    now = [host.upper() if host in away else host for host in domains]  # replaced by new hosts
-    lost = {rank for rank, host in enumerate(domains) if host in away}
-    lost |= draw(st.sets(st.sampled_from(range(len(domains)))))
-    return domains, draw(st.permutations(now)), lost
-
-
-@settings(max_examples=300, deadline=None)
-@given(launches(), st.randoms(use_true_random=False))
-def test_every_launch_seats_every_rank_once(
-    launch: tuple[list[str], list[str], set[int]], rng: random.Random
-) -> None:
-    domains, hosts, lost = launch
-    reports = [report(r, host, domains) for r, host in enumerate(domains) if r not in lost]
-    workers = workers_on(hosts)
-    seats = assign(workers, reports)
-    assert sorted(seat.rank for seat in seats) == list(range(len(domains)))
-    if len(lost) < len(domains):
-        for worker, seat in zip(workers, seats, strict=True):
-            assert (seat.arena_id is None) == (seat.rank in lost)
-            if seat.rank not in lost:
-                assert worker.host == domains[seat.rank]
-        # Every host replaced by one of its size: each domain stays in one place, whole.
-        sizes = Counter(domains)
-        if len(set(sizes.values())) == len(sizes):
-            found = ranks_by_host(workers, seats)
-            groups = {frozenset(r for r, d in enumerate(domains) if d == x) for x in sizes}
-            assert {frozenset(ranks) for ranks in found.values()} == groups
-    rng.shuffle(reports)
-    assert assign(workers, reports) == seats
-
-
-def test_another_number_of_workers_is_refused() -> None:
-    reports = [report(rank, "a", "aaa") for rank in range(3)]
-    with pytest.raises(RendezvousError, match="started with 3 ranks, and this launch has 4"):
-        assign(workers_on("aaaa"), reports)
-
-
-def test_a_host_with_more_arenas_than_workers_is_refused() -> None:
-    reports = [report(rank, host, "aab") for rank, host in enumerate("aab")]
-    with pytest.raises(RendezvousError, match=r"'a' holds the arenas of ranks \[0, 1\].*1 workers"):
-        assign(workers_on("abb"), reports)
-
-
-def test_an_arena_that_a_living_process_holds_is_an_error_with_its_pid() -> None:
-    """Section 1: a held lock is reported and awaited, and never read as "no arena"."""
-    held = dataclasses.replace(report(0, "a", "ab"), holder=4711)
-    with pytest.raises(ArenaBusy, match="/a/0 on a by process 4711"):
-        assign(workers_on("ab"), [held, report(1, "b", "ab")])
-
-
-def test_contradicting_arenas_are_refused() -> None:
-    twin = dataclasses.replace(header(0, "ab").constants, arena_id="f" * 8)
-    second = Report("b", "/b/0", dataclasses.replace(header(0, "ab"), constants=twin), None, None)
-    with pytest.raises(InconsistentArenas, match="two valid arenas"):
-        assign(workers_on("ab"), [report(0, "a", "ab"), second])
-
-
-# --- the roster ---------------------------------------------------------------------------------
-
-
-def test_a_roster_comes_back_from_json_as_it_was() -> None:
-    arenas = (
-        report(0, "a", "ab"),
-        Report("a", "/a/x", None, "the checksum doesn't match", 12),
-    )
-    roster = Roster(
-        generation=2**62,
-        generation_id=2**62 - 1,
-        prefix="abc",
-        started=True,
-        finished=False,
-        workers=(Worker("a", "1", arenas), Worker("b", "2", ())),
-    )
-    text = roster.to_json()
-    assert Roster.from_json(text) == Roster.from_json(text.encode()) == roster
-    assert json.loads(text)["started"] is True
-
-
-def test_arenas_that_all_workers_of_a_host_report_count_once() -> None:
-    first, second, damaged = (
-        report(0, "a", "ab"),
-        report(1, "b", "ab"),
-        Report("a", "/a/1", None, "cut", None),
-    )
-    same_path_elsewhere = dataclasses.replace(second, path=first.path)
-    workers = (
-        Worker("a", "1", (first, damaged)),
-        Worker("a", "2", (first, damaged)),
-        Worker("b", "3", (same_path_elsewhere,)),
-    )
-    roster = Roster(1, 1, "", False, False, workers)
-    assert roster.reports == [first, damaged, same_path_elsewhere]
-    assert roster.headers == [first.header, second.header]
 
 
 # --- agreeing on it -----------------------------------------------------------------------------
