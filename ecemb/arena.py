@@ -22,13 +22,10 @@ from numpy.typing import NDArray
 
 from . import folder, lock, space
 from . import header as headers
-from .directory import Directory, remove  # until their users import them from there
 from .errors import ArenaDamaged, ArenaError, ConfigurationError, NotEnoughSpace, UsageError
 from .folder import Folder
 from .header import RESERVED, WORDS, Constants, Found, Header, State
 from .mapping import map_shared
-
-__all__ = ["Arena", "Directory", "Found", "remove"]
 
 _SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20

@@ -21,6 +21,7 @@ from pathlib import Path
 from .errors import ArenaInsecure, ConfigurationError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ATTEMPTS = 100
 """How often a level is made again when another process removes the empty folder meanwhile."""
 
@@ -238,6 +239,10 @@ def _open_top(arena_dir: Path) -> int:
         raise ConfigurationError(
             f"arena_dir {arena_dir} is not an existing folder; make it, or pass another"
         ) from error
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"arena_dir {arena_dir} can't be read by user {os.geteuid()}; pass another"
+        ) from error
     status = os.fstat(fd)
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         os.close(fd)
@@ -257,6 +262,13 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
             made = True
         except FileExistsError:
             pass
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+            raise ConfigurationError(
+                f"{path} can't be made by user {os.geteuid()}: {error.strerror}. Pass an arena_dir that "
+                "this user may write to."
+            ) from error
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -108,6 +109,19 @@ def test_arena_dir_must_exist(tmp_path: Path) -> None:
     for name in ("missing", "file"):
         with pytest.raises(ConfigurationError, match=f"{tmp_path / name} is not an existing folder"):
             Directory(tmp_path / name, "ctr", "a")
+
+
+@pytest.mark.parametrize(("call", "match"), [("mkdir", "can't be made"), ("open", "can't be read")])
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EPERM])
+def test_arena_dir_must_be_ours_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, match: str, reason: int
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(reason, os.strerror(reason))  # root is never refused
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}.*{match} by user {os.geteuid()}"):
+        Directory(tmp_path, "ctr", "a")
 
 
 def test_a_relative_arena_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
