@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -189,4 +190,5 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a traceback
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,11 @@ def test_as_a_program(arena_dir: Path) -> None:
     ls = [*command, "arenas", "ls", "--json", "--arena-dir", str(arena_dir)]
     done = subprocess.run(ls, check=True, **options)
     assert [row["path"] for row in json.loads(done.stdout)] == [str(path)]
+    reader, writer = os.pipe()
+    os.close(reader)  # as `... | head` does
+    cut = subprocess.run(ls, check=False, **{**options, "capture_output": False}, stdout=writer)
+    os.close(writer)
+    assert cut.returncode == -signal.SIGPIPE
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
