@@ -88,7 +88,8 @@ class Guard:
             self._transactions.commit()
             self._steps += 1
         except BaseException as error:
-            self._fail(step, error)
+            if self._is_open():
+                self._fail(step, error)
             raise
 
     def touch(self, table: str, rows: torch.Tensor) -> None:
@@ -152,6 +153,7 @@ class Guard:
             logger.warning("a peer ended while the job was closed: %s", error)
         self._tables.unwatch()
         self._memory.arena.remove()
+        self._transport.close()
         self._closed = True
 
     def _is_open(self) -> bool:
@@ -170,7 +172,7 @@ class Guard:
         reason = (str(error).splitlines() or [""])[0][:300]
         self._failed = f"step {step.number} failed ({type(error).__name__}: {reason})"
         logger.error("%s; undoing it on this rank", self._failed)
-        self._transactions.undo()
+        self._transactions.undo(error)
         self._tables.note()
 
 

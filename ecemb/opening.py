@@ -30,6 +30,7 @@ from .errors import (
     ArenaBusy,
     ArenaDamaged,
     ConfigurationError,
+    EcembError,
     InconsistentArenas,
     LayoutMismatch,
     PlacementError,
@@ -119,18 +120,22 @@ def open_memory(session: Session, request: Request) -> Opened:
         generation, generation_id = session.roster.generation, session.roster.generation_id
         join(memory, transport, generation, generation_id)
     if world.plan.kind == "fresh":
-        report = fill(
-            memory,
-            transport,
-            lambda: _write_initial(memory, tables, rank_state, replicated),
-            watch,
-        )
+        try:
+            report = fill(
+                memory,
+                transport,
+                lambda: _write_initial(memory, transport, tables, rank_state, replicated),
+                watch,
+            )
+        except EcembError:
+            if memory.arena.get("prepared") < 0:  # it holds nothing that the next start would use
+                memory.arena.remove()
+            raise
     else:
         report = recover(memory, transport, world.plan, cpu, watch)
         with watch.phase("restore"):
             _place(memory, tables, fresh=False)
             replicated.load(memory.slots, world.plan.transaction)
-    _compare_replicas(memory, transport, replicated, world.plan)
     transport.barrier("the end of recovery")
     session.marks.set("started", "1")
     _discard(session, stale=True)
@@ -321,17 +326,20 @@ def _place(memory: RankMemory, tables: SparseTables, *, fresh: bool) -> None:
 
 
 def _write_initial(
-    memory: RankMemory, tables: SparseTables, rank_state: RankState, replicated: ReplicatedState
+    memory: RankMemory,
+    transport: Transport,
+    tables: SparseTables,
+    rank_state: RankState,
+    replicated: ReplicatedState,
 ) -> None:
-    _place(memory, tables, fresh=True)
-    replicated.save(memory.slots, 0)
+    transport.together("initialising the tables", lambda: _place(memory, tables, fresh=True))
+    transport.together("saving replicated state", lambda: replicated.save(memory.slots, 0))
+    _compare_replicas(memory, transport, replicated)
     rankstate.write_(memory.rank_state, rank_state.pack())
 
 
-def _compare_replicas(
-    memory: RankMemory, transport: Transport, replicated: ReplicatedState, plan: RecoveryPlan
-) -> None:
-    digest = replicated.digest(memory.slots, plan.transaction).to_bytes(8, "little")
+def _compare_replicas(memory: RankMemory, transport: Transport, replicated: ReplicatedState) -> None:
+    digest = replicated.digest(memory.slots, 0).to_bytes(8, "little")
     told = transport.gather(digest, "comparing replicated state")
     if len(set(told)) > 1:
         groups = {rank: one.hex() for rank, one in enumerate(told)}

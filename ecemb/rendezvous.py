@@ -10,6 +10,8 @@ The store is trusted as far as the job's own workers are; values are JSON, never
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import dataclasses
 import datetime
@@ -25,6 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+
+# Its default arguments keep the group that exists when it is imported, which is at the first step of an
+# optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
+import torch.distributed.nn.functional  # noqa: F401
 
 from .arena import Arena
 from .directory import Directory, Found
@@ -146,6 +152,7 @@ def init_process_group(
         world_size=world_size,
         timeout=timeout,
     )
+    atexit.register(_leave)
     _session = Session(
         job=job,
         directory=directory,
@@ -167,6 +174,13 @@ def init_process_group(
     )
     if seat.rank != index:
         logger.info("torchrun's rank %d is rank %d, to follow its memory", index, seat.rank)
+
+
+def _leave() -> None:
+    """Ends the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _environment() -> tuple[int, int]:

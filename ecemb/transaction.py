@@ -106,23 +106,27 @@ class Transactions:
         with self._phase("exchange"):
             self._exchange(transaction, words, lengths)
         self._memory.prepare(transaction)
-        try:
-            with self._phase("agree"):
-                self._transport.vote(True, f"the agreement on step {transaction - 1}")
-            with self._phase("apply"):
-                self._memory.apply(transaction)
-            self._memory.commit(transaction)
-        except BaseException as error:  # noqa: BLE001  (Ctrl-C too: nothing undoes locally from here on)
-            self._leave(transaction, error)
+        with self._phase("agree"):
+            self._transport.vote(True, f"the agreement on step {transaction - 1}")
+        with self._phase("apply"):
+            self._memory.apply(transaction)
+        self._memory.commit(transaction)
         self.in_flight = None
 
-    def undo(self) -> None:
+    def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and tells the others that it failed.
 
         Rows, replicated state and rank state are as they were when it began. The others notice at their
         exchange; the job needs a restart, because this rank may have left collectives half-way.
+
+        A transaction that is prepared is not undone: the process ends (protocol.md, section 3).
+
+        Args:
+            error: why.
         """
         transaction = self._open()
+        if self._memory.arena.get("prepared") >= transaction:
+            self._leave(transaction, error)
         self._memory.journal.undo()
         self._replicated.load(self._memory.slots, transaction - 1)
         self._rank_state.unpack(read(self._memory.rank_state))

@@ -183,6 +183,11 @@ class Transport:
             raise PeerFailure(f"{what} failed on {len(failed)} of {self.world_size} ranks: {reasons}")
         return result
 
+    def close(self) -> None:
+        """Ends the control group. All ranks, each for itself."""
+        self._last_words = None
+        dist.destroy_process_group(self._group)
+
     def send(self, words: Words, to: int, what: str) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
         self.sent_bytes += words.nbytes
