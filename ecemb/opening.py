@@ -289,14 +289,21 @@ def _memory(
 
 
 def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
-    """The code's generator: built at a fresh start, else out of the donor's arena."""
-    if plan.kind == "fresh":
-        return code.generator()
-    stored = b""
-    if session.arena is not None:
-        stored = session.arena.region("generator").tobytes()
-    told = transport.gather(stored if session.rank == plan.donor else b"", "sharing the generator")
-    flat = np.frombuffer(told[plan.donor], np.uint8)
+    """The code's generator, from one rank: built by rank 0 at a fresh start, else from the donor's arena.
+
+    Building it imports galois, which would keep all ranks of a host busy for seconds.
+    """
+    source = max(plan.donor, 0)
+
+    def own() -> bytes:
+        if session.rank != source:
+            return b""
+        if plan.kind == "fresh" or session.arena is None:
+            return code.generator().tobytes()
+        return session.arena.region("generator").tobytes()
+
+    told = transport.gather(transport.together("building the generator", own), "sharing the generator")
+    flat = np.frombuffer(told[source], np.uint8)
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
 
 
