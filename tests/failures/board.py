@@ -1,0 +1,127 @@
+"""Where a worker is: a small mapped file per process, which outlives it.
+
+The worker stores; whoever kills it, itself included, reads after its death where it was. A store is
+one 8-byte word, so that a kill leaves the old value or the new one.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+# What a worker does, in the order in which a job does it. The table lists them by group.
+PHASES = {
+    "starting": "start",  # from the process's first line on: imports, most of all
+    "rendezvous": "start",
+    "attaching": "start",  # claiming the arena that survived
+    "agreeing on a plan": "start",
+    "creating an arena": "start",
+    "joining": "start",
+    "filling": "fresh start",
+    "encoding": "fresh start",
+    "going live": "fresh start",
+    "deciding": "recovery",
+    "undoing": "recovery",
+    "redoing": "recovery",
+    "rebuilding": "recovery",
+    "copying replicated state": "recovery",
+    "verifying": "recovery",
+    "finishing recovery": "recovery",
+    "restoring": "recovery",
+    "between steps": "step",
+    "in the body": "step",
+    "backward": "step",
+    "optimizer": "step",
+    "capture": "step",
+    "state": "step",
+    "delta": "step",
+    "exchange": "step",
+    "prepare": "step",
+    "agreement": "step",
+    "apply": "step",
+    "commit": "step",
+    "undoing a failed step": "step",
+    "closing": "end",
+    "done": "end",
+}
+NAMES = tuple(PHASES)
+STARTING = ("start", "fresh start", "recovery")
+
+_WORDS = ("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost")
+_TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
+_SIZE_BYTES = 4096
+
+
+class Board:
+    """One worker's board. Words are integers, -1 while they have no value; texts are short.
+
+    Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job;
+    `rank`, the logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines
+    of code run in that phase; `event`, which of the run's events killed it; `lost`, 1 if its memory
+    went with it. Texts: `place`, the line at which it killed itself; `arena`, its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the board that `create` made."""
+        self.path = path
+        with path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), _SIZE_BYTES)
+        self._words = memoryview(self._bytes).cast("q")
+
+    @classmethod
+    def create(cls, folder: Path, pid: int) -> Board:
+        """Make the board of process `pid`; it appears in the folder only when it is whole."""
+        unfinished = folder / f"{pid}.new"
+        unfinished.write_bytes(bytes(_SIZE_BYTES))
+        board = cls(unfinished)
+        for word in _WORDS:
+            board.set(word, -1)
+        board.set("pid", pid)
+        board.phase = "starting"
+        board.path = unfinished.rename(folder / f"{pid}.board")
+        return board
+
+    def get(self, word: str) -> int:
+        return self._words[_WORDS.index(word)]
+
+    def set(self, word: str, value: int) -> None:
+        self._words[_WORDS.index(word)] = value
+
+    @property
+    def phase(self) -> str:
+        return NAMES[max(0, self.get("phase"))]
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.set("phase", NAMES.index(name))
+
+    def text(self, name: str) -> str:
+        start, size = _TEXTS[name]
+        return self._bytes[start : start + size].split(b"\0")[0].decode()
+
+    def write(self, name: str, text: str) -> None:
+        start, size = _TEXTS[name]
+        self._bytes[start : start + size] = text.encode()[: size - 1].ljust(size, b"\0")
+
+    @property
+    def known_rank(self) -> int:
+        """The logical rank; torchrun's before there is one."""
+        rank = self.get("rank")
+        return rank if rank >= 0 else self.get("worker")
+
+    def fell(self, event: int, lost: bool) -> None:
+        """Write down which event killed the process; take its memory away if that is planned."""
+        arena = self.text("arena")
+        if lost and arena:
+            Path(arena).unlink(missing_ok=True)
+        self.set("lost", int(lost and arena != ""))
+        self.set("event", event)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process still runs; a zombie does not."""
+        try:
+            stat = Path(f"/proc/{self.get('pid')}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat[stat.rindex(b")") + 2 :].split()[0] not in (b"Z", b"X")

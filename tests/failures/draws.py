@@ -1,0 +1,200 @@
+"""Draws plans: who dies where. Every phase has its turn, and what is lost is always survivable.
+
+Lines are counted in earlier runs (`Lengths`); where nothing is known yet, a guess is as good: a
+worker that runs out of lines dies at the next step's beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from failures.board import PHASES
+from failures.plan import Event, Exact, Plan, Setting, Timed, Victim
+
+GUESS_LINES = 40
+TORN_SHARE = 0.35  # of the deaths in a phase that calls kernels: how many fall inside of one
+STEPS_APART = 4
+
+SETTINGS = [
+    Setting(ranks, n, k, optimizer)
+    for ranks, n, k in ((4, 4, 3), (6, 6, 4))
+    for optimizer in ("SGD", "Adagrad", "SparseAdam")
+]
+
+BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "delta", "exchange")
+AFTER_AGREED = ("apply", "commit")
+
+
+@dataclasses.dataclass
+class Lengths:
+    """How many lines of code, and calls of kernels, a phase was seen to run."""
+
+    lines: Counter[str] = dataclasses.field(default_factory=Counter)
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def learn(self, lines: Counter[str], calls: Counter[str]) -> None:
+        """Take over what a run counted."""
+        self.lines |= lines
+        self.calls |= calls
+
+
+class Deck:
+    """Phases in random order; none comes again before all others have come."""
+
+    def __init__(self, random_: random.Random, phases: Sequence[str]) -> None:
+        self._random, self._phases = random_, tuple(phases)
+        self._left: list[str] = []
+
+    def draw(self, allowed: Sequence[str]) -> str:
+        """The next one of those allowed."""
+        left = [phase for phase in self._left if phase in allowed]
+        if not left:
+            fresh = [phase for phase in self._phases if phase in allowed]
+            self._random.shuffle(fresh)
+            self._left += fresh
+            left = fresh
+        self._left.remove(left[0])
+        return left[0]
+
+
+class Dealer:
+    """Draws one plan after another, from one seed.
+
+    Args:
+        seed: of all choices.
+        lengths: may grow between two plans.
+    """
+
+    def __init__(self, seed: int, lengths: Lengths) -> None:
+        self._random = random.Random(seed)
+        self._lengths = lengths
+        steps = [p for p, group in PHASES.items() if group == "step"]
+        steps.remove("undoing a failed step")
+        starts = [p for p, group in PHASES.items() if group in ("start", "recovery")]
+        self._decks = {
+            "step": Deck(self._random, steps),
+            "fresh": Deck(
+                self._random,
+                ["creating an arena", "joining", "filling", "encoding", "going live"],
+            ),
+            "recovery": Deck(self._random, [p for p in starts if p != "starting"]),
+        }
+
+    def plans(self, count: int) -> Iterator[Plan]:
+        """Settings in turn; every third plan's workers have workers of their own to load data."""
+        for index in range(count):
+            setting = SETTINGS[index % len(SETTINGS)]
+            workers = 2 if (index + index // len(SETTINGS)) % 3 == 1 else 0
+            yield self.plan(dataclasses.replace(setting, workers=workers), index)
+
+    def plan(self, setting: Setting, index: int) -> Plan:
+        """A plan of three or four events; their kinds come in turn."""
+        kinds = (
+            ("step", "recovery", "step", "timed"),
+            ("fresh", "timed", "timed start", "step"),
+            ("step", "recovery", "recovery", "step"),
+            ("timed", "step", "recovery", "closing"),
+        )[index % 4]
+        return _Draw(self._random, self._decks, self._lengths, setting).plan(kinds)
+
+
+class _Draw:
+    """One plan as it is drawn: what is lost, and what is left to be undone, after each event."""
+
+    def __init__(
+        self,
+        random_: random.Random,
+        decks: dict[str, Deck],
+        lengths: Lengths,
+        setting: Setting,
+    ) -> None:
+        self._random, self._decks, self._lengths = random_, decks, lengths
+        self._setting = setting
+        self._lost: set[int] = set()  # ranks whose memory is gone when the next start begins
+        self._undo: set[int] = set()  # ranks that have something to undo then
+        self._redo: set[int] = set()
+
+    def plan(self, kinds: Sequence[str]) -> Plan:
+        room = range(2, self._setting.steps - 2)
+        steps = self._apart(room, len(kinds))
+        events: list[Event] = []
+        for kind, step in zip(kinds, steps, strict=True):
+            if kind == "step":
+                events.append(self._step(step))
+            elif kind == "timed":
+                events.append(self._timed(step))
+            elif kind == "timed start":
+                events.append(self._timed(None))
+            elif kind == "closing":
+                events.append(self._exact("closing", None, range(self._setting.ranks), begun=True))
+            else:
+                events.append(self._start(kind))
+        return Plan(self._setting, tuple(events))
+
+    def _apart(self, room: range, count: int) -> list[int]:
+        """`count` steps in ascending order, with some between them: timed deaths come late."""
+        slack = len(room) - STEPS_APART * count
+        firsts = sorted(self._random.randrange(slack) for _ in range(count))
+        return [room.start + first + STEPS_APART * i for i, first in enumerate(firsts)]
+
+    def _step(self, step: int) -> Event:
+        phase = self._decks["step"].draw(tuple(PHASES))
+        return self._exact(phase, step, range(self._setting.ranks), begun=True)
+
+    def _start(self, kind: str) -> Event:
+        everybody = set(range(self._setting.ranks))
+        who: dict[str, set[int]] = dict.fromkeys(PHASES, everybody)
+        if kind == "recovery":
+            survivors = everybody - self._lost
+            newcomers = everybody if self._lost else set[int]()
+            who |= {
+                "attaching": survivors,
+                "creating an arena": set(self._lost),
+                "deciding": survivors,
+                "undoing": self._undo - self._lost,
+                "redoing": self._redo - self._lost,
+                "rebuilding": newcomers,
+                "copying replicated state": newcomers,
+                "verifying": newcomers,
+            }
+        allowed = [phase for phase, ranks in who.items() if ranks]
+        phase = self._decks[kind].draw(allowed)
+        return self._exact(phase, None, sorted(who[phase]), begun=False)
+
+    def _exact(self, phase: str, step: int | None, ranks: Sequence[int], *, begun: bool) -> Event:
+        first = self._random.choice(list(ranks))
+        victims = self._victims(first, begun)
+        calls = self._lengths.calls[phase]
+        torn = calls > 0 and self._random.random() < TORN_SHARE
+        length = calls if torn else self._lengths.lines[phase] or GUESS_LINES
+        if begun:
+            everybody = set(range(self._setting.ranks))
+            self._undo = everybody if phase in BEFORE_PREPARED else set()
+            self._redo = {first} if phase in AFTER_AGREED else set()
+        return Exact(victims, phase, step, self._random.randint(1, length), torn)
+
+    def _timed(self, step: int | None) -> Event:
+        first = self._random.randrange(self._setting.ranks)
+        victims = self._victims(first, step is not None)
+        if step is not None:
+            self._undo, self._redo = set(), set()
+        return Timed(victims, step, self._random.random() * (1 if step is None else 2))
+
+    def _victims(self, first: int, begun: bool) -> tuple[Victim, ...]:
+        """Who dies together; what is lost with them stays survivable."""
+        if begun:  # training has begun, so what was lost is rebuilt
+            self._lost = set()
+        others = [rank for rank in range(self._setting.ranks) if rank != first]
+        several = self._setting.tolerated if self._random.random() < 0.6 else 1
+        ranks = [first, *self._random.sample(others, several - 1)]
+        victims: list[Victim] = []
+        for rank in ranks:
+            survivable = len(self._lost | {rank}) <= self._setting.tolerated
+            lost = survivable and self._random.random() < 0.55
+            if lost:
+                self._lost.add(rank)
+            victims.append(Victim(rank, lost))
+        return tuple(victims)

@@ -1,0 +1,265 @@
+"""Runs one plan: torchrun, its workers, and the deaths that come from outside.
+
+Nothing here imports torch or ecemb: to the driver a worker is a process, a board, and the file of
+an arena.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from failures.board import Board
+from failures.plan import Plan, Timed
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.004
+START_S = 180.0  # at most: a start, and the training after it
+END_S = 60.0  # at most: what forked children take to notice that they are orphans
+
+Digests = dict[int, dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
+    """Where a victim was when it died.
+
+    Attributes:
+        event: index of the plan's event.
+        rank: its logical rank; torchrun's if it had none yet.
+        phase: one of `board.PHASES`.
+        step: the step that it was in last; -1 before the first of that start.
+        lost: its memory went with it.
+        place: the line at which it killed itself; empty if somebody else did.
+    """
+
+    event: int
+    rank: int
+    phase: str
+    step: int
+    lost: bool
+    place: str
+
+    def __str__(self) -> str:
+        step = f" of step {self.step}" if self.step >= 0 else ""
+        place = f" ({self.place})" if self.place else ""
+        return f"{'memory' if self.lost else 'process'} {self.rank}: {self.phase}{step}{place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        folder: plan, log, boards and results; `discard` removes it.
+        digests: rank -> name -> digest.
+        deaths: of all victims, by event.
+        starts: how often the job was started.
+        problem: why the run did not end as it should; empty if it did.
+        seconds: from launch to end.
+        lines: phase -> lines of code that it ran, where they were counted.
+        calls: phase -> calls of kernels.
+    """
+
+    folder: Path
+    digests: Digests
+    deaths: tuple[Death, ...]
+    starts: int
+    problem: str
+    seconds: float
+    lines: Counter[str]
+    calls: Counter[str]
+
+    def discard(self) -> None:
+        """Remove the run's folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def differences(reference: Digests, digests: Digests) -> list[str]:
+    """What is not bit-identical: "rank 2: model users.weight", ...; ranks without results too."""
+    found = [f"rank {rank}: no results" for rank in sorted(set(reference) - set(digests))]
+    for rank in sorted(set(digests)):
+        here, there = digests[rank], reference.get(rank, {})
+        names = sorted(set(here) | set(there))
+        found += [f"rank {rank}: {name}" for name in names if here.get(name) != there.get(name)]
+    return found
+
+
+def run(plan: Plan) -> Outcome:
+    """Run a plan to its end."""
+    job = _Job(plan)
+    try:
+        while not job.ended:
+            job.watch()
+            time.sleep(POLL_S)
+    finally:
+        job.close()
+    return job.outcome()
+
+
+class _Job:
+    """One torchrun, with the folders that its workers share with the driver."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.folder = Path(tempfile.mkdtemp(prefix="ecemb-failures-"))
+        self.arenas = Path(tempfile.mkdtemp(prefix="ecemb-failures-", dir="/dev/shm"))
+        for name in ("boards", "results", "lines"):
+            (self.folder / name).mkdir()
+        plan.write(self.folder / "plan.json")
+        self.problem = ""
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self._boards: dict[Path, Board] = {}
+        self._start = -1
+        self._start_began = self.began
+        self._start_takes_s = 4.0
+        self._step_takes_s = 0.05
+        self._trained_from: float | None = None
+        self._due: float | None = None
+        self._done_events: set[int] = set()
+        environment = {
+            **os.environ,
+            "ECEMB_FAILURES": str(self.folder),
+            "ECEMB_ARENAS": str(self.arenas),
+            "PYTHONPATH": os.pathsep.join([os.environ.get("ECEMB_ROOT", str(ROOT)), str(ROOT / "tests")]),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={plan.setting.ranks}", f"--max-restarts={len(plan.events)}"]
+        command += ["--monitor-interval=0.05", str(Path(__file__).with_name("worker.py"))]
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def watch(self) -> None:
+        """Look once: at the time that has passed, and whether somebody is to be killed now."""
+        now = time.monotonic()
+        boards = self._look()
+        start = max((board.get("start") for board in boards), default=-1)
+        if start != self._start:
+            self._start, self._start_began = start, now
+            self._trained_from = self._due = None
+        boards = [board for board in boards if board.get("start") == start]
+        step = max((board.get("step") for board in boards), default=-1)
+        if step >= 0 and self._trained_from is None:
+            self._trained_from, self._first_step = now, step
+            self._start_takes_s = now - self._start_began
+        elif self._trained_from is not None and step > self._first_step:
+            self._step_takes_s = (now - self._trained_from) / (step - self._first_step)
+        if now > self._start_began + START_S:
+            self._give_up(f"start {start} did not end within {START_S:.0f} s", boards)
+        elif 0 <= start < len(self.plan.events) and start not in self._done_events:
+            event = self.plan.events[start]
+            if isinstance(event, Timed) and len(boards) == self.plan.setting.ranks:
+                self._maybe_kill(event, boards, now)
+
+    def _maybe_kill(self, event: Timed, boards: list[Board], now: float) -> None:
+        victims = {victim.rank: victim for victim in event.victims}
+        here = [board for board in boards if board.known_rank in victims]
+        if self._due is None:
+            if event.step is None:
+                self._due = now + event.fraction * self._start_takes_s
+            elif any(board.get("step") >= event.step for board in here):
+                self._due = now + event.fraction * self._step_takes_s
+        if self._due is None or now < self._due:
+            return
+        self._done_events.add(self._start)
+        alive = [board for board in here if board.alive]
+        for board in alive:
+            os.kill(board.get("pid"), signal.SIGKILL)
+        for board in alive:
+            board.fell(self._start, victims[board.known_rank].lost)
+
+    def _look(self) -> list[Board]:
+        with os.scandir(self.folder / "boards") as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if path.suffix == ".board" and path not in self._boards:
+                    self._boards[path] = Board(path)
+        return list(self._boards.values())
+
+    def _give_up(self, why: str, boards: list[Board]) -> None:
+        """Have the workers write down where they hang, then end them."""
+        self.problem = why
+        for board in boards:
+            if board.alive:
+                os.kill(board.get("pid"), signal.SIGUSR1)
+        time.sleep(1.0)
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Wait for every process of the run to be gone, and remove the arenas."""
+        if not self.ended:
+            self.problem = self.problem or "interrupted"
+            self.process.kill()
+            self.process.wait()
+        self.seconds = time.monotonic() - self.began
+        deadline = time.monotonic() + (1.0 if self.problem else END_S)
+        while left := list(self._processes()):
+            if time.monotonic() > deadline:
+                self.problem = self.problem or f"processes {left} did not end"
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                break
+            time.sleep(50 * POLL_S)
+        shutil.rmtree(self.arenas, ignore_errors=True)
+
+    def _processes(self) -> Iterator[int]:
+        mark = f"ECEMB_FAILURES={self.folder}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in path.read_bytes().split(b"\0"):
+                    yield int(path.parts[2])
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+
+    def outcome(self) -> Outcome:
+        """What the run left behind."""
+        boards = self._look()
+        deaths = sorted(
+            (
+                Death(
+                    event=board.get("event"),
+                    rank=board.known_rank,
+                    phase=board.phase,
+                    step=board.get("step"),
+                    lost=board.get("lost") == 1,
+                    place=board.text("place"),
+                )
+                for board in boards
+                if board.get("event") >= 0 and board.phase != "done"
+            ),
+            key=lambda death: (death.event, death.rank),
+        )
+        starts = 1 + max((board.get("start") for board in boards), default=-1)
+        fatal = len({death.event for death in deaths})
+        problem = self.problem
+        if not problem and self.process.returncode:
+            problem = f"torchrun ended with exit code {self.process.returncode}"
+        if not problem and starts != fatal + 1:
+            problem = f"{starts} starts, though {fatal} times somebody was killed"
+        results = (self.folder / "results").glob("*.json")
+        digests = {int(path.stem): json.loads(path.read_text()) for path in results}
+        counted = [json.loads(p.read_text()) for p in (self.folder / "lines").glob("*.json")]
+        lines, calls = Counter[str](), Counter[str]()
+        for one in counted:
+            lines |= Counter(one["lines"])
+            calls |= Counter(one["calls"])
+        return Outcome(self.folder, digests, tuple(deaths), starts, problem, self.seconds, lines, calls)

@@ -1,0 +1,362 @@
+"""What a worker under test does at each moment, and its death at a chosen line of code.
+
+`install()` wraps functions of ecemb and torch from outside, by name, so that a worker writes to its
+board what it is doing; a function that was renamed is an error. If the plan has an exact event for
+this start of the job, lines of code are counted with `sys.settrace`, and the worker kills itself at
+the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from failures import sabotage
+from failures.board import Board
+from failures.plan import Exact, Plan
+
+import ecemb
+from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, transaction
+from ecemb.kernels.cpu import Cpu
+
+FOLDER = "ECEMB_FAILURES"  # the environment's variable that names the run's folder
+
+# Small tables are rebuilt in many pieces, so that there is something between two of them.
+CHUNK_WORDS = 256
+
+_SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("worker.py")))
+_PARTS = {"agree": "agreement"}  # ecemb's own names of a step's parts, where they differ
+
+
+class Worker:
+    """This process: its board, what it does now, and the death that is planned for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = Plan.read(folder / "plan.json")
+        self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.board = Board.create(folder / "boards", os.getpid())
+        self.board.set("worker", int(os.environ["RANK"]))
+        self.board.set("start", self.start)
+        self.phases = ["starting"]
+        self.step: int | None = None
+        self.lines: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.kernel_calls: dict[str, int] = {}
+        events = self.plan.events
+        event = events[self.start] if self.start < len(events) else None
+        self.event = event if isinstance(event, Exact) else None
+        self.counts = event is None or self.event is not None
+        self.steps = 0
+        self.total: Counter[str] = Counter()
+        self._thread = threading.get_ident()
+        self._traced: dict[str, bool] = {}
+
+    def turn(self, phase: str) -> None:
+        """Go over to another phase on the same level."""
+        if threading.get_ident() == self._thread and self.board:
+            self.phases[-1] = phase
+            self.board.phase = phase
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase within the present one."""
+        if threading.get_ident() != self._thread or not self.board:
+            yield
+            return
+        self.phases.append(phase)
+        self.board.phase = phase
+        try:
+            yield
+        finally:
+            self.phases.pop()
+            self.board.phase = self.phases[-1]
+            if self.step is None:
+                self.save("start", self.lines, self.calls)
+
+    def begin(self, step: int) -> None:
+        """A step has begun."""
+        missed = self.event is not None and (self.event.step is None or self.event.step < step)
+        if missed and self._is_first() and self.event.phase != "closing":
+            self.die(f"{self.event.phase!r} had fewer lines")
+        if self.step is not None:
+            self.steps += 1
+            self.total.update(self.lines)
+        self.step = step
+        self.board.set("step", step)
+        self.lines.clear()
+        self.kernel_calls = dict(self.calls)
+        self.calls.clear()
+        self.turn("in the body")
+
+    def finish(self) -> None:
+        """The guard is closed."""
+        if self.event is not None and self._is_first():
+            self.die(f"{self.event.phase!r} had fewer lines")
+        del self.lines["between steps"]  # which this time are not
+        if self.steps:
+            mean = {phase: lines // self.steps for phase, lines in self.total.items()}
+            self.save("steps", mean, self.kernel_calls)
+        self.save("end", self.lines, self.calls)
+        self.phases[:] = ["done"]
+        self.board.phase = "done"
+
+    def save(self, when: str, lines: Mapping[str, int], calls: Mapping[str, int]) -> None:
+        """Say how many lines and kernels each phase ran, for plans to come."""
+        if lines:
+            path = self.folder / "lines" / f"{when}.{self.start}.{self.board.known_rank}.json"
+            path.with_suffix(".new").write_text(json.dumps({"lines": lines, "calls": calls}))
+            path.with_suffix(".new").rename(path)
+
+    def die(self, place: str) -> None:
+        """Kill the event's other victims, then this process."""
+        self.board.write("place", place)
+        victims = {victim.rank: victim for victim in self.event.victims}
+        own = victims.pop(self.event.victims[0].rank)
+        for path in (self.folder / "boards").glob("*.board"):
+            other = Board(path)
+            here = other.get("start") == self.start and path != self.board.path
+            if here and other.known_rank in victims and other.alive:
+                os.kill(other.get("pid"), signal.SIGKILL)
+                other.fell(self.start, victims[other.known_rank].lost)
+        self.board.fell(self.start, own.lost)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def trace(self) -> None:
+        """Have lines counted from here on, if this start needs it."""
+        if self.counts:
+            sys.settrace(self._call)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Look at the lines of ecemb and of the worker only."""
+        name = frame.f_code.co_filename
+        if (traced := self._traced.get(name)) is None:
+            traced = self._traced[name] = name.startswith(_SOURCES)
+        return self._line if traced else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and self.board:
+            phase = self.phases[-1]
+            self.lines[phase] += 1
+            self.board.set("traced", self.lines[phase])
+            if self._is_here(phase) and not self.event.torn:
+                if self.lines[phase] >= self.event.line:
+                    self.die(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return self._line
+
+    def kernel(self, name: str, half: Callable[[], None]) -> None:
+        """A kernel is called; `half` does half of its work."""
+        if not self.board:
+            return
+        phase = self.phases[-1]
+        self.calls[phase] += 1
+        if self._is_here(phase) and self.event.torn and self.calls[phase] >= self.event.line:
+            half()
+            self.die(f"in the middle of {name}")
+
+    def _is_here(self, phase: str) -> bool:
+        return (
+            self.event is not None
+            and self.event.phase == phase
+            and (self.event.step is None or self.event.step == self.step)
+            and self._is_first()
+        )
+
+    def _is_first(self) -> bool:
+        return self.board.known_rank == self.event.victims[0].rank
+
+    def forget(self) -> None:
+        """In a forked child, which is no rank."""
+        sys.settrace(None)
+        self.counts, self.event = False, None
+        self.board = None  # type: ignore[assignment]
+
+
+def install() -> None:
+    """Wrap everything; once, before ecemb is used."""
+    worker = Worker(Path(os.environ[FOLDER]))
+    os.register_at_fork(after_in_child=worker.forget)
+    recovery.CHUNK_WORDS = CHUNK_WORDS
+    if worker.plan.sabotage is not None:
+        sabotage.install(worker.plan.sabotage)
+    _watch_start(worker)
+    _watch_steps(worker)
+    _watch_kernels(worker)
+    worker.trace()
+
+
+def _watch_start(worker: Worker) -> None:
+    def seats(assign: Callable[..., Any], *args: Any) -> Any:
+        given = assign(*args)
+        worker.board.set("rank", given[worker.board.get("worker")].rank)
+        return given
+
+    def claimed(claim: Callable[..., Any], self: arena.Arena) -> Any:
+        worker.board.write("arena", str(self.path))
+        return claim(self)
+
+    def turning(phase: str) -> Callable[..., Any]:
+        def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with worker.during("finishing recovery" if phase == "restoring" else phase):
+                result = function(*args, **kwargs)
+            worker.turn(phase)
+            return result
+
+        return around
+
+    def initialised(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with worker.during("rendezvous"):
+            init(*args, **kwargs)
+        sys.settrace(None)  # the worker now imports much through torch, for which it costs seconds
+
+    def opened(open_memory: Callable[..., Any], *args: Any) -> Any:
+        worker.trace()
+        with worker.during("agreeing on a plan"):
+            result = open_memory(*args)
+        worker.turn("between steps")
+        return result
+
+    around = functools.partial(_around, worker)
+    _wrap(ecemb, "init_process_group", initialised)
+    _wrap(rendezvous, "assign", seats)
+    around(rendezvous, "_claim", "attaching")
+    _wrap(arena.Arena, "_claim", claimed)
+    _wrap(guard, "open_memory", opened)
+    around(opening, "_create", "creating an arena")
+    around(opening, "join", "joining")
+    _wrap(opening, "fill", turning("going live"))
+    around(opening, "_write_initial", "filling")
+    around(recovery, "_encode", "encoding")
+    _wrap(opening, "recover", turning("restoring"))
+    around(memory.RankMemory, "decide", "deciding")
+    around(journal.RowJournal, "undo", {"deciding": "undoing"})
+    around(recovery, "_rebuild", "rebuilding")
+    around(recovery, "_copy_replicated", "copying replicated state")
+    around(recovery, "_verify", "verifying")
+
+
+def _watch_steps(worker: Worker) -> None:
+    def begun(begin: Callable[..., int], self: Any) -> int:
+        number = begin(self)
+        worker.begin(number - 1)
+        return number
+
+    def ended(commit: Callable[..., None], self: Any) -> None:
+        with worker.during("commit"):
+            commit(self)
+        worker.turn("between steps")
+
+    @contextmanager
+    def part(phase: Callable[..., Any], self: Any, name: str) -> Iterator[None]:
+        with worker.during(_PARTS.get(name, name)), phase(self, name):
+            yield
+
+    def closed(close: Callable[..., None], self: Any) -> None:
+        with worker.during("closing"):
+            close(self)
+        worker.finish()
+
+    around = functools.partial(_around, worker)
+    _wrap(transaction.Transactions, "begin", begun)
+    _wrap(transaction.Transactions, "commit", ended)
+    _wrap(transaction.Transactions, "_phase", part)
+    around(transaction.Transactions, "undo", "undoing a failed step")
+    around(memory.RankMemory, "prepare", "prepare")
+    around(memory.RankMemory, "apply", {"deciding": "redoing"})
+    _wrap(guard.Guard, "close", closed)
+    around(torch.Tensor, "backward", "backward")
+    for optimizer in (*guard_optimizers(), torch.optim.Adam):
+        around(optimizer, "step", "optimizer")
+
+
+def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:
+    """Those that may update tables."""
+    return torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
+
+
+def _watch_kernels(worker: Worker) -> None:
+    halves: dict[str, Callable[..., tuple[Any, ...]]] = {
+        "_gather": lambda table, ids, out, column: (
+            table,
+            ids[: len(ids) // 2],
+            out[: len(ids) // 2],
+            column,
+        ),
+        "_scatter": lambda table, ids, records, column: (
+            table,
+            ids[: len(ids) // 2],
+            records[: len(ids) // 2],
+            column,
+        ),
+        "_gather_words": lambda src, offsets, starts, out: (
+            src,
+            offsets[: len(offsets) // 2],
+            starts[: len(offsets) // 2 + 1],
+            out,
+        ),
+        "_scatter_words": lambda dst, offsets, starts, src: (
+            dst,
+            offsets[: len(offsets) // 2],
+            starts[: len(offsets) // 2 + 1],
+            src,
+        ),
+        "_mul_add": lambda dst, offsets, starts, src, weight: (
+            dst,
+            offsets[: len(offsets) // 2],
+            starts[: len(offsets) // 2 + 1],
+            src,
+            weight,
+        ),
+        "_mul_add_block": lambda dst, src, weight: (
+            dst[: len(dst) // 2],
+            src[: len(dst) // 2],
+            weight,
+        ),
+    }
+    for name, half in halves.items():
+
+        def torn(
+            kernel: Callable[..., None],
+            self: Cpu,
+            *args: Any,
+            _name: str = name,
+            _half: Callable[..., tuple[Any, ...]] = half,
+        ) -> None:
+            worker.kernel(_name[1:], lambda: kernel(self, *_half(*args)))
+            kernel(self, *args)
+
+        _wrap(Cpu, name, torn)
+
+
+def _around(worker: Worker, owner: Any, name: str, phase: str | dict[str, str]) -> None:
+    """The function is a phase; of a dict, one only within the phases that are its keys."""
+
+    def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = phase if isinstance(phase, str) else phase.get(worker.phases[-1])
+        if found is None:
+            return function(*args, **kwargs)
+        with worker.during(found):
+            return function(*args, **kwargs)
+
+    _wrap(owner, name, around)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    setattr(owner, name, wrapper)

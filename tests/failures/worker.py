@@ -1,0 +1,222 @@
+"""The training under test: two sharded tables, a small dense part, and every kind of state.
+
+Started by torchrun, which `driver.py` starts. Negatives and dropout are drawn from the rank's own
+generators; the loss's history, as a chain of hashes, is in the state that the guard keeps, so that
+one wrong bit at any time shows at the end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from failures import phases
+from failures.plan import Plan, Setting
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import ecemb
+from ecemb import recovery
+
+USERS, ITEMS, BATCH = 997, 1301, 24
+OPTIMIZERS = {
+    "SGD": lambda tables: torch.optim.SGD(tables, lr=0.5),
+    "Adagrad": lambda tables: torch.optim.Adagrad(tables, lr=0.1),
+    "SparseAdam": lambda tables: torch.optim.SparseAdam(tables, lr=0.01),
+}
+
+
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """Batch by step's number: users int64 [BATCH, 3], items int64 [BATCH, 2]."""
+
+    def __init__(self, rank: int, steps: int) -> None:
+        self.rank, self.steps = rank, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step * 1000 + self.rank)
+        users = torch.randint(USERS, (BATCH, 3), generator=generator)
+        items = torch.randint(ITEMS, (BATCH, 2), generator=generator) ** 2 // ITEMS  # skewed
+        return users, items
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = ecemb.nn.ShardedEmbeddingBag(USERS, 12, device="meta")
+        self.items = ecemb.nn.ShardedEmbeddingBag(ITEMS, 7, mode="mean", dtype=torch.bfloat16, device="meta")
+        self.head = nn.Sequential(
+            nn.Linear(19, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+        )
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return self.head(torch.cat([self.users(users), self.items(items).float()], dim=1))[:, 0]
+
+
+class Progress:
+    """What the training script itself counts: given to the guard in `state=`."""
+
+    def __init__(self) -> None:
+        self.samples, self.best, self.chain = 0, float("inf"), ""
+
+    def add(self, loss: float, *drawn: object) -> None:
+        self.samples += BATCH
+        self.best = min(self.best, loss)
+        text = f"{self.chain} {loss.hex()} {drawn}"
+        self.chain = hashlib.sha256(text.encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+
+def batches(setting: Setting, rank: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """From step `first` on, read ahead by the setting's workers."""
+    data = Batches(rank, setting.steps)
+    return iter(
+        DataLoader(
+            data,
+            batch_size=None,
+            sampler=range(first, setting.steps),
+            num_workers=setting.workers,
+            generator=torch.Generator().manual_seed(0),
+            multiprocessing_context="fork" if setting.workers else None,
+        )
+    )
+
+
+def train(setting: Setting, results: Path, arena_dir: str) -> None:
+    ecemb.init_process_group("gloo", job="failures", arena_dir=arena_dir, timeout=timedelta(seconds=90))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    model = Model()
+    dense_parameters = list(model.head.parameters())
+    sparse = OPTIMIZERS[setting.optimizer]([model.users.weight, model.items.weight])
+    dense = torch.optim.Adam(dense_parameters, lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=7, gamma=0.8)
+    progress = Progress()
+    torch.manual_seed(100 + rank)
+    np.random.seed(200 + rank)
+    random.seed(300 + rank)
+    guard = ecemb.protect(
+        model,
+        optimizers=[sparse, dense],
+        code=ecemb.Code(n=setting.n, k=setting.k),
+        state=[schedule, progress],
+    )
+    data = batches(setting, rank, guard.next_step)
+    probe = torch.arange(0, USERS, 10)[:, None]
+
+    for _ in range(guard.next_step, setting.steps):
+        with guard.step() as step:
+            sparse.zero_grad()
+            dense.zero_grad()
+            users, items = next(data)
+            negatives = torch.randint(ITEMS, (BATCH, 2))
+            negatives[:, 1] = int(np.random.randint(ITEMS))
+            negatives[0, 0] = random.randrange(ITEMS)
+            met = torch.cat([torch.ones(BATCH), torch.zeros(BATCH)])
+            scores = model(torch.cat([users, users]), torch.cat([items, negatives]))
+            loss = nn.functional.binary_cross_entropy_with_logits(scores, met)
+            (loss / ranks).backward()
+            for parameter in dense_parameters:
+                dist.all_reduce(parameter.grad)
+            sparse.step()
+            dense.step()
+            for buffer in model.head.buffers():  # the batch norm's, which each rank has its own of
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)
+                    buffer /= ranks
+            if step.number % 5 == 2:  # a write by hand
+                rows = torch.tensor([step.number, step.number + 50])
+                guard.touch("users", rows)
+                with torch.no_grad():
+                    model.users.weight[rows] *= 0.5
+            schedule.step()
+            progress.add(loss.item(), negatives.sum().item())
+        if step.number % 10 == 9:
+            with torch.no_grad():  # a look at the model between steps
+                model.users(probe)
+
+    final = {**digests(model, sparse, dense), **own_digests(schedule, progress), **parity(guard)}
+    path = results / f"{rank}.json"
+    path.with_suffix(".new").write_text(json.dumps(final, indent=1, sort_keys=True))
+    path.with_suffix(".new").rename(path)
+    guard.close()
+    dist.destroy_process_group()
+
+
+def digest(value: object) -> str:
+    """A hash of a tensor's bytes, or of anything else's text."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        data = repr(value).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def digests(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, str]:
+    """Every tensor and option of the model and its optimizers."""
+    found = {f"model {name}": digest(tensor) for name, tensor in model.state_dict().items()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            found[f"{kind} options {number}"] = digest(options)
+            for at, parameter in enumerate(group["params"]):
+                for name, value in optimizer.state[parameter].items():
+                    found[f"{kind} {number}.{at} {name}"] = digest(value)
+    return found
+
+
+def own_digests(*stateful: Any) -> dict[str, str]:
+    """What differs by rank."""
+    found = {f"state {type(item).__name__}": digest(item.state_dict()) for item in stateful}
+    kind, key, *rest = np.random.get_state()
+    found["torch's generator"] = digest(torch.get_rng_state())
+    found["numpy's generator"] = digest((kind, key.tolist(), rest))
+    found["python's generator"] = digest(random.getstate())
+    return found
+
+
+def parity(guard: ecemb.Guard) -> dict[str, str]:
+    """The parity kept here, after comparing all of it with the rows. All ranks."""
+    memory, transport = guard._memory, guard._transport
+    longest = recovery._longest_block(memory)
+    received = recovery._collect(memory, transport, 0, longest, "comparing parity with rows")
+    wrong = memory.parity.differing(received, 0, longest)
+    return {
+        "parity": hashlib.sha256(memory.arena.region("parity").tobytes()).hexdigest(),
+        "stripe classes whose parity is wrong": str(wrong),
+    }
+
+
+if __name__ == "__main__":
+    phases.install()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(name)s: %(message)s")
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
+    folder = Path(os.environ[phases.FOLDER])
+    try:
+        train(Plan.read(folder / "plan.json").setting, folder / "results", os.environ["ECEMB_ARENAS"])
+    except ecemb.errors.JobFinished:  # killed while it was closing: its results are there
+        logging.info("the job is finished")
+        sys.exit(0)
