@@ -1,0 +1,624 @@
+"""A job in one process: real arenas, real protocol code, threads for ranks, and a hub for the network.
+
+Every store to a header's word, every kernel (before it and half-way through it) and every message
+is a *moment*, counted for each rank. A rank can be told to end at any of its moments, as by SIGKILL;
+the others then go on as far as they can without it. All this is deterministic: what a rank has done
+when it ends depends on the moments chosen and not on the threads' timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import zfec
+from numpy.typing import NDArray
+
+from ecemb import kernels, rankstate
+from ecemb.arena import Arena
+from ecemb.code import Code
+from ecemb.directory import Directory
+from ecemb.errors import EcembError, PeerFailure, StepFailed
+from ecemb.header import Constants, Header, State, new_arena_id
+from ecemb.kernels.reference import Reference
+from ecemb.memory import Geometry, RankMemory
+from ecemb.parity import class_words, parity_words
+from ecemb.placement import Placement
+from ecemb.plan import RecoveryPlan, plan_recovery
+from ecemb.recovery import Stopwatch, fill, join, recover
+from ecemb.replicated import ReplicatedState
+from ecemb.rows import WORD_BYTES, TableLayout, cut
+from ecemb.transaction import Transactions
+from ecemb.transport import Transport
+
+Words = NDArray[np.uint64]
+
+WAIT_S = 60
+STATE_BYTES = 40
+
+
+class Killed(BaseException):
+    """The process of this rank has ended here."""
+
+
+# --- moments ------------------------------------------------------------------------------------
+
+
+class Moments:
+    """Counts each rank's moments and ends it at the chosen one."""
+
+    def __init__(self, ends: Mapping[int, int]) -> None:
+        self.counts: dict[int, int] = {}
+        self._ends = dict(ends)
+
+    def __call__(self) -> None:
+        rank = int(threading.current_thread().name)
+        self.counts[rank] = self.counts.get(rank, 0) + 1
+        if self.counts[rank] >= self._ends.get(rank, 2**63):
+            raise Killed
+
+
+_moments: Callable[[], None] | None = None
+
+
+def moment() -> None:
+    """The rank whose thread this is may end here."""
+    if _moments is not None and threading.current_thread().name.isdigit():
+        _moments()
+
+
+@contextmanager
+def watched(moments: Moments) -> Iterator[None]:
+    global _moments
+    store = Arena.set
+
+    def set_word(self: Arena, name: str, value: int) -> None:
+        moment()
+        store(self, name, value)
+
+    with mock.patch.object(Arena, "set", set_word):
+        _moments = moments
+        try:
+            yield
+        finally:
+            _moments = None
+
+
+class Torn(Reference):
+    """The reference kernels, in two halves with a moment before each."""
+
+    def _gather(self, table: Any, ids: Any, out: Any, column: int) -> None:
+        half = len(ids) // 2
+        for part in (slice(0, half), slice(half, None)):
+            moment()
+            super()._gather(table, ids[part], out[part], column)
+
+    def _scatter(self, table: Any, ids: Any, records: Any, column: int) -> None:
+        half = len(ids) // 2
+        for part in (slice(0, half), slice(half, None)):
+            moment()
+            super()._scatter(table, ids[part], records[part], column)
+
+    def _gather_words(self, src: Words, offsets: Any, starts: Any, out: Words) -> None:
+        for part, edges in halves(offsets, starts):
+            super()._gather_words(src, part, edges, out)
+
+    def _scatter_words(self, dst: Words, offsets: Any, starts: Any, src: Words) -> None:
+        for part, edges in halves(offsets, starts):
+            super()._scatter_words(dst, part, edges, src)
+
+    def _mul_add(self, dst: Words, offsets: Any, starts: Any, src: Words, weight: int) -> None:
+        for part, edges in halves(offsets, starts):
+            super()._mul_add(dst, part, edges, src, weight)
+
+
+def halves(offsets: Any, starts: Any) -> Iterator[tuple[Any, Any]]:
+    half = len(offsets) // 2
+    moment()
+    yield offsets[:half], starts[: half + 1]
+    moment()
+    yield offsets[half:], starts[half:]
+
+
+# --- the network --------------------------------------------------------------------------------
+
+
+class Hub:
+    """Messages between threads. Whoever waits for one from a rank that has ended gets PeerFailure."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._messages: dict[tuple[object, int, int], list[Any]] = {}
+        self._ended: set[int] = set()
+
+    def end(self, rank: int) -> None:
+        with self._changed:
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+    def put(self, what: object, source: int, to: int, value: Any) -> None:
+        with self._changed:
+            self._messages.setdefault((what, source, to), []).append(value)
+            self._changed.notify_all()
+
+    def take(self, what: object, source: int, to: int) -> Any:
+        with self._changed:
+            key = (what, source, to)
+            arrived = self._changed.wait_for(lambda: self._messages.get(key) or source in self._ended, WAIT_S)
+            if not arrived:
+                raise TimeoutError(f"rank {to} waits for {what} from rank {source}")
+            if not self._messages.get(key):
+                raise PeerFailure(f"rank {source} is gone")
+            return self._messages[key].pop(0)
+
+
+class Wires(Transport):
+    """`Transport` over a hub. A message to each rank is sent by itself: some may get it, some not."""
+
+    def __init__(self, hub: Hub, rank: int, size: int) -> None:
+        self.rank = rank
+        self.world_size = size
+        self.sent_bytes = 0
+        self._hub = hub
+        self._calls = 0
+
+    def _swap(self, parts: Sequence[Any], what: object) -> list[Any]:
+        for to, part in enumerate(parts):
+            moment()
+            self._hub.put(what, self.rank, to, part)
+        return [self._hub.take(what, source, self.rank) for source in range(self.world_size)]
+
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def all_to_all(self, send: Any, what: str) -> Any:
+        return np.stack(self._swap([row.copy() for row in send], self._next()))
+
+    def tell(self, send: Any, what: str) -> Any:
+        return np.stack(self._swap([row.copy() for row in send], "tell"))
+
+    def leave(self, send: Any) -> None:
+        for to, row in enumerate(send):
+            moment()
+            self._hub.put("tell", self.rank, to, row.copy())
+
+    def exchange(
+        self, send: Words, send_words: Sequence[int], out: Words, out_words: Sequence[int], what: str
+    ) -> None:
+        edges = np.cumsum([0, *send_words])
+        parts = [send[a:b].copy() for a, b in itertools.pairwise(edges)]
+        at = 0
+        for got, size in zip(self._swap(parts, self._next()), out_words, strict=True):
+            assert len(got) == size
+            moment()
+            out[at : at + size // 2] = got[: size // 2]
+            moment()
+            out[at + size // 2 : at + size] = got[size // 2 :]
+            at += size
+
+    def vote(self, yes: bool, what: str) -> list[bool]:
+        return self._swap([yes] * self.world_size, self._next())
+
+    def gather(self, data: bytes, what: str) -> list[bytes]:
+        return self._swap([data] * self.world_size, self._next())
+
+    def send(self, words: Words, to: int, what: str) -> Callable[[], None]:
+        moment()
+        self._hub.put("words", self.rank, to, words.copy())
+        return lambda: None
+
+    def receive(self, out: Words, source: int, what: str) -> None:
+        out[:] = self._hub.take("words", source, self.rank)
+        moment()
+
+
+# --- what is trained ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a job's ranks hold, and what its steps do to it.
+
+    Attributes:
+        placement: who keeps whose parity.
+        tables: rank -> its tables.
+        seed: of the initial rows and of every step.
+    """
+
+    placement: Placement
+    tables: tuple[tuple[TableLayout, ...], ...]
+    seed: int
+
+    @property
+    def size(self) -> int:
+        return self.placement.world_size
+
+    def layouts(self, rank: int) -> tuple[TableLayout, ...]:
+        return (*self.tables[rank], rankstate.layout(STATE_BYTES))
+
+    @functools.cached_property
+    def block_words(self) -> tuple[tuple[int, ...], ...]:
+        k = self.placement.k
+        return tuple(tuple(np.diff(cut(self.layouts(rank), k)).tolist()) for rank in range(self.size))
+
+    @functools.cached_property
+    def geometry(self) -> Geometry:
+        generator = generator_of(Code(self.placement.n, self.placement.k))
+        return Geometry(self.placement, self.block_words, generator)
+
+    def initial(self, rank: int, table: int) -> list[NDArray[np.uint8]]:
+        rng = np.random.default_rng([self.seed, rank, table])
+        layout = self.tables[rank][table]
+        return [rng.integers(0, 256, (layout.rows, c.row_bytes), np.uint8) for c in layout.columns]
+
+    def touched(self, rank: int, table: int, step: int) -> list[NDArray[np.int64]]:
+        """The rows that a step changes, in two lookups that overlap."""
+        rng = np.random.default_rng([self.seed, rank, table, step])
+        rows = self.tables[rank][table].rows
+        return [np.flatnonzero(rng.random(rows) < 0.4).astype(np.int64) for _ in range(2)]
+
+    def change(self, rows: NDArray[np.uint8], step: int) -> NDArray[np.uint8]:
+        """New values: they depend on the old ones, so that a mistake is never overwritten."""
+        return rows * np.uint8(3) + np.uint8(step * 7 + 1)
+
+    @functools.cache  # noqa: B019 - a job lives as long as its test
+    def expected(self, rank: int, transaction: int) -> Words:
+        """The rank's row space after `transaction`, but for the rank state's record."""
+        parts: list[bytes] = []
+        for table, layout in enumerate(self.tables[rank]):
+            columns = self.initial(rank, table)
+            for step in range(transaction):
+                for ids in self.touched(rank, table, step):
+                    for column in columns:
+                        column[ids] = self.change(column[ids], step)
+            for row in range(layout.rows):
+                content = b"".join(column[row].tobytes() for column in columns)
+                parts.append(content + bytes(-len(content) % WORD_BYTES))
+        return np.frombuffer(b"".join(parts), np.uint64)
+
+
+@functools.cache
+def generator_of(code: Code) -> NDArray[np.uint8]:
+    return code.generator()
+
+
+class Position:
+    """Stands in for the rank's state: a number that depends on every step that was run."""
+
+    def __init__(self, rank: int) -> None:
+        self.value = rank
+
+    def run(self, step: int) -> None:
+        self.value = (self.value * 5 + step + 1) % 2**61
+
+    def pack(self) -> bytes:
+        return self.value.to_bytes(8, "little")
+
+    def unpack(self, data: bytes) -> None:
+        self.value = int.from_bytes(data, "little")
+
+
+class Rank:
+    """One rank's process, from its start to its end."""
+
+    def __init__(self, job: Job, memory: RankMemory, wires: Wires) -> None:
+        self.job = job
+        self.memory = memory
+        self.wires = wires
+        self.model = torch.nn.Linear(2, 1)
+        self.position = Position(memory.rank)
+        self.replicated = ReplicatedState(self.model, [], [])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(1.0)
+        self.transactions = Transactions(memory, wires, self.replicated, self.position)  # pyright: ignore
+        self.report = None
+
+    def start(self, plan: RecoveryPlan, generation: int) -> None:
+        """What `open_memory` does, from the arenas on."""
+        join(self.memory, self.wires, generation, generation + 1000)
+        if plan.kind == "fresh":
+            self.report = fill(self.memory, self.wires, self._write_initial, Stopwatch())
+        else:
+            self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
+            self.replicated.load(self.memory.slots, plan.transaction)
+        self.wires.barrier("the start of training")
+        self.position.unpack(rankstate.read(self.memory.rank_state))
+
+    def _write_initial(self) -> None:
+        for table in range(len(self.job.tables[self.memory.rank])):
+            columns = self.memory.space.tables[table].columns
+            for column, values in zip(columns, self.job.initial(self.memory.rank, table), strict=True):
+                column[:] = values
+        self.replicated.save(self.memory.slots, 0)
+        rankstate.write_(self.memory.rank_state, self.position.pack())
+
+    def step(self, body: Callable[[Rank, int], None] | None = None) -> None:
+        """What `guard.step()` does, with a user's code in it."""
+        step = self.transactions.begin() - 1
+        try:
+            self._train(step)
+            if body is not None:
+                body(self, step)
+            self.transactions.commit()
+        except EcembError as error:
+            if self.transactions.in_flight is not None:
+                self.transactions.undo(error)
+            raise
+
+    def _train(self, step: int) -> None:
+        for table in range(len(self.job.tables[self.memory.rank])):
+            for ids in self.job.touched(self.memory.rank, table, step):
+                self.transactions.capture(table, ids)
+                for column in self.memory.space.tables[table].columns:
+                    for part in np.array_split(ids, 2):
+                        moment()
+                        column[part] = self.job.change(column[part], step)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.5).add_(step)
+        self.position.run(step)
+
+
+class Machines:
+    """Where the arenas of a job lie: one host for each rank.
+
+    Args:
+        root: an empty folder.
+        job: what is trained.
+    """
+
+    def __init__(self, root: Path, job: Job) -> None:
+        root.mkdir(exist_ok=True)
+        self.root = root
+        self.job = job
+        self.generation = 0
+        self.started = False
+        self._plan: RecoveryPlan | None = None
+
+    def copy(self, root: Path) -> Machines:
+        """The same job, as it is now, in another place."""
+        shutil.copytree(self.root, root)
+        other = Machines(root, self.job)
+        other.generation, other.started = self.generation, self.started
+        return other
+
+    def directory(self, rank: int) -> Directory:
+        return Directory(self.root, "job", f"host{rank}")
+
+    def headers(self) -> list[Header]:
+        found = [one for r in range(self.job.size) for one in self.directory(r).scan(timeout_s=0)]
+        return [one.header for one in found if one.header is not None]
+
+    def plan(self) -> RecoveryPlan:
+        """What the next start would do, if nothing else were lost before it."""
+        if self._plan is None:
+            self._plan = plan_recovery(self.headers(), self.job.placement, started=self.started)
+        return self._plan
+
+    def lose(self, rank: int) -> None:
+        """The host is gone, with its memory."""
+        self._plan = None
+        for found in self.directory(rank).scan(timeout_s=0):
+            found.path.unlink()
+
+    def run(
+        self,
+        until: int,
+        ends: Mapping[int, int] | None = None,
+        body: Callable[[Rank, int], None] | None = None,
+    ) -> Life:
+        """One start of the job's workers, up to transaction `until`, or as far as they come."""
+        self.generation += 1
+        plan = self.plan()
+        self._plan = None
+        hub = Hub(self.job.size)
+        geometry = self.job.geometry
+        moments = Moments(ends or {})
+        ranks: dict[int, Rank] = {}
+        failures: dict[int, BaseException] = {}
+        arenas: dict[int, Arena] = {}
+
+        def worker(rank: int) -> None:
+            try:
+                arenas[rank] = self._open(rank, plan)
+                memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
+                one = Rank(self.job, memory, Wires(hub, rank, self.job.size))
+                one.start(plan, self.generation)
+                self.started = True  # the mark in the store
+                ranks[rank] = one
+                while one.memory.committed < until:
+                    one.step(body)
+            except Killed as error:
+                failures[rank] = error
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                failures[rank] = error
+            finally:
+                hub.end(rank)
+
+        threads = [
+            threading.Thread(target=worker, args=(rank,), name=str(rank), daemon=True)
+            for rank in range(self.job.size)
+        ]
+        with watched(moments), mock.patch.object(Transactions, "_leave", _leave):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(2 * WAIT_S)
+                assert not thread.is_alive(), "a rank hangs"
+        committed = max((arena.get("committed") for arena in arenas.values()), default=-1)
+        for arena in arenas.values():
+            arena.close()
+        return Life(plan, ranks, failures, dict(moments.counts), committed)
+
+    def _open(self, rank: int, plan: RecoveryPlan) -> Arena:
+        directory = self.directory(rank)
+        if rank in plan.survivors:
+            (found,) = directory.scan(timeout_s=0)
+            return Arena.attach(found)
+        for found in directory.scan(timeout_s=0):
+            found.path.unlink()
+        state = State.INIT if plan.kind == "fresh" else State.REBUILDING
+        constants = self._constants(rank)
+        fixed = {name: size for name, size in constants.regions if name in ("rows", "parity")}
+        return Arena.create(directory, constants, fixed, state=state)
+
+    def _constants(self, rank: int) -> Constants:
+        job, placement = self.job, self.job.placement
+        layouts = job.layouts(rank)
+        parity = parity_words(placement, job.block_words, rank) * WORD_BYTES
+        inbox = job.size * WORD_BYTES
+        for c, _ in placement.kept(rank):
+            longest = class_words(placement, job.block_words, c)
+            inbox += (4 * longest + 8) * placement.k * WORD_BYTES
+        journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
+        regions = {
+            "rows": sum(layout.memory_bytes for layout in layouts),
+            "parity": parity,
+            "row_journal": journal,
+            "inbox": inbox,
+            "parity_journal": inbox,
+            "slot0": 1 << 14,
+            "slot1": 1 << 14,
+        }
+        return Constants(
+            job="job",
+            arena_id=new_arena_id(),
+            rank=rank,
+            world_size=job.size,
+            n=placement.n,
+            k=placement.k,
+            positions=placement.positions,
+            domains=tuple(f"host{r}" for r in range(job.size)),
+            layout_hash="",
+            layout="",
+            block_words=job.block_words,
+            regions=tuple(regions.items()),
+        )
+
+    # --- is everything as it would be without any failure? ---
+
+    def check(self, transaction: int) -> None:
+        """Compares rows, rank state, replicated state and parity of all ranks, byte by byte."""
+        spaces: list[Words] = []
+        geometry = self.job.geometry
+        arenas = [Arena.attach(self.directory(r).scan(timeout_s=0)[0]) for r in range(self.job.size)]
+        try:
+            memories = [
+                RankMemory(arena, self.job.layouts(rank), geometry, kernels.get("reference"))
+                for rank, arena in enumerate(arenas)
+            ]
+            states: set[bytes] = set()
+            for rank, memory in enumerate(memories):
+                assert memory.arena.header().state is State.LIVE
+                assert memory.committed == memory.arena.get("prepared") == transaction
+                space = memory.space.read(0, memory.space.words)
+                expected = self.job.expected(rank, transaction)
+                assert np.array_equal(space[: len(expected)], expected), f"rows of rank {rank}"
+                position = Position(rank)
+                for step in range(transaction):
+                    position.run(step)
+                assert rankstate.read(memory.rank_state) == position.pack(), f"state of rank {rank}"
+                states.add(memory.slots.read(transaction).tobytes())
+                spaces.append(space)
+            assert len(states) == 1, "replicated state differs"
+            check_parity(memories, spaces, self.job.placement)
+        finally:
+            for arena in arenas:
+                arena.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """What came of one start.
+
+    Attributes:
+        plan: what the ranks did first.
+        ranks: those that got as far as training.
+        failures: rank -> what ended it before its time.
+        moments: rank -> how many moments it had.
+        committed: the highest transaction that any rank had committed at the end.
+    """
+
+    plan: RecoveryPlan
+    ranks: dict[int, Rank]
+    failures: dict[int, BaseException]
+    moments: dict[int, int]
+    committed: int
+
+    def unexpected(self) -> dict[int, BaseException]:
+        """What ended a rank other than its own kill, or that of a peer."""
+        return {
+            rank: error
+            for rank, error in self.failures.items()
+            if not isinstance(error, (Killed, PeerFailure, StepFailed))
+        }
+
+
+def _leave(self: Transactions, transaction: int, error: BaseException) -> None:
+    raise Killed from error
+
+
+def check_parity(memories: Sequence[RankMemory], spaces: Sequence[Words], placement: Placement) -> None:
+    """All parity is what zfec, or a plain XOR, makes of the rows."""
+    for c in range(placement.world_size):
+        members = placement.members(c)
+        data: list[Words] = []
+        for block, rank in enumerate(members[: placement.k]):
+            low, high = memories[rank].space.bounds[block : block + 2]
+            data.append(spaces[rank][low:high])
+        size = max(len(block) for block in data)
+        padded = [np.concatenate([b, np.zeros(size - len(b), np.uint64)]) for b in data]
+        for row, words in enumerate(parity_of(padded, placement.n)):
+            keeper = memories[members[placement.k + row]]
+            assert keeper.parity is not None
+            assert np.array_equal(keeper.parity.block(c), words), f"parity {row} of class {c}"
+
+
+def parity_of(data: Sequence[Words], n: int) -> list[Words]:
+    """The oracle: zfec's encoder; XOR for one parity block, copies for one data block."""
+    k = len(data)
+    if n - k == 1:
+        return [np.bitwise_xor.reduce(np.stack(data))]
+    if k == 1:
+        return [data[0]] * (n - 1)
+    encoded = zfec.Encoder(k, n).encode([block.tobytes() for block in data])
+    return [np.frombuffer(bytes(block), np.uint64) for block in encoded[k:]]
+
+
+# --- jobs to try --------------------------------------------------------------------------------
+
+
+def job_of(n: int, k: int, size: int, rng: random.Random, rows: int = 9) -> Job:
+    """Tables of odd widths, different on every rank; some are empty, some ranks have none."""
+    tables: list[tuple[TableLayout, ...]] = []
+    for rank in range(size):
+        count = 0 if rank == 1 and size > 2 else rng.randrange(1, 3)
+        tables.append(
+            tuple(
+                TableLayout(
+                    f"table{i}",
+                    rng.choice([0, rng.randrange(1, rows), rows]) if i else rng.randrange(1, rows),
+                    tuple(
+                        rankstate.Column(f"c{j}", "uint8", rng.choice([2, 4, 6, 8, 12, 20]))
+                        for j in range(rng.randrange(1, 4))
+                    ),
+                )
+                for i in range(count)
+            )
+        )
+    positions = tuple(rng.sample(range(size), size))
+    return Job(Placement(n, k, positions), tuple(tables), rng.randrange(2**31))
