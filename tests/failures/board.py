@@ -42,7 +42,7 @@ PHASES = {
     "commit": "step",
     "undoing a failed step": "step",
     "closing": "end",
-    "done": "end",
+    "after closing": "end",
 }
 NAMES = tuple(PHASES)
 STARTING = ("start", "fresh start", "recovery")

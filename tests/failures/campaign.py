@@ -44,7 +44,7 @@ class References:
             wrong = [d for d in outcome.digests.values() if d[PARITY] != "[]"]
             if outcome.problem or wrong or len(outcome.digests) != setting.ranks:
                 raise RuntimeError(f"the undisturbed run failed: {outcome.problem}; see {outcome.folder}")
-            self._lengths.learn(outcome.lines, outcome.calls)
+            self._lengths.learn(setting, outcome.lines, outcome.calls)
             self._known[setting] = outcome.digests
             outcome.discard()
         return self._known[setting]
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number, plan in enumerate(plans):
         reference = references.of(plan.setting)
         outcome = run(plan)
-        lengths.learn(outcome.lines, outcome.calls)
+        lengths.learn(plan.setting, outcome.lines, outcome.calls)
         wrong = verdict(reference, outcome)
         failed += _report(f"run {number}", plan, outcome, wrong)
         table.add(plan, outcome, not wrong)

@@ -11,10 +11,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from failures.board import PHASES
+from failures.board import PHASES, STARTING
 from failures.plan import Event, Exact, Plan, Setting, Timed, Victim
 
-GUESS_LINES = 40
+GUESS_LINES = 12
+TIMED_PAUSE_S = 0.05
 TORN_SHARE = 0.35  # of the deaths in a phase that calls kernels: how many fall inside of one
 STEPS_APART = 4
 
@@ -28,17 +29,30 @@ BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "
 AFTER_AGREED = ("apply", "commit")
 
 
-@dataclasses.dataclass
 class Lengths:
-    """How many lines of code, and calls of kernels, a phase was seen to run."""
+    """How many lines of code, and calls of kernels, a phase was seen to run.
 
-    lines: Counter[str] = dataclasses.field(default_factory=Counter)
-    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    What a step runs depends on what is trained; what a start runs, on what happened before, so that
+    the longest counts for all.
+    """
 
-    def learn(self, lines: Counter[str], calls: Counter[str]) -> None:
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, bool, str], int] = {}
+
+    def learn(self, setting: Setting, lines: Counter[str], calls: Counter[str]) -> None:
         """Take over what a run counted."""
-        self.lines |= lines
-        self.calls |= calls
+        for counts, torn in ((lines, False), (calls, True)):
+            for phase, count in counts.items():
+                key = self._key(setting, phase, torn)
+                self._seen[key] = max(count, self._seen.get(key, 0))
+
+    def of(self, setting: Setting, phase: str, *, torn: bool) -> int:
+        """The number of lines, or of calls if `torn`; 0 if none were seen."""
+        return self._seen.get(self._key(setting, phase, torn), 0)
+
+    @staticmethod
+    def _key(setting: Setting, phase: str, torn: bool) -> tuple[str, bool, str]:
+        return phase, torn, "" if PHASES[phase] in STARTING else f"{setting.ranks} {setting.optimizer}"
 
 
 class Deck:
@@ -167,9 +181,10 @@ class _Draw:
     def _exact(self, phase: str, step: int | None, ranks: Sequence[int], *, begun: bool) -> Event:
         first = self._random.choice(list(ranks))
         victims = self._victims(first, begun)
-        calls = self._lengths.calls[phase]
+        calls = self._lengths.of(self._setting, phase, torn=True)
         torn = calls > 0 and self._random.random() < TORN_SHARE
-        length = calls if torn else self._lengths.lines[phase] or GUESS_LINES
+        lines = self._lengths.of(self._setting, phase, torn=False)
+        length = calls if torn else lines or GUESS_LINES
         if begun:
             everybody = set(range(self._setting.ranks))
             self._undo = everybody if phase in BEFORE_PREPARED else set()
@@ -181,7 +196,11 @@ class _Draw:
         victims = self._victims(first, step is not None)
         if step is not None:
             self._undo, self._redo = set(), set()
-        return Timed(victims, step, self._random.random() * (1 if step is None else 2))
+        pause_s = self._random.random() * TIMED_PAUSE_S
+        if step is not None:
+            return Timed(victims, None, step, pause_s)
+        starts = [phase for phase, group in PHASES.items() if group in STARTING]
+        return Timed(victims, self._random.choice(starts[1:]), None, pause_s)
 
     def _victims(self, first: int, begun: bool) -> tuple[Victim, ...]:
         """Who dies together; what is lost with them stays survivable."""

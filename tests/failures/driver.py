@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from failures.board import Board
+from failures.board import NAMES, Board
 from failures.plan import Plan, Timed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,9 +123,6 @@ class _Job:
         self._boards: dict[Path, Board] = {}
         self._start = -1
         self._start_began = self.began
-        self._start_takes_s = 4.0
-        self._step_takes_s = 0.05
-        self._trained_from: float | None = None
         self._due: float | None = None
         self._done_events: set[int] = set()
         environment = {
@@ -154,14 +151,8 @@ class _Job:
         start = max((board.get("start") for board in boards), default=-1)
         if start != self._start:
             self._start, self._start_began = start, now
-            self._trained_from = self._due = None
+            self._due = None
         boards = [board for board in boards if board.get("start") == start]
-        step = max((board.get("step") for board in boards), default=-1)
-        if step >= 0 and self._trained_from is None:
-            self._trained_from, self._first_step = now, step
-            self._start_takes_s = now - self._start_began
-        elif self._trained_from is not None and step > self._first_step:
-            self._step_takes_s = (now - self._trained_from) / (step - self._first_step)
         if now > self._start_began + START_S:
             self._give_up(f"start {start} did not end within {START_S:.0f} s", boards)
         elif 0 <= start < len(self.plan.events) and start not in self._done_events:
@@ -172,11 +163,8 @@ class _Job:
     def _maybe_kill(self, event: Timed, boards: list[Board], now: float) -> None:
         victims = {victim.rank: victim for victim in event.victims}
         here = [board for board in boards if board.known_rank in victims]
-        if self._due is None:
-            if event.step is None:
-                self._due = now + event.fraction * self._start_takes_s
-            elif any(board.get("step") >= event.step for board in here):
-                self._due = now + event.fraction * self._step_takes_s
+        if self._due is None and any(_reached(board, event) for board in here):
+            self._due = now + event.pause_s
         if self._due is None or now < self._due:
             return
         self._done_events.add(self._start)
@@ -233,6 +221,7 @@ class _Job:
     def outcome(self) -> Outcome:
         """What the run left behind."""
         boards = self._look()
+        starts = 1 + max((board.get("start") for board in boards), default=-1)
         deaths = sorted(
             (
                 Death(
@@ -244,11 +233,10 @@ class _Job:
                     place=board.text("place"),
                 )
                 for board in boards
-                if board.get("event") >= 0 and board.phase != "done"
+                if 0 <= board.get("event") < starts - 1  # else it had ended already
             ),
             key=lambda death: (death.event, death.rank),
         )
-        starts = 1 + max((board.get("start") for board in boards), default=-1)
         fatal = len({death.event for death in deaths})
         problem = self.problem
         if not problem and self.process.returncode:
@@ -263,3 +251,9 @@ class _Job:
             lines |= Counter(one["lines"])
             calls |= Counter(one["calls"])
         return Outcome(self.folder, digests, tuple(deaths), starts, problem, self.seconds, lines, calls)
+
+
+def _reached(board: Board, event: Timed) -> bool:
+    if event.step is not None:
+        return board.get("step") >= event.step
+    return board.get("step") >= 0 or NAMES.index(board.phase) >= NAMES.index(event.phase or NAMES[0])

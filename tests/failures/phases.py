@@ -109,8 +109,8 @@ class Worker:
             mean = {phase: lines // self.steps for phase, lines in self.total.items()}
             self.save("steps", mean, self.kernel_calls)
         self.save("end", self.lines, self.calls)
-        self.phases[:] = ["done"]
-        self.board.phase = "done"
+        self.phases[:] = ["after closing"]
+        self.board.phase = "after closing"
 
     def save(self, when: str, lines: Mapping[str, int], calls: Mapping[str, int]) -> None:
         """Say how many lines and kernels each phase ran, for plans to come."""

@@ -68,17 +68,19 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Somebody else kills the victims, at some moment.
+    """Somebody else kills the victims, some time after one of them was seen somewhere.
 
     Attributes:
         victims: who.
-        step: not before any of them has begun this step; None: while the job is starting.
-        fraction: of what a few steps take, or of what a start takes: the time that then passes.
+        phase: in this phase, or in a later one of `board.PHASES`; None for any.
+        step: in this step, or in a later one; None for a phase before the first.
+        pause_s: the time that then passes.
     """
 
     victims: tuple[Victim, ...]
+    phase: str | None
     step: int | None
-    fraction: float
+    pause_s: float
 
 
 Event = Exact | Timed

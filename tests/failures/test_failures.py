@@ -40,7 +40,7 @@ def test_killed_in_a_step_in_recovery_and_from_outside_it_ends_bit_identical(
             Exact((Victim(first, False),), phase, 3, random_.randint(1, 20)),
             Exact((Victim(first, True),), "deciding", None, random_.randint(1, 8)),
             Exact((Victim(second, False),), "rebuilding", None, random_.randint(1, 60)),
-            Timed((Victim(second, True),), 9, random_.random()),
+            Timed((Victim(second, True),), None, 9, random_.random() / 20),
         ),
     )
     outcome = run(plan)
