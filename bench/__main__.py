@@ -1,4 +1,4 @@
-"""`python -m bench QUESTION [--quick] [--seed N] [--json FILE]`."""
+"""`python -m bench QUESTION [--quick] [--seed N] [--json FILE]`, and `python -m bench tables`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import tables
 from bench.result import Arguments, Row, document, table, write
 
 QUESTIONS = {
@@ -15,19 +16,26 @@ QUESTIONS = {
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
 
+TABLES = "tables"
+"""No question: writes the page of what the questions were answered with."""
+
 
 def main(words: Sequence[str] | None = None) -> None:
+    choices = QUESTIONS | {TABLES: "writes docs/measurements.md from bench/results/*.json"}
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Verifies, measures, prints a table, and writes raw numbers as JSON.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:10} {asked}" for name, asked in QUESTIONS.items()),
+        epilog="\n".join(f"{name:10} {about}" for name, about in choices.items()),
     )
-    parser.add_argument("question", choices=QUESTIONS, metavar="QUESTION")
+    parser.add_argument("question", choices=choices, metavar="QUESTION")
     parser.add_argument("--quick", action="store_true", help="small and short; not for quoting")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
     given = parser.parse_args(words)
+    if given.question == TABLES:
+        tables.write()
+        return
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
     arguments = Arguments(quick=given.quick, seed=given.seed)

@@ -2,8 +2,8 @@
 
 - `arena_over_tables`: the bytes of a rank's arena, as its file system counts them, without what grows with
   the step, over the bytes of its protected tensors, which lie in it. `bound` is 1 + r/k + 0.03.
-- `arena_part_over_tables`: the same by what the memory holds. `slots` are two copies of the replicated
-  state, whatever the tables' size; `rows` are the tables and the rank's own state.
+- `arena_part_over_tables`: the same by what the memory holds. `rows` are the tables and the rank's own
+  state; `slots` are two copies of the replicated state, whatever the tables' size (1 MiB each at least).
 - `step_buffers_over_touched`: what each buffer that grows with the step has reserved, over the bytes of the
   rows that a step changes on a rank, for two sizes of tables (`table_bytes`, a rank) and of batches
   (samples a rank). These buffers don't depend on the tables' size.
@@ -103,7 +103,7 @@ def run(arguments: Arguments) -> list[Row]:
     rows: list[Row] = []
     for code in CODES:
         held = train_and_recover(scale, code, scale.table_bytes, arguments.seed)
-        rows += arena(code, held)
+        rows += arena(code, scale.table_bytes, held)
         if code == CODES[0]:
             rows += buffers(code, scale.table_bytes, held)
             held = train_and_recover(scale, code, scale.other_table_bytes, arguments.seed)
@@ -204,22 +204,22 @@ def check_recovery(
             raise WrongResult(f"rank {now['rank']}: the tables are not what they were")
 
 
-def arena(code: Code, held: Sequence[Held]) -> list[Row]:
-    """Returns `arena_over_tables` and its parts for one code."""
-    label = f"({code.n}, {code.k})"
+def arena(code: Code, table_bytes: int, held: Sequence[Held]) -> list[Row]:
+    """Returns `arena_over_tables` and its parts for one code and size of tables."""
+    labels = {"code": f"({code.n}, {code.k})", "table_bytes": table_bytes}
     bound = round(1 + code.r / code.k + ALLOWED, 4)
     rows = [
         summary(
             "arena_over_tables",
             "ratio",
             [one.arena_bytes / one.table_bytes for one in held],
-            code=label,
+            **labels,
             bound=bound,
         )
     ]
     for part in (*PARTS, HEADER):
         ratios = [one.part_bytes(part) / one.table_bytes for one in held]
-        rows.append(summary("arena_part_over_tables", "ratio", ratios, code=label, part=part))
+        rows.append(summary("arena_part_over_tables", "ratio", ratios, **labels, part=part))
     return rows
 
 

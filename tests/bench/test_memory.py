@@ -23,7 +23,7 @@ def held() -> list[Held]:
 
 
 def test_an_arena_takes_no_more_than_its_bound(held: list[Held]) -> None:
-    whole, *parts = memory.arena(CODE, held)
+    whole, *parts = memory.arena(CODE, SCALE.table_bytes, held)
     assert (whole.metric, whole.labels["code"]) == ("arena_over_tables", "(4, 3)")
     assert whole.repeats == 4
     assert 1 + 1 / 3 < whole.low <= whole.high <= 1 + 1 / 3 + 0.03 + 1e-9

@@ -1,0 +1,170 @@
+"""`python -m bench tables`: writes docs/measurements.md from what is in bench/results.
+
+Nothing in that page is typed by hand: a question's title and explanation are the docstring of its module,
+the rest is in the JSON. The same files always give the same page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.result import FIXED, Label
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "measurements.md"
+
+ACROSS = ("kernel", "method", "over", "part", "buffer", "phase")
+"""Labels whose values become columns, side by side; a table takes the first that varies in it."""
+
+HEAD = """# Measurements
+
+<!-- Written by `python -m bench tables` from bench/results/*.json: change nothing here. -->
+
+Each section was measured by `python -m bench QUESTION`, which verifies its results before it measures them.
+A value is the median; in brackets are the smallest and the largest, where they differ.
+"""
+
+_KEYS = ("question", "commit", "machine", "versions", "seed", "rows")
+_MIB = 1 << 20
+_SHORT_HASH = 12
+
+
+class BadResult(Exception):
+    """A file in bench/results that no question of bench/ has written; the message names it."""
+
+
+def write(results: Path = RESULTS, page: Path = PAGE) -> None:
+    """Writes the page, whole or not at all.
+
+    Raises:
+        BadResult: A file is not in the form of `bench.result`, or of a question that is not asked any more.
+    """
+    text = render(load(results))
+    page.parent.mkdir(exist_ok=True)
+    partial = page.with_name(page.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(page)
+
+
+def load(results: Path) -> list[dict[str, Any]]:
+    """Reads all documents of a folder, in the order of their files' names.
+
+    Raises:
+        BadResult: One isn't in the form.
+    """
+    documents: list[dict[str, Any]] = []
+    for path in sorted(results.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in _KEYS if key not in content]
+        if missing:
+            raise BadResult(
+                f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
+            )
+        documents.append(content)
+    return documents
+
+
+def render(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the page: a section for each question, in the documents' order.
+
+    Raises:
+        BadResult: No module of bench/ asks the question, or rows of a document can't be told apart.
+    """
+    parts = [HEAD]
+    for question in dict.fromkeys(document["question"] for document in documents):
+        title, explanation = asked(question)
+        parts += [f"## {title}\n", f"{explanation}\n"] if explanation else [f"## {title}\n"]
+        for document in documents:
+            if document["question"] == question:
+                parts.append(origin(document) + "\n")
+                parts += [part + "\n" for part in metrics(document["rows"])]
+    return "\n".join(parts)
+
+
+def asked(question: str) -> tuple[str, str]:
+    """Returns a question's title and explanation: its module's docstring, which is not imported for it.
+
+    Raises:
+        BadResult: There is no such module, or it has no docstring.
+    """
+    path = Path(__file__).with_name(f"{question}.py")
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if docstring is None:
+        raise BadResult(f"bench/results has numbers for the question {question!r}, and no {path} explains it")
+    title, _, explanation = docstring.partition("\n")
+    return title, explanation.strip()
+
+
+def origin(document: Mapping[str, Any]) -> str:
+    """Says where and with what a document's numbers were measured."""
+    machine, versions = document["machine"], document["versions"]
+    commit, dirty, _ = document["commit"].partition("-dirty")
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    when = f" on {document['date']}" if "date" in document else ""
+    return (
+        f"Measured{when} on {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; {packages}; "
+        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
+    )
+
+
+def metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns one table for each metric, under its name and unit."""
+    tables: list[str] = []
+    for metric in dict.fromkeys(row["metric"] for row in rows):
+        chosen = [row for row in rows if row["metric"] == metric]
+        unit = chosen[0]["unit"]
+        tables.append(f"**`{metric}`**, {unit}\n\n{table(chosen, unit)}")
+    return tables
+
+
+def table(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+    """Returns one metric's rows as a table in Markdown.
+
+    Raises:
+        BadResult: Two rows have the same labels.
+    """
+    labels = list(dict.fromkeys(key for row in rows for key in row if key not in FIXED))
+    varying = (name for name in ACROSS if name in labels and len({row.get(name) for row in rows}) > 1)
+    across = next(varying, None)
+    down = [label for label in labels if label != across]
+    columns = list(dict.fromkeys(row.get(across, "") for row in rows)) if across is not None else [unit]
+    lines: dict[tuple[Label, ...], dict[Label, str]] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row.get(label, "") for label in down), {})
+        column = row.get(across, "") if across is not None else unit
+        if column in line:
+            raise BadResult(f"two rows of {row['metric']} have the same labels: {row}")
+        line[column] = cell(row)
+    shown = [
+        [*(labelled(name, value) for name, value in zip(down, key, strict=True)), *map(line.get, columns)]
+        for key, line in lines.items()
+    ]
+    heads = [*down, *(labelled(str(across), column) for column in columns)]
+    ruler = [":--"] * len(down) + ["--:"] * len(columns)
+    return "\n".join(
+        "| " + " | ".join(word or "" for word in words) + " |" for words in [heads, ruler, *shown]
+    )
+
+
+def cell(row: Mapping[str, Any]) -> str:
+    """Returns a row's value, with its spread if one would see it."""
+    value, low, high = (number(row[key]) for key in ("value", "low", "high"))
+    return value if low == value == high else f"{value} ({low} to {high})"
+
+
+def number(value: float) -> str:
+    """Returns a number for reading: four digits, all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def labelled(name: str, value: Label) -> str:
+    """Returns a label's value for reading."""
+    if name.endswith("_bytes") and isinstance(value, int) and value and value % _MIB == 0:
+        return f"{value // _MIB} MiB"
+    return str(value).replace("|", "\\|")
