@@ -243,11 +243,13 @@ class Arena:
         self._span(name)
         return int(self._opened_words()[self._reserved_index(name)])
 
-    def reserve(self, name: str, size_bytes: int, *, timeout_s: float = 60.0) -> int:
+    def reserve(
+        self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES, timeout_s: float = 60.0
+    ) -> int:
         """Have at least the first `size_bytes` of the region backed by memory.
 
-        Grows by a quarter or 1 MiB at least, if that is to be had, so that calling it with slowly
-        rising sizes costs little. What the region holds stays.
+        Grows by a quarter or `spare_bytes` at least, if that is to be had, so that calling it with
+        slowly rising sizes costs little; with `spare_bytes` 0 it takes no more than asked for. What the region holds stays.
 
         Returns:
             What is reserved then, in bytes.
@@ -263,7 +265,8 @@ class Arena:
         if size_bytes <= before:
             return before
         _check_capacity(self.path, name, size_bytes, capacity)
-        generous = min(capacity, max(size_bytes, before + max(before // 4, _GROWTH_BYTES)))
+        spare = max(before // 4, spare_bytes) if spare_bytes else 0
+        generous = min(capacity, max(size_bytes, before + spare))
         deadline = time.monotonic() + timeout_s
         backed = headers.page_aligned(before)
         for wanted in (generous, size_bytes):

@@ -42,7 +42,7 @@ class Slots:
         """Room for a transaction's state, uint8 [size_bytes]; the slot is void until it is sealed."""
         slot = f"slot{transaction % 2}"
         self._arena.set(f"{slot}_label", -1)
-        self._arena.reserve(slot, size_bytes)
+        self._arena.reserve(slot, size_bytes, spare_bytes=0)  # it hardly ever grows again
         self._arena.set(f"{slot}_bytes", size_bytes)
         return self._arena.region(slot)[:size_bytes]
 

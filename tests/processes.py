@@ -39,7 +39,7 @@ def run_ranks(
             the deadline passes, the traceback of every thread is on the stuck ranks' stderr.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "ecemb.kernels.cpu"])
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
         processes = []
