@@ -249,7 +249,8 @@ class Arena:
         """Have at least the first `size_bytes` of the region backed by memory.
 
         Grows by a quarter or `spare_bytes` at least, if that is to be had, so that calling it with
-        slowly rising sizes costs little; with `spare_bytes` 0 it takes no more than asked for. What the region holds stays.
+        slowly rising sizes costs little; with `spare_bytes` 0 it takes no more than asked for. What the
+        region holds stays.
 
         Returns:
             What is reserved then, in bytes.
