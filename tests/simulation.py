@@ -30,7 +30,7 @@ from ecemb.arena import Arena
 from ecemb.code import Code
 from ecemb.directory import Directory
 from ecemb.errors import EcembError, PeerFailure, StepFailed
-from ecemb.header import Constants, Header, State, new_arena_id
+from ecemb.header import Constants, Header, State, new_arena_id, valid
 from ecemb.kernels.reference import Reference
 from ecemb.memory import Geometry, RankMemory
 from ecemb.parity import class_words, parity_words
@@ -335,7 +335,7 @@ class Rank:
         else:
             self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
             self.replicated.load(self.memory.slots, plan.transaction)
-        self.wires.barrier("the start of training")
+        self.wires.barrier("the end of recovery")
         self.position.unpack(rankstate.read(self.memory.rank_state))
 
     def _write_initial(self) -> None:
@@ -415,6 +415,18 @@ class Machines:
         for found in self.directory(rank).scan(timeout_s=0):
             found.path.unlink()
 
+    def cut_off(self, rank: int) -> None:
+        """The host can't be reached; its memory is still there."""
+        self._plan = None
+        for found in self.directory(rank).scan(timeout_s=0):
+            found.path.rename(found.path.with_suffix(".away"))
+
+    def come_back(self, rank: int) -> None:
+        """The host can be reached again, with the memory that it had, and what else was made since."""
+        self._plan = None
+        for path in self.directory(rank).path.glob("*.away"):
+            path.rename(path.with_suffix(".arena"))
+
     def run(
         self,
         until: int,
@@ -425,6 +437,7 @@ class Machines:
         self.generation += 1
         plan = self.plan()
         self._plan = None
+        kept = {header.constants.arena_id for header in valid(self.headers())}
         hub = Hub(self.job.size)
         geometry = self.job.geometry
         moments = Moments(ends or {})
@@ -434,11 +447,13 @@ class Machines:
 
         def worker(rank: int) -> None:
             try:
-                arenas[rank] = self._open(rank, plan)
+                arenas[rank] = self._open(rank, plan, kept)
                 memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
                 one = Rank(self.job, memory, Wires(hub, rank, self.job.size))
                 one.start(plan, self.generation)
                 self.started = True  # the mark in the store
+                self._discard(rank, kept)
+                one.wires.barrier("the start of training")
                 ranks[rank] = one
                 while one.memory.committed < until:
                     one.step(body)
@@ -464,13 +479,19 @@ class Machines:
             arena.close()
         return Life(plan, ranks, failures, dict(moments.counts), committed)
 
-    def _open(self, rank: int, plan: RecoveryPlan) -> Arena:
+    def _discard(self, rank: int, kept: set[str]) -> None:
+        """After a recovery, arenas that were stale when it began are of no use to anybody."""
+        for found in self.directory(rank).scan(timeout_s=0):
+            if found.path.stem not in kept and found.holder is None:
+                found.path.unlink()
+
+    def _open(self, rank: int, plan: RecoveryPlan, kept: set[str]) -> Arena:
         directory = self.directory(rank)
-        if rank in plan.survivors:
-            (found,) = directory.scan(timeout_s=0)
-            return Arena.attach(found)
         for found in directory.scan(timeout_s=0):
-            found.path.unlink()
+            if found.path.stem in kept:
+                return Arena.attach(found)
+            if found.header is None or found.header.state in (State.INIT, State.REBUILDING):
+                found.path.unlink()
         state = State.INIT if plan.kind == "fresh" else State.REBUILDING
         constants = self._constants(rank)
         fixed = {name: size for name, size in constants.regions if name in ("rows", "parity")}

@@ -43,16 +43,29 @@ class Trial:
             assert life.committed <= plan.transaction <= life.committed + 1
         return plan
 
-    def lose_some(self) -> None:
-        """Takes the memory of some ranks, as many as the code survives."""
+    def lose_some(self, likely: float = 0.6) -> None:
+        """Takes the memory of some ranks, as many as the code survives; some may come back."""
         job, plan = self.machines.job, self.machines.plan()
         lost = set(plan.lost)
         for rank in self.rng.sample(range(job.size), job.size):
+            if rank not in lost and self.rng.random() < 0.3:
+                self.machines.come_back(rank)
+                self.history.append(("came back", rank))
+                assert rank not in self.machines.plan().lost
             bearable = plan.kind == "fresh" or job.placement.tolerates(lost | {rank})
-            if bearable and self.rng.random() < 0.6:
+            if bearable and self.rng.random() < likely:
                 lost.add(rank)
-                self.machines.lose(rank)
+                if self.rng.random() < 0.5:
+                    self.machines.lose(rank)
+                else:
+                    self.machines.cut_off(rank)
         self.history.append(("lost", sorted(lost)))
+
+    def finish(self, transaction: int) -> None:
+        """Goes on undisturbed, and compares every byte."""
+        life = self.live(transaction, {})
+        assert not life.failures
+        self.machines.check(transaction)
 
 
 def some_ends(moments: dict[int, int], likely: float, rng: random.Random) -> dict[int, int]:
@@ -74,9 +87,7 @@ def run_trial(machines: Machines, ends: dict[int, int], moments: dict[int, int],
                 plan = trial.plan_after(life)
             if rng.random() < 0.5:
                 trial.lose_some()
-        life = trial.live(DONE + 2, {})
-        assert not life.failures
-        machines.check(DONE + 2)
+        trial.finish(DONE + 2)
     except BaseException:
         print(f"seed of this trial: {seed}; kind, transaction, lost, ends: {trial.history}")
         raise
@@ -106,7 +117,7 @@ def cases(moments: dict[int, int], share: int, rng: random.Random) -> list[tuple
     return every[rng.randrange(share) :: share]
 
 
-@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 4, 7, 7, 9), strict=True)])
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 7, 12, 12, 16), strict=True)])
 def test_every_rank_killed_at_every_moment(
     shape: tuple[int, int, int],
     share: int,
@@ -129,13 +140,68 @@ def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_pat
     rng = random.Random(seed)
     job = job_of(*shape, rng, rows=5)
     moments = Machines(tmp_path / "rehearsal", job).run(0).moments
-    for rank, end in cases(moments, 3 * shape[2], rng):
+    for rank, end in cases(moments, 4 * shape[2], rng):
         trial = Trial(Machines(tmp_path / f"{rank}-{end}", job), rng)
         try:
             trial.plan_after(trial.live(0, {**some_ends(moments, 0.3, rng), rank: end}))
             trial.lose_some()
-            assert not trial.live(1, {}).failures
-            trial.machines.check(1)
+            trial.finish(1)
         except BaseException:
             print(f"kind, transaction, lost, ends: {trial.history}")
             raise
+
+
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 5, 9, 9, 12), strict=True)])
+def test_every_rank_killed_during_a_rebuild(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """A half-rebuilt newcomer counts as lost, and more may be lost meanwhile, up to r in all."""
+    rng = random.Random(seed)
+    lost = rng.sample(range(shape[2]), shape[0] - shape[1])
+    base = begun[shape].copy(tmp_path / "base")
+    base.run(DONE + 1, {rank: rng.randint(1, 40) for rank in range(shape[2])})
+    for rank in lost:
+        base.lose(rank)
+    until = base.plan().transaction
+    moments = base.copy(tmp_path / "rehearsal").run(until).moments
+    for rank, end in cases(moments, share, rng):
+        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
+        try:
+            trial.live(until, {**some_ends(moments, 0.3, rng), rank: end})
+            trial.lose_some(0.3)
+            trial.finish(until + 1)
+        except BaseException:
+            print(f"kind, transaction, lost, ends: {trial.history}")
+            raise
+
+
+def test_a_host_that_was_cut_off_and_replaced_comes_back_stale(
+    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+) -> None:
+    """Section 2.3: the others went on without it, so its memory counts for nothing."""
+    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines.cut_off(1)
+    assert machines.run(DONE + 1).plan.lost == (1,)
+    machines.come_back(1)
+    assert len(machines.headers()) == 4
+    life = machines.run(DONE + 2)
+    assert life.plan.kind == "process"
+    assert life.plan.transaction == DONE + 1
+    assert len(machines.headers()) == 3, "the stale arena is removed"
+    machines.check(DONE + 2)
+
+
+def test_a_host_that_was_cut_off_comes_back_before_anybody_went_on(
+    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+) -> None:
+    """Joining alone changes nothing: until the generation is opened, the memory is as good as ever."""
+    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines.cut_off(1)
+    machines.run(DONE + 1, {0: 3, 1: 3, 2: 3})  # while they store that they have joined
+    machines.come_back(1)
+    assert machines.run(DONE + 1).plan.kind == "process"
+    machines.check(DONE + 1)
