@@ -47,7 +47,7 @@ PHASES = {
 NAMES = tuple(PHASES)
 STARTING = ("start", "fresh start", "recovery")
 
-_WORDS = ("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost")
+_WORDS = ("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost", "fell")
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
 _SIZE_BYTES = 4096
 
@@ -57,8 +57,9 @@ class Board:
 
     Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job;
     `rank`, the logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines
-    of code run in that phase; `event`, which of the run's events killed it; `lost`, 1 if its memory
-    went with it. Texts: `place`, the line at which it killed itself; `arena`, its file.
+    of code run in that phase; `event`, which of the run's events ended it; `lost`, 1 if its memory
+    went with it, 0 if not, 2 if it was not killed but raised; `fell`, the phase it was in then.
+    Texts: `place`, the line at which it ended itself; `arena`, its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +116,13 @@ class Board:
         if lost and arena:
             Path(arena).unlink(missing_ok=True)
         self.set("lost", int(lost and arena != ""))
+        self.set("fell", self.get("phase"))
         self.set("event", event)
+
+    def raised(self, event: int) -> None:
+        """Write down at which event the process was made to raise."""
+        self.fell(event, lost=False)
+        self.set("lost", 2)
 
     @property
     def alive(self) -> bool:

@@ -16,7 +16,7 @@ from failures.draws import Dealer, Lengths
 from failures.driver import Digests, Outcome, differences, run
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
 
-RUNS = 20
+KILLS = 60
 PARITY = "stripe classes whose parity is wrong"  # one of the digests
 
 # For each part of recovery: a death after which it is needed.
@@ -60,7 +60,7 @@ def verdict(reference: Digests, outcome: Outcome) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the campaign; returns the exit code."""
     parser = argparse.ArgumentParser(description="kill real processes at random moments")
-    parser.add_argument("--runs", type=int, default=RUNS, help="runs with three or four kills each")
+    parser.add_argument("--kills", type=int, default=KILLS, help="run until so many have fallen")
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
     parser.add_argument("--plan", type=Path, help="repeat one run: a plan.json that was kept")
     parser.add_argument("--no-controls", action="store_true", help="don't break recovery by hand")
@@ -71,10 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     lengths = Lengths()
     references = References(lengths)
-    plans = [Plan.read(args.plan)] if args.plan else Dealer(seed, lengths).plans(args.runs)
+    plans = [Plan.read(args.plan)] if args.plan else Dealer(seed, lengths).plans()
     table = _Table()
     failed = 0
     for number, plan in enumerate(plans):
+        if table.kills >= args.kills:
+            break
         reference = references.of(plan.setting)
         outcome = run(plan)
         lengths.learn(plan.setting, outcome.lines, outcome.calls)
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed += not noticed
             outcome.discard()
     print(table)
-    print(f"{time.monotonic() - began:.0f} s in all, seed {seed}, {failed} failed")
+    print(f"{table.kills} kills, {time.monotonic() - began:.0f} s in all, seed {seed}, {failed} failed")
     return int(failed > 0)
 
 
@@ -118,11 +120,16 @@ class _Table:
         self._deaths: dict[str, Counter[str]] = defaultdict(Counter)
         self._runs: dict[str, list[tuple[bool, int, float]]] = defaultdict(list)
 
+    @property
+    def kills(self) -> int:
+        """How many processes were killed."""
+        return sum(row["process"] + row["memory"] for row in self._deaths.values())
+
     def add(self, plan: Plan, outcome: Outcome, identical: bool) -> None:
         """Count a run."""
         for death in outcome.deaths:
             row = self._deaths[death.phase]
-            row["memory" if death.lost else "process"] += 1
+            row[death.what] += 1
             row["identical" if identical else "different"] += 1
         setting = plan.setting
         key = f"{setting.ranks} ranks ({setting.n}, {setting.k}) {setting.optimizer}"
@@ -130,7 +137,7 @@ class _Table:
             self._runs[name].append((identical, len(outcome.deaths), outcome.seconds))
 
     def __str__(self) -> str:
-        lines = ["", f"{'killed while':32}{'process':>9}{'memory':>9}{'identical':>11}"]
+        lines = ["", f"{'killed while':32}{'process':>9}{'memory':>9}{'exception':>11}{'identical':>11}"]
         total = Counter[str]()
         for phase in PHASES:
             row = self._deaths[phase]
@@ -147,4 +154,4 @@ class _Table:
 
 
 def _row(name: str, row: Counter[str]) -> str:
-    return f"{name:32}{row['process']:9}{row['memory']:9}{row['identical']:11}"
+    return f"{name:32}{row['process']:9}{row['memory']:9}{row['exception']:11}{row['identical']:11}"

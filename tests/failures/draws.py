@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from failures.board import PHASES, STARTING
 from failures.plan import Event, Exact, Plan, Setting, Timed, Victim
+
+T = TypeVar("T")
 
 GUESS_LINES = 12
 TIMED_PAUSE_S = 0.05
@@ -20,10 +23,18 @@ TORN_SHARE = 0.35  # of the deaths in a phase that calls kernels: how many fall 
 STEPS_APART = 4
 
 SETTINGS = [
-    Setting(ranks, n, k, optimizer)
-    for ranks, n, k in ((4, 4, 3), (6, 6, 4))
-    for optimizer in ("SGD", "Adagrad", "SparseAdam")
+    *(Setting(4, 4, 3, optimizer) for optimizer in ("SGD", "Adagrad", "SparseAdam")),
+    *(Setting(6, 6, 4, optimizer) for optimizer in ("SGD", "Adagrad", "SparseAdam")),
+    Setting(4, 3, 2, "SGD"),  # more ranks than blocks in a stripe
+    Setting(5, 4, 2, "SparseAdam"),
 ]
+KINDS = (
+    ("step", "recovery", "step", "timed"),
+    ("fresh", "timed", "timed start", "step"),
+    ("step", "recovery", "recovery", "step"),
+    ("timed", "step", "recovery", "closing"),
+    ("raise", "recovery", "step", "timed"),
+)
 
 BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "delta", "exchange")
 AFTER_AGREED = ("apply", "commit")
@@ -55,21 +66,20 @@ class Lengths:
         return phase, torn, "" if PHASES[phase] in STARTING else f"{setting.ranks} {setting.optimizer}"
 
 
-class Deck:
-    """Phases in random order; none comes again before all others have come."""
+class Deck(Generic[T]):
+    """Cards in random order; none comes again before all others that may come have come."""
 
-    def __init__(self, random_: random.Random, phases: Sequence[str]) -> None:
-        self._random, self._phases = random_, tuple(phases)
-        self._left: list[str] = []
+    def __init__(self, random_: random.Random, cards: Sequence[T]) -> None:
+        self._random, self._cards = random_, tuple(cards)
+        self._left: list[T] = []
 
-    def draw(self, allowed: Sequence[str]) -> str:
+    def draw(self, allowed: Container[T] | None = None) -> T:
         """The next one of those allowed."""
-        left = [phase for phase in self._left if phase in allowed]
+        left = [card for card in self._left if allowed is None or card in allowed]
         if not left:
-            fresh = [phase for phase in self._phases if phase in allowed]
-            self._random.shuffle(fresh)
-            self._left += fresh
-            left = fresh
+            left = [card for card in self._cards if allowed is None or card in allowed]
+            self._random.shuffle(left)
+            self._left += left
         self._left.remove(left[0])
         return left[0]
 
@@ -97,22 +107,13 @@ class Dealer:
             "recovery": Deck(self._random, [p for p in starts if p != "starting"]),
         }
 
-    def plans(self, count: int) -> Iterator[Plan]:
-        """Settings in turn; every third plan's workers have workers of their own to load data."""
-        for index in range(count):
-            setting = SETTINGS[index % len(SETTINGS)]
-            workers = 2 if (index + index // len(SETTINGS)) % 3 == 1 else 0
-            yield self.plan(dataclasses.replace(setting, workers=workers), index)
-
-    def plan(self, setting: Setting, index: int) -> Plan:
-        """A plan of three or four events; their kinds come in turn."""
-        kinds = (
-            ("step", "recovery", "step", "timed"),
-            ("fresh", "timed", "timed start", "step"),
-            ("step", "recovery", "recovery", "step"),
-            ("timed", "step", "recovery", "closing"),
-        )[index % 4]
-        return _Draw(self._random, self._decks, self._lengths, setting).plan(kinds)
+    def plans(self) -> Iterator[Plan]:
+        """Plans without end: every setting has its turn, and in a third of them workers load data."""
+        settings, kinds = Deck(self._random, SETTINGS), Deck(self._random, KINDS)
+        workers = Deck(self._random, (0, 1, 2))
+        while True:
+            setting = dataclasses.replace(settings.draw(), workers=2 if workers.draw() == 2 else 0)
+            yield _Draw(self._random, self._decks, self._lengths, setting).plan(kinds.draw())
 
 
 class _Draw:
@@ -121,7 +122,7 @@ class _Draw:
     def __init__(
         self,
         random_: random.Random,
-        decks: dict[str, Deck],
+        decks: dict[str, Deck[str]],
         lengths: Lengths,
         setting: Setting,
     ) -> None:
@@ -138,6 +139,11 @@ class _Draw:
         for kind, step in zip(kinds, steps, strict=True):
             if kind == "step":
                 events.append(self._step(step))
+            elif kind == "raise":
+                event = self._step(step)
+                victims = (dataclasses.replace(event.victims[0], lost=False),)
+                events.append(dataclasses.replace(event, victims=victims, torn=False, raises=True))
+                self._lost = set()
             elif kind == "timed":
                 events.append(self._timed(step))
             elif kind == "timed start":
@@ -154,8 +160,8 @@ class _Draw:
         firsts = sorted(self._random.randrange(slack) for _ in range(count))
         return [room.start + first + STEPS_APART * i for i, first in enumerate(firsts)]
 
-    def _step(self, step: int) -> Event:
-        phase = self._decks["step"].draw(tuple(PHASES))
+    def _step(self, step: int) -> Exact:
+        phase = self._decks["step"].draw()
         return self._exact(phase, step, range(self._setting.ranks), begun=True)
 
     def _start(self, kind: str) -> Event:
@@ -178,7 +184,7 @@ class _Draw:
         phase = self._decks[kind].draw(allowed)
         return self._exact(phase, None, sorted(who[phase]), begun=False)
 
-    def _exact(self, phase: str, step: int | None, ranks: Sequence[int], *, begun: bool) -> Event:
+    def _exact(self, phase: str, step: int | None, ranks: Sequence[int], *, begun: bool) -> Exact:
         first = self._random.choice(list(ranks))
         victims = self._victims(first, begun)
         calls = self._lengths.of(self._setting, phase, torn=True)

@@ -27,6 +27,8 @@ POLL_S = 0.004
 START_S = 180.0  # at most: a start, and the training after it
 END_S = 60.0  # at most: what forked children take to notice that they are orphans
 
+WHAT = ("process", "memory", "exception")
+
 Digests = dict[int, dict[str, str]]
 
 
@@ -39,7 +41,7 @@ class Death:
         rank: its logical rank; torchrun's if it had none yet.
         phase: one of `board.PHASES`.
         step: the step that it was in last; -1 before the first of that start.
-        lost: its memory went with it.
+        what: that died: "process", or with it its "memory"; or it was only an "exception".
         place: the line at which it killed itself; empty if somebody else did.
     """
 
@@ -47,13 +49,13 @@ class Death:
     rank: int
     phase: str
     step: int
-    lost: bool
+    what: str
     place: str
 
     def __str__(self) -> str:
         step = f" of step {self.step}" if self.step >= 0 else ""
         place = f" ({self.place})" if self.place else ""
-        return f"{'memory' if self.lost else 'process'} {self.rank}: {self.phase}{step}{place}"
+        return f"{self.what} {self.rank}: {self.phase}{step}{place}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,9 +229,9 @@ class _Job:
                 Death(
                     event=board.get("event"),
                     rank=board.known_rank,
-                    phase=board.phase,
+                    phase=NAMES[board.get("fell")],
                     step=board.get("step"),
-                    lost=board.get("lost") == 1,
+                    what=WHAT[board.get("lost")],
                     place=board.text("place"),
                 )
                 for board in boards

@@ -39,6 +39,10 @@ _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("work
 _PARTS = {"agree": "agreement"}  # ecemb's own names of a step's parts, where they differ
 
 
+class OnPurpose(Exception):
+    """What a worker raises where the plan says so."""
+
+
 class Worker:
     """This process: its board, what it does now, and the death that is planned for it."""
 
@@ -120,8 +124,12 @@ class Worker:
             path.with_suffix(".new").rename(path)
 
     def die(self, place: str) -> None:
-        """Kill the event's other victims, then this process."""
+        """Kill the event's other victims, then this process; or raise, if that is the event."""
         self.board.write("place", place)
+        if self.event.raises:
+            self.event = None
+            self.board.raised(self.start)
+            raise OnPurpose(place)
         victims = {victim.rank: victim for victim in self.event.victims}
         own = victims.pop(self.event.victims[0].rank)
         for path in (self.folder / "boards").glob("*.board"):

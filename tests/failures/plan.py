@@ -57,6 +57,7 @@ class Exact:
         step: in which step; None for what is not in a step.
         line: the how manieth line of code that the phase runs, in this step or start; from 1.
         torn: count the kernels' calls instead, and die when the call is half done.
+        raises: an exception at that line, instead of a kill.
     """
 
     victims: tuple[Victim, ...]
@@ -64,6 +65,7 @@ class Exact:
     step: int | None
     line: int
     torn: bool = False
+    raises: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,13 @@ What these tests start are real jobs under torchrun; `python tests/failures` run
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -98,17 +100,18 @@ def test_a_victims_memory_is_its_arenas_file(tmp_path: Path) -> None:
     assert arena.exists()
     board.fell(2, lost=True)
     assert (board.get("lost"), board.get("event"), arena.exists()) == (1, 2, False)
+    assert NAMES[board.get("fell")] == board.phase
 
 
 def test_plans_are_written_and_read(tmp_path: Path, seed: int) -> None:
-    for plan in Dealer(seed, Lengths()).plans(12):
+    for plan in islice(Dealer(seed, Lengths()).plans(), 12):
         plan.write(tmp_path / "plan.json")
         assert Plan.read(tmp_path / "plan.json") == plan
 
 
 def test_no_plan_loses_more_than_the_code_survives(seed: int) -> None:
     """Counted from the events alone, and so that a death while starting may come before LIVE."""
-    for plan in Dealer(seed, Lengths()).plans(400):
+    for plan in islice(Dealer(seed, Lengths()).plans(), 150):
         gone: set[int] = set()
         for event in plan.events:
             training = event.step is not None or (
@@ -121,14 +124,13 @@ def test_no_plan_loses_more_than_the_code_survives(seed: int) -> None:
 
 
 def test_plans_meet_the_promise(seed: int) -> None:
-    """Every phase, every setting, a third with loading workers, at least 60 kills in 20 runs."""
-    plans = list(Dealer(seed, Lengths()).plans(20))
+    """In 20 runs: every setting, every kind of death, and a third with loading workers."""
+    plans = list(islice(Dealer(seed, Lengths()).plans(), 20))
     events = [event for plan in plans for event in plan.events]
-    assert sum(len(event.victims) for event in events) >= 60
-    assert sum(plan.setting.workers > 0 for plan in plans) * 3 >= len(plans) - 2
-    assert {plan.setting.optimizer for plan in plans} == {s.optimizer for s in SETTINGS}
-    assert {plan.setting.ranks for plan in plans} == {4, 6}
+    assert sum(plan.setting.workers > 0 for plan in plans) >= len(plans) // 3
+    assert {dataclasses.replace(plan.setting, workers=0) for plan in plans} == set(SETTINGS)
     exact = {event.phase for event in events if isinstance(event, Exact)}
     assert len(exact) >= len(NAMES) // 2
     assert any(len(event.victims) == 2 for event in events)
+    assert any(isinstance(event, Exact) and event.raises for event in events)
     assert {victim.lost for event in events for victim in event.victims} == {True, False}
