@@ -373,6 +373,54 @@ class Rank:
         self.position.run(step)
 
 
+def create(
+    directory: Directory,
+    rank: int,
+    layouts: Sequence[TableLayout],
+    geometry: Geometry,
+    state: State = State.INIT,
+) -> Arena:
+    """A new arena, with room for a step that changes every row."""
+    placement, size = geometry.placement, len(geometry.block_words)
+    parity, inbox = 0, size * WORD_BYTES
+    if placement is not None:
+        parity = parity_words(placement, geometry.block_words, rank) * WORD_BYTES
+        for c, _ in placement.kept(rank):
+            longest = class_words(placement, geometry.block_words, c)
+            inbox += (4 * longest + 8) * placement.k * WORD_BYTES
+    rows = sum(layout.memory_bytes for layout in layouts)
+    journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
+    fixed = {"rows": rows, "parity": parity}
+    growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
+    n, k = geometry.generator.shape
+    constants = Constants(
+        job="job",
+        arena_id=new_arena_id(),
+        rank=rank,
+        world_size=size,
+        n=n,
+        k=k,
+        positions=placement.positions if placement is not None else (0,),
+        domains=tuple(f"host{r}" for r in range(size)),
+        layout_hash="",
+        layout="",
+        block_words=geometry.block_words,
+        regions=tuple({**fixed, **growing, "slot0": 1 << 14, "slot1": 1 << 14}.items()),
+    )
+    return Arena.create(directory, constants, fixed, state=state)
+
+
+@contextmanager
+def alone(root: Path, layouts: Sequence[TableLayout], kernel: str = "reference") -> Iterator[RankMemory]:
+    """The memory of a world of one rank: rows and journals, and no parity."""
+    geometry = Geometry(None, ((sum(t.words for t in layouts),),), generator_of(Code(2, 1)))
+    arena = create(Directory(root, "job", "alone"), 0, layouts, geometry)
+    try:
+        yield RankMemory(arena, layouts, geometry, kernels.get(kernel))
+    finally:
+        arena.close()
+
+
 class Machines:
     """Where the arenas of a job lie: one host for each rank.
 
@@ -493,73 +541,41 @@ class Machines:
             if found.header is None or found.header.state in (State.INIT, State.REBUILDING):
                 found.path.unlink()
         state = State.INIT if plan.kind == "fresh" else State.REBUILDING
-        constants = self._constants(rank)
-        fixed = {name: size for name, size in constants.regions if name in ("rows", "parity")}
-        return Arena.create(directory, constants, fixed, state=state)
-
-    def _constants(self, rank: int) -> Constants:
-        job, placement = self.job, self.job.placement
-        layouts = job.layouts(rank)
-        parity = parity_words(placement, job.block_words, rank) * WORD_BYTES
-        inbox = job.size * WORD_BYTES
-        for c, _ in placement.kept(rank):
-            longest = class_words(placement, job.block_words, c)
-            inbox += (4 * longest + 8) * placement.k * WORD_BYTES
-        journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
-        regions = {
-            "rows": sum(layout.memory_bytes for layout in layouts),
-            "parity": parity,
-            "row_journal": journal,
-            "inbox": inbox,
-            "parity_journal": inbox,
-            "slot0": 1 << 14,
-            "slot1": 1 << 14,
-        }
-        return Constants(
-            job="job",
-            arena_id=new_arena_id(),
-            rank=rank,
-            world_size=job.size,
-            n=placement.n,
-            k=placement.k,
-            positions=placement.positions,
-            domains=tuple(f"host{r}" for r in range(job.size)),
-            layout_hash="",
-            layout="",
-            block_words=job.block_words,
-            regions=tuple(regions.items()),
-        )
+        layouts, geometry = self.job.layouts(rank), self.job.geometry
+        return create(directory, rank, layouts, geometry, state)
 
     # --- is everything as it would be without any failure? ---
 
-    def check(self, transaction: int) -> None:
-        """Compares rows, rank state, replicated state and parity of all ranks, byte by byte."""
-        spaces: list[Words] = []
-        geometry = self.job.geometry
+    @contextmanager
+    def memories(self, kernel: str = "reference") -> Iterator[list[RankMemory]]:
+        """All ranks' memory as it is, opened by this process while the block lasts."""
         arenas = [Arena.attach(self.directory(r).scan(timeout_s=0)[0]) for r in range(self.job.size)]
         try:
-            memories = [
-                RankMemory(arena, self.job.layouts(rank), geometry, kernels.get("reference"))
+            yield [
+                RankMemory(arena, self.job.layouts(rank), self.job.geometry, kernels.get(kernel))
                 for rank, arena in enumerate(arenas)
             ]
+        finally:
+            for arena in arenas:
+                arena.close()
+
+    def check(self, transaction: int) -> None:
+        """Compares rows, rank state, replicated state and parity of all ranks, byte by byte."""
+        with self.memories() as memories:
             states: set[bytes] = set()
             for rank, memory in enumerate(memories):
                 assert memory.arena.header().state is State.LIVE
                 assert memory.committed == memory.arena.get("prepared") == transaction
-                space = memory.space.read(0, memory.space.words)
                 expected = self.job.expected(rank, transaction)
-                assert np.array_equal(space[: len(expected)], expected), f"rows of rank {rank}"
+                rows = memory.space.read(0, len(expected))
+                assert np.array_equal(rows, expected), f"rows of rank {rank}"
                 position = Position(rank)
                 for step in range(transaction):
                     position.run(step)
                 assert rankstate.read(memory.rank_state) == position.pack(), f"state of rank {rank}"
                 states.add(memory.slots.read(transaction).tobytes())
-                spaces.append(space)
             assert len(states) == 1, "replicated state differs"
-            check_parity(memories, spaces, self.job.placement)
-        finally:
-            for arena in arenas:
-                arena.close()
+            check_parity(memories, self.job.placement)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -593,25 +609,29 @@ def _leave(self: Transactions, transaction: int, error: BaseException) -> None:
     raise Killed from error
 
 
-def check_parity(memories: Sequence[RankMemory], spaces: Sequence[Words], placement: Placement) -> None:
+def check_parity(memories: Sequence[RankMemory], placement: Placement) -> None:
     """All parity is what zfec, or a plain XOR, makes of the rows."""
     for c in range(placement.world_size):
         members = placement.members(c)
-        data: list[Words] = []
-        for block, rank in enumerate(members[: placement.k]):
-            low, high = memories[rank].space.bounds[block : block + 2]
-            data.append(spaces[rank][low:high])
-        size = max(len(block) for block in data)
-        padded = [np.concatenate([b, np.zeros(size - len(b), np.uint64)]) for b in data]
-        for row, words in enumerate(parity_of(padded, placement.n)):
+        data = [
+            memories[rank].space.read(*memories[rank].space.bounds[block : block + 2])
+            for block, rank in enumerate(members[: placement.k])
+        ]
+        for row, words in enumerate(parity_of(data, placement.n)):
             keeper = memories[members[placement.k + row]]
             assert keeper.parity is not None
             assert np.array_equal(keeper.parity.block(c), words), f"parity {row} of class {c}"
 
 
 def parity_of(data: Sequence[Words], n: int) -> list[Words]:
-    """The oracle: zfec's encoder; XOR for one parity block, copies for one data block."""
-    k = len(data)
+    """The oracle: zfec's encoder; XOR for one parity block, copies for one data block.
+
+    Args:
+        data: a stripe's k data blocks; shorter ones count as padded with zeros.
+        n: blocks in the stripe.
+    """
+    k, size = len(data), max(len(block) for block in data)
+    data = [np.concatenate([block, np.zeros(size - len(block), np.uint64)]) for block in data]
     if n - k == 1:
         return [np.bitwise_xor.reduce(np.stack(data))]
     if k == 1:
