@@ -382,7 +382,7 @@ def create(
 ) -> Arena:
     """A new arena, with room for a step that changes every row."""
     placement, size = geometry.placement, len(geometry.block_words)
-    parity, inbox = 0, size * WORD_BYTES
+    parity, inbox = 0, 4096
     if placement is not None:
         parity = parity_words(placement, geometry.block_words, rank) * WORD_BYTES
         for c, _ in placement.kept(rank):
