@@ -51,7 +51,7 @@ class Guard:
         self._closed = False
         self._steps = 0
         self.recovery: RecoveryReport = opened.report
-        opened.tables.watch(Hooks(self._transactions.capture, self._is_open))
+        opened.tables.watch(Hooks(self._transactions.capture, self._is_open, self._on_undeclared))
 
     @property
     def next_step(self) -> int:
@@ -81,8 +81,14 @@ class Guard:
         """
         self._check_usable()
         self._tables.check()
-        step = Step(self._transactions.begin() - 1)
+        if self._is_open():
+            raise UsageError(
+                f"guard.step() inside guard.step(): step {self.next_step} is still open; leave its with "
+                f"block first"
+            )
+        step = Step(self.next_step)
         try:
+            self._transactions.begin()
             yield step
             self._tables.check()
             self._transactions.commit()
@@ -149,15 +155,20 @@ class Guard:
         self._session.marks.set("finished", "1")
         try:
             self._transport.barrier("the end of the job")
-        except PeerFailure as error:  # all were told to finish, and this rank has: nothing is undecided
-            logger.warning("a peer ended while the job was closed: %s", error)
+            self._memory.arena.remove()
+        except PeerFailure as error:  # it may not have finished: the tombstone stays
+            logger.warning(
+                "a peer ended while the job was closed, so %s stays: %s", self._memory.arena.path, error
+            )
         self._tables.unwatch()
-        self._memory.arena.remove()
         self._transport.close()
         self._closed = True
 
     def _is_open(self) -> bool:
         return self._transactions.in_flight is not None
+
+    def _on_undeclared(self) -> None:
+        self._memory.arena.set("undeclared", 1)  # parity doesn't fit: the next start makes it anew
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -241,11 +252,6 @@ def protect(
         state=_listed(state, None),
         failure_domain=failure_domain,
     )
-    if not modules:
-        raise ConfigurationError(
-            "the model has no table to protect: build it with ecemb.nn.ShardedEmbeddingBag, or name "
-            "tables that you shard by hand in tables={'user': module}"
-        )
     opened = open_memory(session, request)
     session.protected = True
     guard = Guard(session, opened)

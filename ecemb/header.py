@@ -60,7 +60,7 @@ WORDS = (
     "slot0_bytes",
     "slot1_label",
     "slot1_bytes",
-    "heartbeat",
+    "undeclared",
 )
 """The mutable words in the order of the file; `reserved` sizes of the regions follow at
 `RESERVED`."""
@@ -189,6 +189,7 @@ class Header:
         opened: highest generation that was opened for changes; NONE before the first.
         committed: last committed transaction, or NONE.
         prepared: last prepared transaction, or NONE.
+        undeclared: 1 if rows were written undeclared, so that parity doesn't fit them.
     """
 
     constants: Constants
@@ -198,6 +199,7 @@ class Header:
     opened: int = NONE
     committed: int = NONE
     prepared: int = NONE
+    undeclared: int = 0
 
     def to_json(self) -> str:
         """Canonical JSON text of the header, constants included."""
@@ -247,7 +249,6 @@ class Found:
     host: str | None = None
 
 
-# ---------------------------------------------------------------------------------------------
 # The bytes of the file
 
 
@@ -258,7 +259,7 @@ def preamble(payload: bytes) -> bytes:
 
 def initial_words() -> dict[str, int]:
     """Values of all words of a new arena; `state` is 0 until the creation is complete."""
-    counts = {"state", "pid", "pid_start", "heartbeat"}
+    counts = {"state", "pid", "pid_start", "undeclared"}
     return {name: 0 if name in counts or name.endswith("_bytes") else NONE for name in WORDS}
 
 
@@ -321,7 +322,7 @@ def snapshot(constants: Constants, words: Mapping[str, int]) -> Header:
         state = State(words["state"])
     except ValueError as error:
         raise ArenaDamaged(f"its state is {words['state']}, which no ecemb stores") from error
-    fields = ("joined", "generation_id", "opened", "committed", "prepared")
+    fields = ("joined", "generation_id", "opened", "committed", "prepared", "undeclared")
     return Header(constants, state, **{name: words[name] for name in fields})
 
 
@@ -370,7 +371,6 @@ def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[i
     return result, offset
 
 
-# ---------------------------------------------------------------------------------------------
 # Which arenas count as survivors
 
 

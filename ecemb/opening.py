@@ -27,7 +27,6 @@ from .arena import Arena
 from .code import Code
 from .directory import remove
 from .errors import (
-    ArenaBusy,
     ArenaDamaged,
     ConfigurationError,
     EcembError,
@@ -108,12 +107,12 @@ def open_memory(session: Session, request: Request) -> Opened:
         timeout = datetime.timedelta(seconds=session.timeout_s)
         group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         transport = Transport(group, session.timeout_s)
-        tables, rank_state = transport.together(
+        tables, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )
         weights = [table.weight for table in tables.tables]
         replicated = ReplicatedState(request.model, request.optimizers, weights)
-        world = _agree(session, request, transport, tables, rank_state)
+        world = _agree(session, request, transport, tables, state_bytes)
     cpu = kernels.get("cpu")
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)
@@ -134,8 +133,10 @@ def open_memory(session: Session, request: Request) -> Opened:
     else:
         report = recover(memory, transport, world.plan, cpu, watch)
         with watch.phase("restore"):
-            _place(memory, tables, fresh=False)
-            replicated.load(memory.slots, world.plan.transaction)
+            transport.together("pointing to the tables", lambda: _place(memory, tables, fresh=False))
+            transport.together(
+                "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
+            )
     transport.barrier("the end of recovery")
     session.marks.set("started", "1")
     _discard(session, stale=True)
@@ -146,9 +147,10 @@ def open_memory(session: Session, request: Request) -> Opened:
     return Opened(memory, transport, tables, replicated, rank_state, report)
 
 
-def _checked(request: Request) -> tuple[SparseTables, RankState]:
+def _checked(request: Request) -> tuple[SparseTables, RankState, int]:
     tables = SparseTables(request.modules, request.optimizers)
-    return tables, RankState(request.state, tables.scalars, tables.set_scalars)
+    rank_state = RankState(request.state, tables.scalars, tables.set_scalars)
+    return tables, rank_state, rankstate.room(len(rank_state.pack()))
 
 
 def _agree(
@@ -156,19 +158,27 @@ def _agree(
     request: Request,
     transport: Transport,
     tables: SparseTables,
-    rank_state: RankState,
+    state_bytes: int,
 ) -> _World:
     code, roster = request.code, session.roster
     survivors = valid(roster.headers)
     own = {
         "tables": [table.layout.to_json() for table in tables.tables],
-        "rank_state_bytes": rankstate.room(len(rank_state.pack())),
+        "rank_state_bytes": state_bytes,
         "code": [code.n, code.k],
     }
-    told = [json.loads(text) for text in transport.gather(json.dumps(own).encode(), "comparing layouts")]
-    if len({tuple(one["code"]) for one in told}) > 1:
+    asked = [[code.n, code.k], request.failure_domain]
+    texts = transport.gather(json.dumps([own, asked]).encode(), "comparing layouts")
+    told = [json.loads(text)[0] for text in texts]
+    if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
-            f"the ranks ask for different codes: { {r: tuple(o['code']) for r, o in enumerate(told)} }"
+            f"the ranks ask for different codes or failure domains: "
+            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
+        )
+    if not any(one["tables"] for one in told):
+        raise ConfigurationError(
+            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
+            "name tables that you shard by hand in tables={'user': module}"
         )
     if survivors:
         constants = survivors[0].constants
@@ -197,7 +207,8 @@ def _agree(
     layouts = [_layouts(one) for one in told]
     bounds = [cut(tables_of_rank, code.k) for tables_of_rank in layouts]
     block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
-    if len(set(transport.gather(plan.digest(), "comparing plans"))) > 1:
+    positions = json.dumps(placement.positions if placement is not None else []).encode()
+    if len(set(transport.gather(plan.digest() + positions, "comparing plans"))) > 1:
         raise InconsistentArenas(
             "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
             "run the same version of ecemb?"
@@ -319,12 +330,14 @@ def _create(session: Session, world: _World, geometry: Geometry, replicated: Rep
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += (3 * words + 5 * placement.k) * WORD_BYTES
     slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
+    if survivors := valid(session.roster.headers):  # room for whatever the donor's slot holds
+        slot = max(slot, dict(survivors[0].constants.regions)["slot0"])
     sizes = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
     slots = {"slot0": slot, "slot1": slot}
     constants = dataclasses.replace(world.constants, regions=tuple({**sizes, **growing, **slots}.items()))
     state = State.INIT if world.plan.kind == "fresh" else State.REBUILDING
-    return Arena.create(session.directory, constants, sizes, state=state)
+    return Arena.create(session.directory, constants, sizes, state=state, timeout_s=session.timeout_s)
 
 
 def _place(memory: RankMemory, tables: SparseTables, *, fresh: bool) -> None:
@@ -369,7 +382,7 @@ def _discard(session: Session, *, stale: bool) -> None:
         if stale or header is None or header.state in (State.INIT, State.REBUILDING):
             try:
                 remove(Path(report.path))
-            except ArenaBusy as error:
+            except EcembError as error:
                 logger.warning("%s", error)
 
 

@@ -106,6 +106,11 @@ class ParityBlocks:
             words, weight = self._target(sender, delta)
             self._kernels.mul_add_(words, delta.offsets, delta.starts, delta.words, weight)
 
+    def clear_(self) -> None:
+        """Sets all parity to 0: the code of rows that are all 0."""
+        for _, words in self.blocks.values():
+            words[:] = 0
+
     def differing(self, received: Received, start: int, stop: int) -> list[int]:
         """Compares parity with rows, which came as deltas from zero.
 

@@ -49,6 +49,7 @@ class RecoveryPlan:
         redo: survivors that have committed less than T.
         rebuild: every lost block, in the order in which all ranks work through them.
         donor: the survivor that gives newcomers the replicated state; -1 at a fresh start.
+        encode: rows were written undeclared: parity is made anew from all rows.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class RecoveryPlan:
     redo: tuple[int, ...] = ()
     rebuild: tuple[Rebuild, ...] = ()
     donor: int = -1
+    encode: bool = False
 
     def digest(self) -> bytes:
         """16 bytes that are equal on all ranks iff their plans are."""
@@ -82,8 +84,8 @@ def plan_recovery(
         finished: its `finished` mark stands there.
 
     Returns:
-        A fresh start iff no LIVE arena exists and the job never started; else T = min(prepared) over the
-        valid arenas, with who undoes, who redoes, and what is rebuilt from whom.
+        A fresh start iff no LIVE or REBUILDING arena exists and the job never started; else
+        T = min(prepared) over the valid arenas, with who undoes, who redoes, what is rebuilt from whom.
 
     Raises:
         JobFinished: an arena is FINISHED, or the mark says so.
@@ -110,6 +112,13 @@ def plan_recovery(
             f"{transaction}: no failure leaves this behind; nothing was written. Keep the arenas for a "
             f"bug report, or remove them: python -m ecemb arenas rm --job JOB"
         )
+    undeclared = [rank for rank, header in sorted(survivors.items()) if header.undeclared]
+    if lost and undeclared:
+        raise InconsistentArenas(
+            f"ranks {list(lost)} lost their memory, and rows of ranks {undeclared} were written without "
+            f"being declared, so that parity no longer tells what was lost. Resume from a "
+            f"checkpoint under another job="
+        )
     return RecoveryPlan(
         kind="memory" if lost else "process",
         transaction=transaction,
@@ -119,15 +128,16 @@ def plan_recovery(
         redo=tuple(r for r, h in sorted(survivors.items()) if h.committed < transaction),
         rebuild=_rebuilds(placement, lost) if placement is not None else (),
         donor=min(survivors),
+        encode=bool(undeclared),
     )
 
 
 def _without_survivors(headers: Sequence[Header], started: bool) -> RecoveryPlan:
-    live = sorted({h.constants.rank for h in headers if h.state is State.LIVE})
-    if live:
+    left = sorted({h.constants.rank for h in headers if h.state in (State.LIVE, State.REBUILDING)})
+    if left:  # a newcomer's half-rebuilt arena tells, too, that the job had started
         raise TooManyErasures(
-            f"only stale arenas are left (of ranks {live}): the job went on without them, and the memory "
-            f"of those that went on is gone. Resume from a checkpoint under another job=, or remove the "
+            f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that "
+            f"the job went on with is gone. Resume from a checkpoint under another job=, or remove the "
             f"arenas to begin at step 0: python -m ecemb arenas rm --job JOB"
         )
     if started:

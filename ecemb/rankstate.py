@@ -9,7 +9,6 @@ Must not know: where the record lies, who protects it.
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .errors import ConfigurationError, StepFailed
+from .packing import dump, load, plain
 from .rows import WORD_BYTES, Column, TableLayout
 
 NAME = "<rank state>"
@@ -66,31 +66,24 @@ class RankState:
         self._scalars = scalars
         self._set_scalars = set_scalars
         for item in self._stateful:
-            try:
-                _unpacked(_packed(item.state_dict()))
-            except Exception as error:
-                raise ConfigurationError(
-                    f"the state_dict() of {type(item).__name__} in state= can't be read back with "
-                    f"torch.load(weights_only=True), and ecemb loads no pickles: "
-                    f"{str(error).splitlines()[0]}; return numbers, strings, tensors, lists and dicts"
-                ) from error
+            load(dump(_state(item)))
 
     def pack(self) -> bytes:
         """The state as it is now."""
-        return _packed(
+        return dump(
             {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
                 "numpy": _numpy_state(),
                 "python": _python_state(),
-                "scalars": self._scalars(),
-                "stateful": [item.state_dict() for item in self._stateful],
+                "scalars": plain(self._scalars(), at="the tables' scalars"),
+                "stateful": [_state(item) for item in self._stateful],
             }
         )
 
     def unpack(self, data: bytes) -> None:
         """Puts the state back: scalars, the user's objects, generators last."""
-        saved = _unpacked(data)
+        saved = load(data)
         self._set_scalars(saved["scalars"])
         for item, state in zip(self._stateful, saved["stateful"], strict=True):
             item.load_state_dict(state)
@@ -136,14 +129,8 @@ def read(record: NDArray[np.uint8]) -> bytes:
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
 
 
-def _packed(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+def _state(item: Stateful) -> Any:
+    return plain(item.state_dict(), at=f"state= {type(item).__name__}.state_dict()")
 
 
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:

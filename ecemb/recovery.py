@@ -36,6 +36,7 @@ Words = NDArray[np.uint64]
 CHUNK_WORDS = 1 << 17
 SAMPLE_WORDS = 1 << 12
 _SENDS_IN_FLIGHT = 4
+_CHUNKS_TOGETHER = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,9 @@ def recover(
         if not newcomer:
             undone, redone = memory.decide(plan.transaction)
         transport.barrier("undo and redo")
+    if plan.encode:
+        with watch.phase("encode"):
+            _encode_again(memory, transport)
     if plan.lost:
         with watch.phase("rebuild"):
             received += _rebuild(memory, transport, plan, kernels)
@@ -164,6 +168,20 @@ def _encode(memory: RankMemory, transport: Transport) -> None:
         memory.parity.update_(_collect(memory, transport, start, start + CHUNK_WORDS, "encoding"))
 
 
+def _encode_again(memory: RankMemory, transport: Transport) -> None:
+    """Makes parity anew from rows, some of which were written undeclared. All ranks.
+
+    Every arena says so while it lasts: a loss of memory in the middle of it can't be rebuilt.
+    """
+    memory.arena.set("undeclared", 1)
+    transport.barrier("before encoding again")
+    if memory.parity is not None:
+        memory.parity.clear_()
+    _encode(memory, transport)
+    transport.barrier("after encoding again")
+    memory.arena.set("undeclared", 0)
+
+
 def _verify(memory: RankMemory, transport: Transport) -> None:
     """Compares parity with rows at the blocks' beginning, middle and end."""
     if memory.parity is None:
@@ -172,10 +190,13 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
     for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)}):
         stop = start + SAMPLE_WORDS
         received = _collect(memory, transport, start, stop, "verifying")
-        if wrong := memory.parity.differing(received, start, stop):
+        wrong = memory.parity.differing(received, start, stop)
+        fine = transport.vote(not wrong, "verifying")
+        if not all(fine):
             raise InconsistentArenas(
-                f"after the rebuild, parity and rows differ in words {start}..{stop} of stripe classes "
-                f"{wrong}: memory rotted, or rows changed without being declared. Resume from a "
+                f"after the rebuild, parity and rows differ in words {start}..{stop} of blocks whose parity "
+                f"is kept by ranks {[rank for rank, yes in enumerate(fine) if not yes]} (stripe classes "
+                f"here: {wrong}): memory rotted, or rows changed without being declared. Resume from a "
                 f"checkpoint under another job="
             )
 
@@ -214,20 +235,20 @@ def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kerne
         return 0
     code = Code(placement.n, placement.k)
     waits: list[Callable[[], None]] = []
-    received = 0
+    received = chunks = 0
     for task in plan.rebuild:
         ranks = [rank for _, rank in task.sources] + [task.rank]
-        if memory.rank not in ranks:
-            continue
-        place = ranks.index(memory.rank)
+        place = ranks.index(memory.rank) if memory.rank in ranks else None
         size = _lost_words(memory, placement, task)
         what = f"the rebuild of block {task.block} of stripe class {task.stripe_class}"
-        weight = 0
-        if place < len(task.sources):
-            available = [block for block, _ in task.sources]
-            weights = code.decode_weights([task.block], available, memory.geometry.generator)
-            weight = int(weights[0, place])
+        available = [block for block, _ in task.sources]
+        weights = code.decode_weights([task.block], available, memory.geometry.generator)[0]
         for start in range(0, size, CHUNK_WORDS):
+            chunks += 1
+            if chunks % _CHUNKS_TOGETHER == 0:  # who has no part must not wait longer than a deadline
+                transport.barrier(what)
+            if place is None:
+                continue
             words = np.zeros(min(CHUNK_WORDS, size - start), np.uint64)
             if place > 0:
                 transport.receive(words, ranks[place - 1], what)
@@ -236,7 +257,7 @@ def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kerne
                 received += words.nbytes
                 continue
             own = _load(memory, placement, task.stripe_class, task.sources[place][0], start, words)
-            kernels.mul_add_block_(words[: len(own)], own, weight)
+            kernels.mul_add_block_(words[: len(own)], own, int(weights[place]))
             waits.append(transport.send(words, ranks[place + 1], what))
             if len(waits) > _SENDS_IN_FLIGHT:
                 waits.pop(0)()

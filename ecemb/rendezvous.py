@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 # Its default arguments keep the group that exists when it is imported, which is at the first step of an
 # optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from .arena import Arena
 from .directory import Directory, Found

@@ -11,9 +11,8 @@ Must not know: the network, protected rows.
 
 from __future__ import annotations
 
-import io
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch import nn
 
 from .arena import Arena
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
+from .packing import dump, load, plain
 
 _ALIGN_BYTES = 64
 _TENSOR = "ecemb.tensor"
@@ -98,9 +98,7 @@ class ReplicatedState:
         tensors: list[torch.Tensor] = []
         outline = _outline(self._collect(), tensors)
         if outline != self._outline:
-            buffer = io.BytesIO()
-            torch.save(outline, buffer)
-            self._outline, self._outline_bytes = outline, buffer.getvalue()
+            self._outline, self._outline_bytes = outline, dump(outline)
         head = len(self._outline_bytes)
         places, size = _places(tensors, 8 + head)
         memory = slots.open(transaction, size)
@@ -118,7 +116,7 @@ class ReplicatedState:
         """
         memory = slots.read(transaction)
         head = int.from_bytes(memory[:8].tobytes(), "little")
-        outline = torch.load(io.BytesIO(memory[8 : 8 + head].tobytes()), weights_only=True)
+        outline = load(memory[8 : 8 + head].tobytes())
         shapes: list[tuple[torch.dtype, list[int]]] = []
         _shapes(outline, shapes)
         blanks = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
@@ -193,6 +191,11 @@ class ReplicatedState:
                 )
             tensor.copy_(saved["model"][name])
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
+            if len(optimizer.param_groups) != len(kept["options"]):
+                raise LayoutMismatch(
+                    f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, and had "
+                    f"{len(kept['options'])}: add groups before ecemb.protect(), as when the job was started"
+                )
             for group, options in zip(optimizer.param_groups, kept["options"], strict=True):
                 group.update(_copied(options, None))
             for index, parameter in enumerate(self._dense(optimizer)):
@@ -218,15 +221,12 @@ def _view(memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequ
 
 def _outline(value: object, tensors: list[torch.Tensor]) -> object:
     """A copy of a nested structure with its tensors taken out, in order, to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return (_TENSOR, value.dtype, list(value.shape), value.device.type)
-    if isinstance(value, Mapping):
-        return {key: _outline(item, tensors) for key, item in cast("Any", value).items()}
-    if isinstance(value, (list, tuple)):
-        items = [_outline(item, tensors) for item in cast("Any", value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+
+    def taken(tensor: torch.Tensor) -> object:
+        tensors.append(tensor)
+        return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
+
+    return plain(value, taken, "replicated state")
 
 
 def _is_tensor(value: object) -> bool:
@@ -260,7 +260,7 @@ def _copied(value: Any, parameter: nn.Parameter | None) -> Any:
     if isinstance(value, torch.Tensor):
         if parameter is None or getattr(value, "ecemb_device", "cpu") == "cpu":
             return value.clone()
-        return value.to(parameter.device)
+        return value.to(parameter.device, copy=True)
     if isinstance(value, dict):
         return {key: _copied(item, parameter) for key, item in cast("Any", value).items()}
     if isinstance(value, (list, tuple)):

@@ -69,13 +69,9 @@ class Transactions:
             UsageError: a transaction is in flight.
         """
         if self.in_flight is not None:
-            raise UsageError(
-                f"guard.step() inside guard.step(): step {self.in_flight - 1} is still open; "
-                f"leave its with block first"
-            )
-        transaction = self._memory.committed + 1
+            raise UsageError(f"transaction {self.in_flight} is open: commit or undo it first")
+        self.in_flight = transaction = self._memory.committed + 1
         self._memory.journal.arm(transaction)
-        self.in_flight = transaction
         return transaction
 
     def capture(self, table: int, ids: NDArray[np.int64]) -> None:
@@ -127,11 +123,13 @@ class Transactions:
         transaction = self._open()
         if self._memory.arena.get("prepared") >= transaction:
             self._leave(transaction, error)
-        self._memory.journal.undo()
-        self._replicated.load(self._memory.slots, transaction - 1)
-        self._rank_state.unpack(read(self._memory.rank_state))
-        self.in_flight = None
-        self._transport.leave(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
+        try:
+            self._memory.journal.undo()
+            self._replicated.load(self._memory.slots, transaction - 1)
+            self._rank_state.unpack(read(self._memory.rank_state))
+        finally:
+            self.in_flight = None
+            self._transport.leave(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
 
     def _open(self) -> int:
         if self.in_flight is None:
@@ -140,7 +138,7 @@ class Transactions:
 
     def _heads(self, transaction: int, lengths: list[int], failed: int) -> NDArray[np.int64]:
         digest = 0
-        if not failed and transaction % DIGEST_EVERY == 0:
+        if not failed and (transaction == 1 or transaction % DIGEST_EVERY == 0):
             digest = self._replicated.digest(self._memory.slots, transaction)
         return np.array([[length, transaction, failed, digest] for length in lengths], np.int64)
 
@@ -162,8 +160,9 @@ class Transactions:
         if len(set(digests)) > 1:
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
-                f"in step {step}: checksums {dict(enumerate(digests))}; average the dense gradients "
-                f"over the ranks (e.g. DistributedDataParallel), so that all apply the same update"
+                f"in step {step}: checksums {dict(enumerate(digests))}; inside the step, average the dense "
+                f"gradients over the ranks (e.g. DistributedDataParallel), and buffers, such as a batch "
+                f"norm's, too (SyncBatchNorm, or all_reduce them), so that all ranks hold the same"
             )
         inbox = self._memory.receive(incoming)
         self._transport.exchange(words, lengths, inbox, incoming, f"the exchange of step {step}")

@@ -243,5 +243,5 @@ class Transport:
         return PeerFailure(
             f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
             f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
-            f"that torchrun restarts the job from its arenas"
+            f"that torchrun restarts the job from its arenas (or raise timeout=, if the peer is only slow)"
         )

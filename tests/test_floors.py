@@ -16,7 +16,7 @@ FLOORS = """
 errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
-rows arena delta
+rows arena delta packing
 journal parity transport replicated rankstate plan roster
 memory
 transaction recovery rendezvous

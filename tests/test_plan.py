@@ -103,9 +103,10 @@ def oracle(
         initial = one.state == State.INIT and one.prepared >= 0 and beside_live
         if one.state == State.LIVE or initial:
             valid[rank] = one
-    # Section 2, last paragraph: a fresh start only if no LIVE arena exists and no mark stands.
+    # Section 2, last paragraph: a fresh start only if no LIVE arena exists and no mark stands. A
+    # newcomer's half-rebuilt arena says as well as the mark that the job had started.
     if not valid:
-        if any(one.state == State.LIVE for one in there.values()):
+        if any(one.state in (State.LIVE, State.REBUILDING) for one in there.values()):
             return TooManyErasures
         return StateLost if started else Verdict("fresh")
     # Section 4: lost are those without a valid arena, T is the smallest prepared.
@@ -209,7 +210,7 @@ class Tried:
             return
         if got.kind == "fresh":
             assert not started
-            assert not any(one is not None and one.state == State.LIVE for one in said)
+            assert not any(one is not None and one.state in (State.LIVE, State.REBUILDING) for one in said)
         if got not in self.plans:
             self.plans[got] = got.digest()
             if placement is not None:
@@ -397,12 +398,23 @@ def test_a_started_job_without_arenas_does_not_begin_again() -> None:
         plan_recovery([], Placement.ranks(2, 1, 2), started=True)
 
 
+def test_rows_written_undeclared() -> None:
+    """With all memory there, parity is made anew; with a loss, nothing may be rebuilt from it."""
+    placement = Placement.ranks(3, 2, 3)
+    headers = [header(Said(State.LIVE, 1, 1, 4, 4), constants(rank, placement)) for rank in range(3)]
+    assert not plan_recovery(headers, placement).encode
+    headers[1] = dataclasses.replace(headers[1], undeclared=1)
+    assert plan_recovery(headers, placement).encode
+    with pytest.raises(InconsistentArenas, match=r"rows of ranks \[1\] were written without"):
+        plan_recovery(headers[:2], placement)
+
+
 def test_only_stale_arenas_are_not_a_fresh_start() -> None:
     """Section 2.3: a host that was cut off and replaced comes back when the others are gone."""
     placement = Placement.ranks(2, 1, 2)
     stale = header(Said(State.LIVE, 1, 1, 7, 7), constants(0, placement))
     newcomer = header(Said(State.REBUILDING, 2, 2, NONE, NONE), constants(0, placement, "0000ffff"))
-    with pytest.raises(TooManyErasures, match="only stale arenas are left"):
+    with pytest.raises(TooManyErasures, match="only stale or half-rebuilt arenas are left"):
         plan_recovery([stale, newcomer], placement)
 
 

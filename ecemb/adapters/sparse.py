@@ -135,16 +135,24 @@ class SparseTable:
             )
         return np.unique(grad._indices()[0].numpy())
 
+    def gradient(self) -> tuple[int, ...] | None:
+        """What tells whether the rows of the sparse gradient are still the same."""
+        grad = self.weight.grad
+        if grad is None or not grad.is_sparse:
+            return None
+        return id(grad), grad._nnz(), grad._indices().data_ptr(), grad._indices()._version
+
     def note(self) -> None:
         """Takes the tensors' present versions as declared."""
         self._versions = [tensor._version for tensor in self._tensors()]
 
-    def check(self) -> None:
-        """Notices what changed the table undeclared.
-
-        Raises:
-            UndeclaredWrite: a tensor's storage was replaced, or it was written in place.
-        """
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if what is trained is not in the arena any more."""
+        if self.module.weight is not self.weight:
+            raise UndeclaredWrite(
+                f"the parameter of table {self.name!r} was replaced (by load_state_dict(assign=True)?): what "
+                f"is trained now is not what is protected. Do it before ecemb.protect()"
+            )
         for tensor, view in zip(self._tensors(), self._views, strict=True):
             if tensor.data_ptr() != view.data_ptr() or tensor.shape != view.shape:
                 raise UndeclaredWrite(
@@ -152,12 +160,10 @@ class SparseTable:
                     f"load_state_dict(assign=True), .to(), or an assignment to .data?): what is trained "
                     f"now is not what is protected. Do it before ecemb.protect()"
                 )
-        if [tensor._version for tensor in self._tensors()] != self._versions:
-            raise UndeclaredWrite(
-                f"table {self.name!r} was written in place by something else than its optimizer's step: "
-                f"declare such rows with guard.touch({self.name!r}, rows) inside the step, before the "
-                f"write. Their parity is out of date now: restart from a checkpoint under another job="
-            )
+
+    def is_written(self) -> bool:
+        """Whether a tensor was written in place since `note`."""
+        return [tensor._version for tensor in self._tensors()] != self._versions
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's state of this table that is not per row, e.g. Adagrad's step."""
@@ -186,10 +192,12 @@ class Hooks:
     Attributes:
         capture: called with a table's index and the rows (int64, ascending, distinct) about to change.
         is_open: whether a step is open.
+        on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
     """
 
     capture: Callable[[int, Ids], None]
     is_open: Callable[[], bool]
+    on_undeclared: Callable[[], None]
 
 
 class SparseTables:
@@ -227,6 +235,7 @@ class SparseTables:
         self._handles: list[Any] = []
         self._by_name = {table.name: index for index, table in enumerate(self.tables)}
         self._touched: set[int] = set()
+        self._gradients: dict[int, tuple[int, ...] | None] = {}
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with optimizers and modules; from here on undeclared changes raise."""
@@ -264,7 +273,8 @@ class SparseTables:
                 f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() was given "
                 f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
             )
-        self.tables[index].check()
+        if index not in self._touched:
+            self._check(self.tables[index])
         self._hooks.capture(index, ids)
         self._touched.add(index)
 
@@ -273,7 +283,7 @@ class SparseTables:
         for index, table in enumerate(self.tables):
             if index in self._touched:
                 table.note()
-            table.check()
+            self._check(table)
         self._touched.clear()
 
     def note(self) -> None:
@@ -281,6 +291,16 @@ class SparseTables:
         self._touched.clear()
         for table in self.tables:
             table.note()
+
+    def _check(self, table: SparseTable) -> None:
+        table.check_storage()
+        if table.is_written():
+            self._hooks.on_undeclared()
+            raise UndeclaredWrite(
+                f"table {table.name!r} was written in place by something else than its optimizer's step: "
+                f"declare such rows with guard.touch({table.name!r}, rows) inside the step, before the "
+                f"write. Restart the job: parity is made anew from the rows as they are"
+            )
 
     def scalars(self) -> dict[str, Any]:
         """All tables' scalars, by table."""
@@ -308,13 +328,20 @@ class SparseTables:
         for index, table in self._of(optimizer):
             table.check_options()
             if index not in self._touched:
-                table.check()
+                self._check(table)
             ids = table.touched()
+            self._gradients[index] = table.gradient()
             if ids is not None and len(ids):
                 self._hooks.capture(index, ids)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
-        for _, table in self._of(optimizer):
+        for index, table in self._of(optimizer):
+            if table.gradient() != self._gradients.get(index):
+                self._hooks.on_undeclared()
+                raise UndeclaredWrite(
+                    f"the gradient of table {table.name!r} was changed by a pre-hook of "
+                    f"{type(optimizer).__name__} that runs after ecemb's: register it before ecemb.protect()"
+                )
             table.note()
 
     def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:
