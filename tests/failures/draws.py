@@ -43,8 +43,7 @@ AFTER_AGREED = ("apply", "commit")
 class Lengths:
     """How many lines of code, and calls of kernels, a phase was seen to run.
 
-    What a step runs depends on what is trained; what a start runs, on what happened before, so that
-    the longest counts for all.
+    The longest counts: what a start runs depends on what happened before, and on the rank.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,8 @@ class Lengths:
 
     @staticmethod
     def _key(setting: Setting, phase: str, torn: bool) -> tuple[str, bool, str]:
-        return phase, torn, "" if PHASES[phase] in STARTING else f"{setting.ranks} {setting.optimizer}"
+        optimizer = "" if PHASES[phase] in STARTING else setting.optimizer
+        return phase, torn, f"{setting.ranks} {setting.n} {setting.k} {optimizer}"
 
 
 class Deck(Generic[T]):
