@@ -1,0 +1,231 @@
+"""Parity blocks against zfec's encoder and galois' algebra: kept up by deltas, saved, put back, compared."""
+
+from __future__ import annotations
+
+import random
+
+import galois
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from simulation import generator_of, parity_of
+
+from ecemb import kernels
+from ecemb.code import Code
+from ecemb.delta import Delta
+from ecemb.errors import InconsistentArenas
+from ecemb.parity import ParityBlocks, class_words, parity_words
+from ecemb.placement import Placement
+
+Words = NDArray[np.uint64]
+
+SHAPES = [(2, 1, 2), (3, 1, 3), (3, 2, 5), (4, 2, 4), (5, 2, 6), (6, 4, 6), (7, 4, 9)]
+FIELD = galois.GF(2**8, irreducible_poly=0x11D, primitive_element=2)
+
+
+class Stripes:
+    """Every rank's data blocks as plain arrays, and the parity blocks that all ranks keep."""
+
+    def __init__(self, n: int, k: int, size: int, rng: random.Random, kernel: str) -> None:
+        self.placement = Placement(n, k, tuple(rng.sample(range(size), size)))
+        lengths = [0, 3, 17, 40]
+        self.block_words = [[rng.choice(lengths) for _ in range(k)] for _ in range(size)]
+        self.data = [[np.zeros(m, np.uint64) for m in blocks] for blocks in self.block_words]
+        self.kept = [
+            ParityBlocks(
+                np.zeros(parity_words(self.placement, self.block_words, rank), np.uint64),
+                self.placement,
+                rank,
+                self.block_words,
+                generator_of(Code(n, k)),
+                kernels.get(kernel),
+            )
+            for rank in range(size)
+        ]
+        self._rng = rng
+
+    def change(self, rank: int, block: int) -> list[tuple[int, Delta]]:
+        """Changes some records of a block; returns the Deltas for its keepers, each with its keeper."""
+        words = self.data[rank][block]
+        width = self._rng.choice([1, 2, 3])
+        offsets = [i for i in range(0, len(words) - width + 1, width) if self._rng.random() < 0.5]
+        starts = np.arange(len(offsets) + 1, dtype=np.int64) * width
+        delta = np.frombuffer(self._rng.randbytes(8 * width * len(offsets)), np.uint64)
+        for i, offset in enumerate(offsets):
+            words[offset : offset + width] ^= delta[i * width : (i + 1) * width]
+        return [
+            (keeper, Delta(block, row, np.array(offsets, np.int64), starts, delta))
+            for row, keeper in enumerate(self.placement.keepers(rank, block))
+        ]
+
+    def change_some(self) -> list[list[tuple[int, Delta]]]:
+        """Keeper -> what it received, as (sender, Delta), in the order of senders."""
+        received: list[list[tuple[int, Delta]]] = [[] for _ in self.data]
+        for rank, blocks in enumerate(self.data):
+            for block in range(len(blocks)):
+                if self._rng.random() < 0.7:
+                    for keeper, delta in self.change(rank, block):
+                        received[keeper].append((rank, delta))
+        return received
+
+    def stripe(self, c: int) -> list[Words]:
+        members = self.placement.members(c)[: self.placement.k]
+        return [self.data[rank][block] for block, rank in enumerate(members)]
+
+    def check(self) -> None:
+        for c in range(self.placement.world_size):
+            keepers = self.placement.members(c)[self.placement.k :]
+            expected = parity_of(self.stripe(c), self.placement.n)
+            for keeper, words in zip(keepers, expected, strict=True):
+                assert np.array_equal(self.kept[keeper].block(c), words)
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def stripes(request: pytest.FixtureRequest, seed: int) -> Stripes:
+    return Stripes(*request.param, random.Random(seed), "reference")
+
+
+def parity_bytes(stripes: Stripes) -> list[bytes]:
+    return [words.tobytes() for kept in stripes.kept for _, words in kept.blocks.values()]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parity_kept_up_by_deltas_is_zfecs_encoding(
+    shape: tuple[int, int, int], kernel: str, seed: int
+) -> None:
+    """D1: update == encode anew; a stripe is a valid zfec codeword after every step."""
+    stripes = Stripes(*shape, random.Random(seed), kernel)
+    stripes.check()
+    for _ in range(4):
+        for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+            kept.update_(received)
+        stripes.check()
+
+
+def test_parity_is_the_generator_times_the_data_over_galois_field(stripes: Stripes) -> None:
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        kept.update_(received)
+    placement = stripes.placement
+    generator = FIELD(generator_of(Code(placement.n, placement.k))[placement.k :])
+    for c in range(placement.world_size):
+        data = stripes.stripe(c)
+        size = max(len(block) for block in data)
+        padded = [np.concatenate([b, np.zeros(size - len(b), np.uint64)]) for b in data]
+        product = generator @ FIELD(np.stack([b.view(np.uint8) for b in padded]))
+        keepers = placement.members(c)[placement.k :]
+        for keeper, row in zip(keepers, product, strict=True):
+            assert stripes.kept[keeper].block(c).tobytes() == row.tobytes()
+
+
+def test_a_block_is_as_long_as_the_longest_of_its_class(stripes: Stripes) -> None:
+    placement = stripes.placement
+    for c in range(placement.world_size):
+        longest = max(len(block) for block in stripes.stripe(c))
+        assert class_words(placement, stripes.block_words, c) == longest
+    for rank, kept in enumerate(stripes.kept):
+        total = sum(len(words) for _, words in kept.blocks.values())
+        assert total == parity_words(placement, stripes.block_words, rank)
+        assert len(kept.blocks) == placement.n - placement.k
+
+
+def test_saved_words_come_back_twice_and_from_a_torn_update(stripes: Stripes) -> None:
+    """Redo restores and applies anew; blocks of one class overlap in their keeper's parity."""
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        kept.update_(received)
+    before = parity_bytes(stripes)
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        saved = np.empty(sum(len(delta.words) for _, delta in received), np.uint64)
+        kept.save(received, saved)
+        kept.update_(received[: len(received) // 2])
+        kept.restore_(received, saved)
+        kept.restore_(received, saved)
+    assert parity_bytes(stripes) == before
+
+
+def test_what_is_saved_is_what_lies_under_the_deltas() -> None:
+    stripes = Stripes(2, 1, 2, random.Random(0), "reference")
+    parity = ParityBlocks(
+        np.arange(10, dtype=np.uint64),
+        stripes.placement,
+        0,
+        [[10], [10]],
+        generator_of(Code(2, 1)),
+        kernels.get("reference"),
+    )
+    starts, words = np.array([0, 2, 3], np.int64), np.zeros(3, np.uint64)
+    delta = Delta(0, 0, np.array([4, 9], np.int64), starts, words)
+    saved = np.empty(3, np.uint64)
+    parity.save([(1, delta)], saved)
+    assert saved.tolist() == [4, 5, 9]
+
+
+# --- comparing parity with rows -----------------------------------------------------------------
+
+
+def from_zero(stripes: Stripes, keeper: int, start: int, stop: int) -> list[tuple[int, Delta]]:
+    """Words start..stop-1 of every block whose parity `keeper` has, as deltas from zero."""
+    found: list[tuple[int, Delta]] = []
+    for rank, blocks in enumerate(stripes.data):
+        for block, words in enumerate(blocks):
+            part = words[start:stop]
+            for row, one in enumerate(stripes.placement.keepers(rank, block)):
+                if one == keeper and len(part):
+                    at, edges = np.array([start], np.int64), np.array([0, len(part)], np.int64)
+                    found.append((rank, Delta(block, row, at, edges, part)))
+    return found
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 40), (0, 7), (13, 29), (39, 45), (40, 50)])
+def test_parity_that_fits_the_rows_does_not_differ(stripes: Stripes, start: int, stop: int) -> None:
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        kept.update_(received)
+    for keeper, kept in enumerate(stripes.kept):
+        assert kept.differing(from_zero(stripes, keeper, start, stop), start, stop) == []
+
+
+def test_one_wrong_bit_is_found_in_its_class(stripes: Stripes, seed: int) -> None:
+    rng = random.Random(seed)
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        kept.update_(received)
+    for keeper, kept in enumerate(stripes.kept):
+        for c, (_, words) in kept.blocks.items():
+            if not len(words):
+                continue
+            at, bit = rng.randrange(len(words)), np.uint64(1 << rng.randrange(64))
+            other = (at + 1) % 40
+            words[at] ^= bit
+            assert kept.differing(from_zero(stripes, keeper, 0, 40), 0, 40) == [c]
+            assert kept.differing(from_zero(stripes, keeper, at, at + 1), at, at + 1) == [c]
+            assert kept.differing(from_zero(stripes, keeper, other, other + 1), other, other + 1) == []
+            words[at] ^= bit
+    for keeper, kept in enumerate(stripes.kept):
+        assert kept.differing(from_zero(stripes, keeper, 0, 40), 0, 40) == []
+
+
+def test_cleared_parity_is_the_code_of_rows_that_are_all_0(stripes: Stripes) -> None:
+    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+        kept.update_(received)
+    for blocks in stripes.data:
+        for words in blocks:
+            words[:] = 0
+    for kept in stripes.kept:
+        kept.clear_()
+    stripes.check()
+
+
+def test_a_delta_for_parity_that_is_not_kept_here_is_refused() -> None:
+    stripes = Stripes(4, 2, 6, random.Random(1), "reference")
+    placement = stripes.placement
+    empty = np.empty(0, np.int64)
+    for sender in range(6):
+        for block in range(2):
+            keepers = placement.keepers(sender, block)
+            for keeper in range(6):
+                for row in range(2):
+                    delta = Delta(block, row, empty, np.zeros(1, np.int64), np.empty(0, np.uint64))
+                    if keepers[row] == keeper:
+                        stripes.kept[keeper].update_([(sender, delta)])
+                        continue
+                    with pytest.raises(InconsistentArenas, match=f"rank {sender} sent rank {keeper}"):
+                        stripes.kept[keeper].update_([(sender, delta)])
