@@ -411,6 +411,19 @@ def test_a_step_that_only_armed_and_captured_is_undone(tmp_path: Path, job: Job,
         assert np.array_equal(space(memory), before)
 
 
+def test_the_initial_state_that_was_prepared_is_committed_as_it_is(tmp_path: Path, job: Job) -> None:
+    """Section 2: transaction 0 came by no inbox; an arena INIT and prepared beside a LIVE one has it."""
+    machines = filled(tmp_path / "a", job)
+    with machines.memories() as memories:
+        memory = memories[0]
+        memory.arena.set("committed", -1)
+        before = space(memory)
+        assert torn(memory).decide(0) == (0, True)
+        assert memory.committed == 0
+        assert np.array_equal(space(memory), before)
+        check_parity(memories, job.placement)
+
+
 # --- a world of one rank ------------------------------------------------------------------------
 
 
