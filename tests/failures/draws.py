@@ -128,7 +128,8 @@ class _Draw:
     ) -> None:
         self._random, self._decks, self._lengths = random_, decks, lengths
         self._setting = setting
-        self._lost: set[int] = set()  # ranks whose memory is gone when the next start begins
+        self._lost: set[int] = set()  # ranks whose memory may be gone when the next start begins
+        self._gone: set[int] = set()  # those of which it most likely is
         self._undo: set[int] = set()  # ranks that have something to undo then
         self._redo: set[int] = set()
 
@@ -143,7 +144,7 @@ class _Draw:
                 event = self._step(step)
                 victims = (dataclasses.replace(event.victims[0], lost=False),)
                 events.append(dataclasses.replace(event, victims=victims, torn=False, raises=True))
-                self._lost = set()
+                self._lost, self._gone = set(), set()
             elif kind == "timed":
                 events.append(self._timed(step))
             elif kind == "timed start":
@@ -168,14 +169,14 @@ class _Draw:
         everybody = set(range(self._setting.ranks))
         who: dict[str, set[int]] = dict.fromkeys(PHASES, everybody)
         if kind == "recovery":
-            survivors = everybody - self._lost
-            newcomers = everybody if self._lost else set[int]()
+            survivors = everybody - self._gone
+            newcomers = everybody if self._gone else set[int]()
             who |= {
                 "attaching": survivors,
-                "creating an arena": set(self._lost),
+                "creating an arena": set(self._gone),
                 "deciding": survivors,
-                "undoing": self._undo - self._lost,
-                "redoing": self._redo - self._lost,
+                "undoing": self._undo - self._gone,
+                "redoing": self._redo - self._gone,
                 "rebuilding": newcomers,
                 "copying replicated state": newcomers,
                 "verifying": newcomers,
@@ -191,6 +192,8 @@ class _Draw:
         torn = calls > 0 and self._random.random() < TORN_SHARE
         lines = self._lengths.of(self._setting, phase, torn=False)
         length = calls if torn else lines or GUESS_LINES
+        if phase == "restoring":  # what had been lost is rebuilt
+            self._gone = {victim.rank for victim in victims if victim.lost}
         if begun:
             everybody = set(range(self._setting.ranks))
             self._undo = everybody if phase in BEFORE_PREPARED else set()
@@ -211,7 +214,7 @@ class _Draw:
     def _victims(self, first: int, begun: bool) -> tuple[Victim, ...]:
         """Who dies together; what is lost with them stays survivable."""
         if begun:  # training has begun, so what was lost is rebuilt
-            self._lost = set()
+            self._lost, self._gone = set(), set()
         others = [rank for rank in range(self._setting.ranks) if rank != first]
         several = self._setting.tolerated if self._random.random() < 0.6 else 1
         ranks = [first, *self._random.sample(others, several - 1)]
@@ -222,4 +225,5 @@ class _Draw:
             if lost:
                 self._lost.add(rank)
             victims.append(Victim(rank, lost))
+        self._gone |= {victim.rank for victim in victims if victim.lost}
         return tuple(victims)
