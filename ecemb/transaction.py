@@ -124,7 +124,8 @@ class Transactions:
         if self._memory.arena.get("prepared") >= transaction:
             self._leave(transaction, error)
         try:
-            self._memory.journal.undo()
+            if self._memory.journal.label == transaction:  # else it was not armed yet, and holds another's
+                self._memory.journal.undo()
             self._replicated.load(self._memory.slots, transaction - 1)
             self._rank_state.unpack(read(self._memory.rank_state))
         finally:
