@@ -29,7 +29,7 @@ from ecemb import kernels, rankstate
 from ecemb.arena import Arena
 from ecemb.code import Code
 from ecemb.directory import Directory
-from ecemb.errors import EcembError, PeerFailure, StepFailed
+from ecemb.errors import PeerFailure, StepFailed
 from ecemb.header import Constants, Header, State, new_arena_id, valid
 from ecemb.kernels.reference import Reference
 from ecemb.memory import Geometry, RankMemory
@@ -56,17 +56,25 @@ class Killed(BaseException):
 
 
 class Moments:
-    """Counts each rank's moments and ends it at the chosen one."""
+    """Counts each rank's moments, and ends or interrupts it at the chosen ones.
 
-    def __init__(self, ends: Mapping[int, int]) -> None:
+    Args:
+        ends: rank -> the moment at which it is killed.
+        interrupts: rank -> the moment at which somebody presses Ctrl-C.
+    """
+
+    def __init__(self, ends: Mapping[int, int], interrupts: Mapping[int, int] | None = None) -> None:
         self.counts: dict[int, int] = {}
         self._ends = dict(ends)
+        self._interrupts = dict(interrupts or {})
 
     def __call__(self) -> None:
         rank = int(threading.current_thread().name)
         self.counts[rank] = self.counts.get(rank, 0) + 1
         if self.counts[rank] >= self._ends.get(rank, 2**63):
             raise Killed
+        if self.counts[rank] == self._interrupts.get(rank):
+            raise KeyboardInterrupt
 
 
 _moments: Callable[[], None] | None = None
@@ -348,13 +356,16 @@ class Rank:
 
     def step(self, body: Callable[[Rank, int], None] | None = None) -> None:
         """What `guard.step()` does, with a user's code in it."""
-        step = self.transactions.begin() - 1
+        step = self.memory.committed
         try:
+            self.transactions.begin()
             self._train(step)
             if body is not None:
                 body(self, step)
             self.transactions.commit()
-        except EcembError as error:
+        except Killed:
+            raise
+        except BaseException as error:
             if self.transactions.in_flight is not None:
                 self.transactions.undo(error)
             raise
@@ -480,6 +491,7 @@ class Machines:
         until: int,
         ends: Mapping[int, int] | None = None,
         body: Callable[[Rank, int], None] | None = None,
+        interrupts: Mapping[int, int] | None = None,
     ) -> Life:
         """One start of the job's workers, up to transaction `until`, or as far as they come."""
         self.generation += 1
@@ -488,7 +500,7 @@ class Machines:
         kept = {header.constants.arena_id for header in valid(self.headers())}
         hub = Hub(self.job.size)
         geometry = self.job.geometry
-        moments = Moments(ends or {})
+        moments = Moments(ends or {}, interrupts)
         ranks: dict[int, Rank] = {}
         failures: dict[int, BaseException] = {}
         arenas: dict[int, Arena] = {}
@@ -597,11 +609,11 @@ class Life:
     committed: int
 
     def unexpected(self) -> dict[int, BaseException]:
-        """What ended a rank other than its own kill, or that of a peer."""
+        """What ended a rank other than its own kill or Ctrl-C, or that of a peer."""
         return {
             rank: error
             for rank, error in self.failures.items()
-            if not isinstance(error, (Killed, PeerFailure, StepFailed))
+            if not isinstance(error, (Killed, KeyboardInterrupt, PeerFailure, StepFailed))
         }
 
 

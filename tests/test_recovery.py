@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
-from simulation import Job, Life, Machines, job_of
+from simulation import Job, Life, Machines, Rank, check_parity, job_of
 
+from ecemb.errors import UndeclaredWrite
 from ecemb.plan import RecoveryPlan
 
 SHAPES = [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 4), (4, 3, 5)]
@@ -27,10 +29,10 @@ class Trial:
         self.rng = rng
         self.history: list[object] = []
 
-    def live(self, until: int, ends: dict[int, int]) -> Life:
+    def live(self, until: int, ends: dict[int, int], interrupts: dict[int, int] | None = None) -> Life:
         plan = self.machines.plan()
-        self.history.append((plan.kind, plan.transaction, plan.lost, ends))
-        life = self.machines.run(until, ends)
+        self.history.append((plan.kind, plan.transaction, plan.lost, ends, interrupts))
+        life = self.machines.run(until, ends, interrupts=interrupts)
         assert not life.unexpected(), life.unexpected()
         assert life.plan == plan
         return life
@@ -134,6 +136,30 @@ def test_every_rank_killed_at_every_moment(
         run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
 
 
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES[:3], (1, 6, 9), strict=True)])
+def test_every_rank_interrupted_at_every_moment(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Ctrl-C: what is not prepared is undone in the process, what is prepared is left to recovery."""
+    rng = random.Random(seed)
+    moments = begun[shape].copy(tmp_path / "rehearsal").run(DONE + 1).moments
+    for rank, end in cases(moments, share, rng):
+        trial = Trial(begun[shape].copy(tmp_path / f"{rank}-{end}"), rng)
+        try:
+            life = trial.live(DONE + 1, some_ends(moments, 0.1, rng), {rank: end})
+            trial.plan_after(life)
+            if rng.random() < 0.5:
+                trial.lose_some()
+            trial.finish(DONE + 2)
+        except BaseException:
+            print(f"kind, transaction, lost, ends, interrupts: {trial.history}")
+            raise
+
+
 @pytest.mark.parametrize("shape", SHAPES[:3])
 def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_path: Path, seed: int) -> None:
     """The initial state is transaction 0 of the same protocol: all of it is kept, or none."""
@@ -177,6 +203,39 @@ def test_every_rank_killed_during_a_rebuild(
         except BaseException:
             print(f"kind, transaction, lost, ends: {trial.history}")
             raise
+
+
+def write_undeclared(rank: Rank, step: int) -> None:
+    """What the guard does when it notices that a row was written behind its back."""
+    if rank.memory.rank == 0 and step == DONE:
+        rank.memory.space.tables[0].columns[0][0] ^= np.uint8(1)
+        rank.memory.arena.set("undeclared", 1)
+        raise UndeclaredWrite("on purpose")
+
+
+@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 2), ((4, 2, 4), 9)])
+def test_every_rank_killed_while_parity_is_made_anew(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Rows that were written undeclared stay as they are; their parity fits them in the end."""
+    rng = random.Random(seed)
+    base = begun[shape].copy(tmp_path / "base")
+    life = base.run(DONE + 1, body=write_undeclared)
+    assert type(life.failures[0]) is UndeclaredWrite
+    assert base.plan().encode
+    moments = base.copy(tmp_path / "rehearsal").run(DONE).moments
+    for rank, end in cases(moments, share, rng):
+        machines = base.copy(tmp_path / f"{rank}-{end}")
+        ends = {**some_ends(moments, 0.3, rng), rank: end}
+        machines.run(DONE, ends)
+        assert not machines.run(DONE + 1).failures, ends
+        assert not machines.plan().encode
+        with machines.memories() as memories:
+            check_parity(memories, machines.job.placement)
 
 
 def test_a_host_that_was_cut_off_and_replaced_comes_back_stale(
