@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .errors import ConfigurationError, StepFailed
+from .errors import ConfigurationError, LayoutMismatch, StepFailed
 from .packing import dump, load, plain
 from .rows import WORD_BYTES, Column, TableLayout
 
@@ -82,8 +82,17 @@ class RankState:
         )
 
     def unpack(self, data: bytes) -> None:
-        """Puts the state back: scalars, the user's objects, generators last."""
+        """Puts the state back: scalars, the user's objects, generators last.
+
+        Raises:
+            LayoutMismatch: another number of objects was packed.
+        """
         saved = load(data)
+        if len(self._stateful) != len(saved["stateful"]):
+            raise LayoutMismatch(
+                f"state= has {len(self._stateful)} objects, and had {len(saved['stateful'])} when the job "
+                f"was started: run the script that started it, or use another job="
+            )
         self._set_scalars(saved["scalars"])
         for item, state in zip(self._stateful, saved["stateful"], strict=True):
             item.load_state_dict(state)

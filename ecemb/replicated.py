@@ -184,11 +184,14 @@ class ReplicatedState:
                 f"{len(self._optimizers)} now): run the script that started it, or use another job="
             )
         for name, tensor in tensors.items():
-            if tensor.shape != saved["model"][name].shape:
+            then = saved["model"][name]
+            if (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
                 raise LayoutMismatch(
-                    f"{name} has shape {tuple(tensor.shape)}, and {tuple(saved['model'][name].shape)} "
-                    f"when the job was started: run the script that started it, or use another job="
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {then.dtype} of shape "
+                    f"{tuple(then.shape)} when the job was started: run the script that started it, or use "
+                    f"another job="
                 )
+        for name, tensor in tensors.items():  # nothing is written before all are known to fit
             tensor.copy_(saved["model"][name])
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             if len(optimizer.param_groups) != len(kept["options"]):
