@@ -1,0 +1,201 @@
+"""What differs by rank comes back as it was: generators, tables' scalars, the user's objects."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ecemb import rankstate
+from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed
+from ecemb.rankstate import RankState
+from ecemb.rows import WORD_BYTES
+
+
+class Counter:
+    """The smallest thing that has a state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = dict(state_dict)
+
+
+@pytest.fixture(autouse=True)
+def _generators() -> Iterator[None]:
+    """Leaves the process's generators as they were."""
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(kept[0])
+    np.random.set_state(kept[1])
+    random.setstate(kept[2])
+
+
+def state_of(*stateful: Any, scalars: dict[str, Any] | None = None) -> RankState:
+    kept = {} if scalars is None else scalars
+    return RankState(stateful, lambda: dict(kept), kept.update)
+
+
+def draw() -> tuple[list[float], ...]:
+    return (
+        torch.randn(7).tolist(),
+        torch.randperm(5).tolist(),
+        np.random.standard_normal(3).tolist(),
+        [float(np.random.randint(1000))],
+        [random.random(), random.gauss(0, 1)],
+    )
+
+
+@pytest.mark.parametrize("before", [0, 1, 700])
+def test_all_generators_go_on_where_they_were(before: int, seed: int) -> None:
+    """Also in the middle of a pair of normal numbers, which numpy and python draw two at a time."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    for _ in range(before):
+        np.random.standard_normal()
+        random.gauss(0, 1)
+        torch.rand(())
+    data = state_of().pack()
+    expected = draw()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    state_of().unpack(data)
+    assert draw() == expected
+
+
+def test_packing_changes_nothing_and_is_repeatable() -> None:
+    """It happens in every step: it must draw nothing, and equal state gives equal bytes."""
+    state = state_of(Counter(a=1), scalars={"t": {"step": 3}})
+    first = state.pack()
+    before = torch.get_rng_state()
+    assert state.pack() == first
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_scalars_and_objects_come_back() -> None:
+    tensor = torch.tensor([1.5, -0.0], dtype=torch.bfloat16)
+    counter = Counter(best=0.25, seen=[1, 2], tensor=tensor, scalar=torch.tensor(7), nothing=None)
+    scalars: dict[str, Any] = {"user": {"step": torch.tensor(3.0)}, "item": {"step": 4}}
+    data = state_of(counter, scalars=scalars).pack()
+    fresh, others = Counter(), {"user": {"step": torch.tensor(0.0)}, "item": {"step": 0}}
+    state_of(fresh, scalars=others).unpack(data)
+    assert fresh.state["best"] == 0.25
+    assert fresh.state["seen"] == [1, 2]
+    assert fresh.state["nothing"] is None
+    assert torch.equal(fresh.state["tensor"].view(torch.int16), tensor.view(torch.int16))
+    assert fresh.state["scalar"].shape == ()
+    assert others == scalars
+
+
+def test_learning_rate_schedules_go_on() -> None:
+    def training() -> tuple[torch.optim.Optimizer, list[Any]]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return optimizer, [warm, decay, plateau]
+
+    def run(optimizer: torch.optim.Optimizer, schedules: list[Any], steps: range) -> list[float]:
+        rates: list[float] = []
+        for step in steps:
+            optimizer.step()
+            schedules[0].step()
+            schedules[1].step()
+            schedules[2].step(np.float64(step // 3))  # metrics are numpy's numbers, as a rule
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    optimizer, schedules = training()
+    run(optimizer, schedules, range(4))
+    data, rate = state_of(*schedules).pack(), optimizer.param_groups[0]["lr"]
+    expected = run(optimizer, schedules, range(4, 9))
+    optimizer, schedules = training()
+    optimizer.step()
+    state_of(*schedules).unpack(data)
+    optimizer.param_groups[0]["lr"] = rate  # options of optimizers are replicated state
+    assert run(optimizer, schedules, range(4, 9)) == expected
+
+
+def test_an_object_without_the_two_methods_is_refused() -> None:
+    for item in (object(), {"a": 1}, [1], 7):
+        with pytest.raises(ConfigurationError, match=f"{type(item).__name__} has not both"):
+            state_of(item)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, np.zeros(2), lambda: 0], ids=str)
+def test_a_state_that_weights_only_refuses_fails_at_once(value: object) -> None:
+    """D6: no pickle is loaded, and a type it refuses is found in protect()."""
+    with pytest.raises(ConfigurationError, match=r"Counter.state_dict\(\)\['x'\].*weights_only=True"):
+        state_of(Counter(x=value))
+
+
+def test_a_state_that_becomes_unreadable_later_fails_when_it_is_packed() -> None:
+    counter = Counter(x=1)
+    state = state_of(counter)
+    counter.state["x"] = {1}
+    with pytest.raises(ConfigurationError, match="is a builtins.set"):
+        state.pack()
+
+
+def test_a_state_dict_that_raises_is_not_hidden() -> None:
+    class Broken(Counter):
+        def state_dict(self) -> Mapping[str, Any]:
+            raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        state_of(Broken())
+
+
+def test_another_number_of_objects_than_was_packed_is_an_error() -> None:
+    data = state_of(Counter(a=1)).pack()
+    with pytest.raises(LayoutMismatch, match=r"state= has 2 objects.* had 1"):
+        state_of(Counter(), Counter()).unpack(data)
+
+
+# --- its record ---------------------------------------------------------------------------------
+
+
+def test_the_record_holds_what_was_written_and_nothing_of_before() -> None:
+    record = np.full(64, 0xFF, np.uint8)
+    rankstate.write_(record, b"first, and longer")
+    rankstate.write_(record, b"second")
+    assert rankstate.read(record) == b"second"
+    assert not record[8 + len(b"second") :].any()
+    rankstate.write_(record, b"")
+    assert rankstate.read(record) == b""
+
+
+def test_a_record_that_was_never_written_is_empty() -> None:
+    assert rankstate.read(np.zeros(64, np.uint8)) == b""
+
+
+def test_a_state_that_has_outgrown_its_record_fails_the_step() -> None:
+    record = np.zeros(32, np.uint8)
+    rankstate.write_(record, bytes(range(24)))
+    before = record.copy()
+    with pytest.raises(StepFailed, match="takes 25 bytes, and 24 were reserved.*out of state="):
+        rankstate.write_(record, bytes(25))
+    assert np.array_equal(record, before)
+
+
+def test_the_room_lets_a_state_double() -> None:
+    for size in (0, 1, 1000, 123_457):
+        room = rankstate.room(size)
+        assert room % WORD_BYTES == 0
+        rankstate.write_(np.zeros(room, np.uint8), bytes(2 * size + 16000))
+        assert rankstate.layout(room).words * WORD_BYTES == room
+
+
+def test_the_layout_is_a_table_of_one_row() -> None:
+    table = rankstate.layout(40)
+    assert (table.rows, table.record_words, table.memory_bytes) == (1, 5, 64)
