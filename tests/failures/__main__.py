@@ -1,6 +1,6 @@
 """`make failures`: kill real processes at random moments, compare bits, print where the kills fell.
 
-    python tests/failures [--kills 60] [--seed N] [--plan FILE]
+    python tests/failures [--kills 80] [--seed N] [--plan FILE]
 
 Ends with code 1 if any run is not bit-identical to the undisturbed one, or if leaving out a part
 of recovery goes unnoticed. What a failed run leaves behind is kept, and its path printed.

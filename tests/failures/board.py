@@ -58,8 +58,8 @@ class Board:
     Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job;
     `rank`, the logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines
     of code run in that phase; `event`, which of the run's events ended it; `lost`, 1 if its memory
-    went with it, 0 if not, 2 if it was not killed but raised; `fell`, the phase it was in then.
-    Texts: `place`, the line at which it ended itself; `arena`, its file.
+    went with it, 0 if not, 2 if it was not killed but raised, 3 if torchrun was killed; `fell`, the
+    phase it was in then. Texts: `place`, the line at which it ended itself; `arena`, its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,6 +123,11 @@ class Board:
         """Write down at which event the process was made to raise."""
         self.fell(event, lost=False)
         self.set("lost", 2)
+
+    def orphaned(self, event: int) -> None:
+        """Write down at which event the process ended with torchrun."""
+        self.fell(event, lost=False)
+        self.set("lost", 3)
 
     @property
     def alive(self) -> bool:

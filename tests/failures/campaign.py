@@ -13,10 +13,11 @@ from pathlib import Path
 
 from failures.board import PHASES
 from failures.draws import Dealer, Lengths
-from failures.driver import Digests, Outcome, differences, run
+from failures.driver import WHAT, Digests, Outcome, differences, run
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
 
-KILLS = 60
+KILLS = 80
+COLUMNS = (*WHAT, "identical")
 PARITY = "stripe classes whose parity is wrong"  # one of the digests
 
 # For each part of recovery: a death after which it is needed.
@@ -137,7 +138,7 @@ class _Table:
             self._runs[name].append((identical, len(outcome.deaths), outcome.seconds))
 
     def __str__(self) -> str:
-        lines = ["", f"{'killed while':32}{'process':>9}{'memory':>9}{'exception':>11}{'identical':>11}"]
+        lines = ["", f"{'died while':32}" + "".join(f"{name:>11}" for name in COLUMNS)]
         total = Counter[str]()
         for phase in PHASES:
             row = self._deaths[phase]
@@ -145,13 +146,13 @@ class _Table:
             if row:
                 lines.append(_row(phase, row))
         lines += [_row("all", total), ""]
-        lines.append(f"{'trained':32}{'runs':>9}{'kills':>9}{'identical':>11}{'seconds':>9}")
+        lines.append(f"{'trained':32}{'runs':>11}{'kills':>11}{'identical':>11}{'seconds':>11}")
         for name, runs in sorted(self._runs.items()):
             same, kills = sum(run[0] for run in runs), sum(run[1] for run in runs)
             seconds = sum(run[2] for run in runs)
-            lines.append(f"{name:32}{len(runs):9}{kills:9}{same:11}{seconds:9.0f}")
+            lines.append(f"{name:32}{len(runs):11}{kills:11}{same:11}{seconds:11.0f}")
         return "\n".join(lines)
 
 
 def _row(name: str, row: Counter[str]) -> str:
-    return f"{name:32}{row['process']:9}{row['memory']:9}{row['exception']:11}{row['identical']:11}"
+    return f"{name:32}" + "".join(f"{row[column]:11}" for column in COLUMNS)

@@ -34,6 +34,8 @@ KINDS = (
     ("step", "recovery", "recovery", "step"),
     ("timed", "step", "recovery", "closing"),
     ("raise", "recovery", "step", "timed"),
+    ("agreed", "redo", "redo", "step"),
+    ("step", "agent", "recovery", "agent start"),
 )
 
 BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "delta", "exchange")
@@ -145,10 +147,17 @@ class _Draw:
                 victims = (dataclasses.replace(event.victims[0], lost=False),)
                 events.append(dataclasses.replace(event, victims=victims, torn=False, raises=True))
                 self._lost, self._gone = set(), set()
-            elif kind == "timed":
-                events.append(self._timed(step))
-            elif kind == "timed start":
-                events.append(self._timed(None))
+            elif kind == "agreed":
+                first = self._random.randrange(self._setting.ranks)
+                length = self._lengths.of(self._setting, "apply", torn=False) or GUESS_LINES
+                line = self._random.randint(1, length)
+                events.append(Exact((Victim(first, False),), "apply", step, line))
+            elif kind == "redo":
+                events.append(self._exact("redoing", None, [events[0].victims[0].rank], begun=False))
+            elif kind in ("timed", "agent"):
+                events.append(self._timed(step, agent=kind == "agent"))
+            elif kind in ("timed start", "agent start"):
+                events.append(self._timed(None, agent=kind == "agent start"))
             elif kind == "closing":
                 events.append(self._exact("closing", None, range(self._setting.ranks), begun=True))
             else:
@@ -200,16 +209,16 @@ class _Draw:
             self._redo = {first} if phase in AFTER_AGREED else set()
         return Exact(victims, phase, step, self._random.randint(1, length), torn)
 
-    def _timed(self, step: int | None) -> Event:
+    def _timed(self, step: int | None, *, agent: bool) -> Event:
         first = self._random.randrange(self._setting.ranks)
         victims = self._victims(first, step is not None)
         if step is not None:
             self._undo, self._redo = set(), set()
         pause_s = self._random.random() * TIMED_PAUSE_S
         if step is not None:
-            return Timed(victims, None, step, pause_s)
+            return Timed(victims, None, step, pause_s, agent)
         starts = [phase for phase, group in PHASES.items() if group in STARTING]
-        return Timed(victims, self._random.choice(starts[1:]), None, pause_s)
+        return Timed(victims, self._random.choice(starts[1:]), None, pause_s, agent)
 
     def _victims(self, first: int, begun: bool) -> tuple[Victim, ...]:
         """Who dies together; what is lost with them stays survivable."""

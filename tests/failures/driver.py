@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from failures.board import NAMES, Board
-from failures.plan import Plan, Timed
+from failures.plan import Plan, Timed, Victim
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.004
 START_S = 180.0  # at most: a start, and the training after it
-END_S = 60.0  # at most: what forked children take to notice that they are orphans
+END_S = 120.0  # at most: what orphans take to notice that they are
 
-WHAT = ("process", "memory", "exception")
+WHAT = ("process", "memory", "exception", "torchrun")
 
 Digests = dict[int, dict[str, str]]
 
@@ -41,7 +41,8 @@ class Death:
         rank: its logical rank; torchrun's if it had none yet.
         phase: one of `board.PHASES`.
         step: the step that it was in last; -1 before the first of that start.
-        what: that died: "process", or with it its "memory"; or it was only an "exception".
+        what: that died: its "process", or with it its "memory", or it with "torchrun"; or nothing, if
+            it was an "exception".
         place: the line at which it killed itself; empty if somebody else did.
     """
 
@@ -127,20 +128,24 @@ class _Job:
         self._start_began = self.began
         self._due: float | None = None
         self._done_events: set[int] = set()
+        self.process = self._launch(0)
+
+    def _launch(self, first: int) -> subprocess.Popen[bytes]:
+        """Torchrun, whose workers begin with start number `first`."""
         environment = {
             **os.environ,
             "ECEMB_FAILURES": str(self.folder),
+            "ECEMB_FAILURES_FIRST": str(first),
             "ECEMB_ARENAS": str(self.arenas),
-            "PYTHONPATH": os.pathsep.join([os.environ.get("ECEMB_ROOT", str(ROOT)), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "OMP_NUM_THREADS": "1",
         }
+        ranks, restarts = self.plan.setting.ranks, len(self.plan.events) - first
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={plan.setting.ranks}", f"--max-restarts={len(plan.events)}"]
-        command += ["--monitor-interval=0.05", str(Path(__file__).with_name("worker.py"))]
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+        command += [str(Path(__file__).with_name("worker.py"))]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     @property
     def ended(self) -> bool:
@@ -170,11 +175,28 @@ class _Job:
         if self._due is None or now < self._due:
             return
         self._done_events.add(self._start)
+        if event.agent:
+            self._kill_agent(boards, victims)
+            return
         alive = [board for board in here if board.alive]
         for board in alive:
             os.kill(board.get("pid"), signal.SIGKILL)
         for board in alive:
             board.fell(self._start, victims[board.known_rank].lost)
+
+    def _kill_agent(self, boards: list[Board], victims: dict[int, Victim]) -> None:
+        alive = [board for board in boards if board.alive]
+        if self.ended:
+            return
+        self.process.kill()
+        self.process.wait()
+        for board in alive:
+            victim = victims.get(board.known_rank)
+            if victim is not None and victim.lost:
+                board.fell(self._start, lost=True)
+            else:
+                board.orphaned(self._start)
+        self.process = self._launch(self._start + 1)
 
     def _look(self) -> list[Board]:
         with os.scandir(self.folder / "boards") as entries:

@@ -30,7 +30,8 @@ import ecemb
 from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, transaction
 from ecemb.kernels.cpu import Cpu
 
-FOLDER = "ECEMB_FAILURES"  # the environment's variable that names the run's folder
+# The environment's variables that name the run's folder, and the first start of this torchrun.
+FOLDER, FIRST = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST"
 
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
@@ -49,7 +50,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = Plan.read(folder / "plan.json")
-        self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.start = int(os.environ[FIRST]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.board = Board.create(folder / "boards", os.getpid())
         self.board.set("worker", int(os.environ["RANK"]))
         self.board.set("start", self.start)

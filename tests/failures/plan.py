@@ -77,12 +77,14 @@ class Timed:
         phase: in this phase, or in a later one of `board.PHASES`; None for any.
         step: in this step, or in a later one; None for a phase before the first.
         pause_s: the time that then passes.
+        agent: torchrun itself is killed, all workers end with it, and it is launched again.
     """
 
     victims: tuple[Victim, ...]
     phase: str | None
     step: int | None
     pause_s: float
+    agent: bool = False
 
 
 Event = Exact | Timed

@@ -133,4 +133,5 @@ def test_plans_meet_the_promise(seed: int) -> None:
     assert len(exact) >= len(NAMES) // 2
     assert any(len(event.victims) == 2 for event in events)
     assert any(isinstance(event, Exact) and event.raises for event in events)
+    assert any(isinstance(event, Timed) and event.agent for event in events)
     assert {victim.lost for event in events for victim in event.victims} == {True, False}
