@@ -67,7 +67,7 @@ class Transport:
         """Sends row p of `send` to rank p, point to point, so that `leave` can stand in for it. All ranks.
 
         Args:
-            send: int64 [world_size, h], read.
+            send: int64 [world_size, h], read; may not change afterwards.
             what: names the wait in the error.
 
         Returns:
@@ -83,7 +83,7 @@ class Transport:
             works.append(
                 self._started(lambda: dist.irecv(row, group=self._group, group_src=peer, tag=_TELL), what)  # noqa: B023
             )
-        works += self._told(send, what)
+        self._last_words = (self._told(send, what), send)  # not waited for: who left isn't listening
         for work in works:
             self._finish(work, what)
         return received
@@ -91,7 +91,8 @@ class Transport:
     def leave(self, send: Ints) -> None:
         """Says its part of `tell` without waiting for anybody: a last word before this process ends."""
         try:
-            self._last_words = (self._told(send, "leaving"), send)  # kept alive until they are read
+            said = self._told(send, "leaving")
+            self._last_words = (self._last_words, said, send)  # kept alive until they are read
         except PeerFailure as error:
             logger.debug("no peer is left to be told: %s", error)
 
