@@ -1,0 +1,546 @@
+"""The guard on real ranks: what each call order gives, what a failed step and a restart leave behind.
+
+Every start of processes is shared by many facts, since it takes seconds. Recoveries from deaths at every
+moment are in tests/failures; here the starts are few, and what the user sees is looked at closely.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RankFailed, run_ranks
+from torch import Tensor, nn
+
+import ecemb
+from ecemb import recovery
+from ecemb.directory import arenas
+from ecemb.errors import (
+    ConfigurationError,
+    EcembError,
+    LayoutMismatch,
+    NotInitialized,
+    PeerFailure,
+    PlacementError,
+    RendezvousError,
+    StepFailed,
+    UndeclaredWrite,
+    UsageError,
+)
+from ecemb.header import Header, State
+
+CONTEXT = multiprocessing.get_context("forkserver")
+TIMEOUT_S = 60
+
+
+# --- starts -------------------------------------------------------------------------------------
+
+
+def launch(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """Calls `function(folder, meet, *args)` on each worker, as a launcher without an agent would.
+
+    No worker ends before all others have returned, unless one fails.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    meet = CONTEXT.Barrier(world_size)
+    return run_ranks(
+        world_size, _work, world_size, port, meet, function, folder, *args, group=False, deadline_s=120
+    )
+
+
+def _work(
+    index: int, world_size: int, port: int, meet: Barrier, function: Callable[..., Any], *args: Any
+) -> Any:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
+    os.environ.update(
+        RANK=str(index), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    folder, *others = args
+    result = function(folder, meet, *others)
+    meet.wait(TIMEOUT_S)
+    return result
+
+
+def initialise(folder: Path) -> None:
+    ecemb.init_process_group("gloo", job="guard", arena_dir=folder, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+def headers(folder: Path) -> dict[int, Header]:
+    """What lies in the arenas, by rank."""
+    found = [one.header for one in arenas(folder) if one.header is not None]
+    return {header.constants.rank: header for header in found}
+
+
+@contextmanager
+def refused(error: type[EcembError], *words: str) -> Iterator[None]:
+    """The body raises exactly this class, with all these words in its message."""
+    with pytest.raises(EcembError) as caught:
+        yield
+    assert type(caught.value) is error, repr(caught.value)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+class Broken(Exception):
+    """Raised by a training script."""
+
+
+# --- trainings ----------------------------------------------------------------------------------
+
+
+class Progress:
+    """State that differs by rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses[-4:]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+class Training:
+    """A dense head over tables, with random numbers of every generator in each step.
+
+    Args:
+        model: has `head`, which is dense.
+        tables: those by hand.
+        weights: of all tables.
+        look_up: gives features [batch, 3] for the head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: dict[str, nn.Module],
+        weights: list[nn.Parameter],
+        look_up: Callable[[], Tensor],
+    ) -> None:
+        self.model, self.tables, self.weights, self.look_up = model, tables, weights, look_up
+        self.sparse = torch.optim.Adagrad([{"params": weights}], lr=0.1)
+        self.dense = torch.optim.Adam(model.head.parameters(), lr=0.01)
+        self.progress = Progress()
+        rank = dist.get_rank()
+        torch.manual_seed(100 + rank)
+        np.random.seed(200 + rank)
+        random.seed(300 + rank)
+
+    def protect(self, n: int, k: int, **options: Any) -> ecemb.Guard:
+        arguments = {"optimizers": [self.sparse, self.dense], "tables": self.tables, "state": self.progress}
+        return ecemb.protect(self.model, code=ecemb.Code(n, k), **{**arguments, **options})
+
+    def body(self) -> None:
+        """One step's work: changes everything that there is."""
+        self.sparse.zero_grad()
+        self.dense.zero_grad()
+        noise = random.random() + float(np.random.random()) + torch.rand(())
+        loss = (self.model.head(self.look_up()) * noise).square().sum()
+        loss.backward()
+        for parameter in self.model.head.parameters():
+            dist.all_reduce(parameter.grad)
+        self.sparse.step()
+        self.dense.step()
+        self.progress.losses.append(loss.item())
+
+    def snapshot(self) -> dict[str, str]:
+        """A hash of everything that a failed step must not change, by name."""
+        found: dict[str, Any] = {"progress": self.progress.losses[-4:]}
+        found |= {f"table {i}": weight for i, weight in enumerate(self.weights)}
+        for i, weight in enumerate(self.weights):
+            found |= {f"table {i} {name}": value for name, value in self.sparse.state[weight].items()}
+        for name, parameter in self.model.head.named_parameters():
+            found[f"head {name}"] = parameter
+            found |= {f"head {name} {key}": value for key, value in self.dense.state[parameter].items()}
+        found["torch"] = torch.get_rng_state()
+        found["numpy"] = [
+            part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()
+        ]
+        found["python"] = random.getstate()
+        return {name: digest(value) for name, value in found.items()}
+
+
+def digest(value: object) -> str:
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        data = repr(value).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+class Bags(nn.Module):
+    """Two sharded tables, the second of one row: all ranks' shards but the first one's are empty."""
+
+    def __init__(self, users: int = 9, name: str = "users") -> None:
+        super().__init__()
+        self.table = nn.ModuleDict(
+            {
+                name: ecemb.nn.ShardedEmbeddingBag(users, 3, device="meta"),
+                "tiny": ecemb.nn.ShardedEmbeddingBag(1, 3, dtype=torch.float64, device="meta"),
+            }
+        )
+        self.head = nn.Linear(3, 1)
+
+
+def bags(**options: Any) -> Training:
+    torch.manual_seed(1)
+    model = Bags(**options)
+    users, tiny = model.table.values()
+
+    def look_up() -> Tensor:
+        zeros = torch.zeros(4, 1, dtype=torch.int64)
+        return users(torch.randint(8, (4, 2))) + tiny(zeros).float()  # the last user is never met
+
+    return Training(model, {}, [users.weight, tiny.weight], look_up)
+
+
+def differing_tables() -> Training:
+    """Tables by hand: rank 0 has two, rank 1 another one, rank 2 none, rank 3 one without rows."""
+    torch.manual_seed(1)
+    model = nn.Module()
+    model.head = nn.Linear(3, 1)
+    shards = {
+        0: {"a": nn.EmbeddingBag(9, 3, sparse=True), "b": nn.EmbeddingBag(4, 3, sparse=True)},
+        1: {"c": nn.EmbeddingBag(30, 3, sparse=True, dtype=torch.float64, device="meta")},
+        2: {},
+        3: {"a": nn.EmbeddingBag(0, 3, sparse=True)},
+    }
+    tables: dict[str, nn.Module] = dict(shards[dist.get_rank()])
+
+    def look_up() -> Tensor:
+        features = torch.rand(4, 3)
+        for table in tables.values():
+            if rows := table.weight.shape[0]:
+                features = features + table(torch.randint(rows, (4, 2))).float()
+        return features
+
+    return Training(model, tables, [table.weight for table in tables.values()], look_up)
+
+
+def parity_fits(guard: ecemb.Guard) -> bool:
+    """Whether all parity kept here is what the rows give. All ranks."""
+    memory = guard._memory
+    longest = recovery._longest_block(memory)
+    received = recovery._collect(memory, guard._transport, 0, longest, "comparing parity with rows")
+    return not memory.parity.differing(received, 0, longest)
+
+
+# --- one rank: every call order ------------------------------------------------------------------
+
+
+def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
+    model = nn.Linear(2, 2)
+    table = nn.Embedding(6, 2, sparse=True)
+    with refused(NotInitialized, "ecemb.init_process_group"):
+        ecemb.protect(model, tables={"user": table}, code=ecemb.Code(2, 1))
+    initialise(folder)
+    with refused(UsageError, "initialised already"):
+        initialise(folder)
+
+    given: dict[str, Any] = {"tables": {"user": table}, "code": ecemb.Code(2, 1)}
+    for options, words in (
+        ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
+        ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
+        ({"optimizers": [model]}, ("optimizers=", "Linear")),
+        ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
+        ({"state": [object()]}, ("state=", "object", "load_state_dict")),
+    ):
+        with refused(ConfigurationError, *words):
+            ecemb.protect(model, **{**given, **options})
+    with refused(ConfigurationError, "repeats keys", "'table.tiny'"):
+        ecemb.protect(Bags(), **{**given, "tables": {"table.tiny": table}})
+    assert headers(folder) == {}
+
+    training = bags()
+    guard = training.protect(4, 3)  # one rank needs none of the code
+    with refused(UsageError, "a guard already", "once"):
+        training.protect(4, 3)
+    assert guard.recovery.kind == "fresh" and guard.recovery.step == guard.next_step == 0
+    assert guard.recovery.lost == () and guard.recovery.undone_rows == guard.recovery.rebuilt_bytes == 0
+    assert not guard.recovery.redone
+    assert guard.tables == ["table.users", "table.tiny"]
+
+    with refused(UsageError, "outside of a step"):
+        training.body()
+    with refused(UsageError, "'table.users'", "inside `with guard.step():`"):
+        guard.touch("table.users", torch.tensor([0]))
+    with guard.step() as step:
+        assert step.number == 0
+        with refused(UsageError, "inside guard.step()", "step 0 is still open"), guard.step():
+            pass
+        with refused(UsageError, "guard.close()", "inside guard.step()"):
+            guard.close()
+        with refused(UsageError, "'users'", "'table.users'"):
+            guard.touch("users", torch.tensor([0]))
+        guard.touch("table.users", torch.tensor([8, 0]))
+        with torch.no_grad():
+            training.weights[0][torch.tensor([0, 8])] = 4.0
+        training.body()
+    assert guard.next_step == 1
+    assert (training.weights[0][8] == 4.0).all()
+
+    stats = guard.stats()
+    assert (stats["next_step"], stats["steps"], stats["sent_bytes"]) == (1, 1, 0)
+    assert 2 <= stats["captured_rows"] <= 9 + 1 + 1
+    assert set(stats["seconds"]) == {"capture", "state", "delta", "exchange", "agree", "apply"}
+    assert stats["bytes"]["tables"] == 9 * (12 + 12) + 1 * (24 + 24)
+    assert set(stats["bytes"]) >= {"rows", "row_journal", "parity", "inbox", "slot0", "slot1"}
+    assert stats["bytes"]["rows"] > stats["bytes"]["tables"] and stats["bytes"]["parity"] == 0
+
+    before = training.snapshot()
+    with pytest.raises(Broken), guard.step():  # noqa: PT012
+        training.body()
+        raise Broken("two\nlines")
+    assert training.snapshot() == before
+    for call in (guard.close, lambda: guard.step().__enter__()):
+        with refused(StepFailed, "step 1 failed", "Broken: two)", "from step 1"):
+            call()
+    assert headers(folder)[0].state is State.LIVE
+    return before
+
+
+def call_orders_again(folder: Path, meet: Barrier, before: dict[str, str]) -> None:
+    initialise(folder)
+    training = bags()
+    guard = training.protect(4, 3)
+    assert (guard.recovery.kind, guard.recovery.step, guard.next_step) == ("process", 1, 1)
+    assert training.snapshot() == before
+    with guard.step():
+        training.body()
+    assert guard.next_step == 2 and guard.stats()["steps"] == 1
+    weight = training.weights[0].detach().clone()
+    guard.close()
+    guard.close()
+    assert headers(folder) == {}
+    for call in (lambda: guard.step().__enter__(), lambda: guard.touch("table.users", torch.tensor([0]))):
+        with pytest.raises(UsageError):
+            call()
+    assert torch.equal(training.weights[0], weight)
+    training.body()  # nothing is watched any more
+
+
+def test_every_call_order_on_one_rank(tmp_path: Path) -> None:
+    [before] = launch(1, call_orders, tmp_path)
+    launch(1, call_orders_again, tmp_path, before)
+
+
+# --- a step that fails on one of several ranks ---------------------------------------------------
+
+
+def fail_on_rank_1(folder: Path, meet: Barrier) -> tuple[int, dict[str, str]]:
+    initialise(folder)
+    rank = dist.get_rank()
+    training = differing_tables()
+    guard = training.protect(3, 2)
+    assert guard.tables == [["a", "b"], ["c"], [], ["a"]][rank]
+    for number in range(2):
+        with guard.step() as step:
+            assert step.number == number == guard.next_step
+            training.body()
+    assert parity_fits(guard)
+    before = training.snapshot()
+    if rank == 1:
+        with pytest.raises(Broken), guard.step():  # noqa: PT012
+            training.body()
+            guard.touch("c", torch.tensor([3]))
+            with torch.no_grad():
+                training.weights[0][3] = -1.0
+            assert training.snapshot() != before
+            raise Broken("two\nlines")
+    else:
+        with refused(StepFailed, "step 2 failed on ranks [1]", "from step 2"), guard.step():
+            training.body()
+    assert training.snapshot() == before
+    assert guard.next_step == 2 and guard.stats()["steps"] == 2
+    for call in (lambda: guard.step().__enter__(), guard.close):
+        with refused(StepFailed, "step 2 failed", "Broken: two)" if rank == 1 else "StepFailed", "restarts"):
+            call()
+    assert training.snapshot() == before
+    return rank, before
+
+
+def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, dict[str, str]]) -> None:
+    initialise(folder)
+    rank = dist.get_rank()
+    training = differing_tables()
+    guard = training.protect(3, 2)
+    report = guard.recovery
+    assert (report.kind, report.step, report.lost) == ("memory", 2, (0,))
+    assert (report.rebuilt_bytes > 0) is (rank == 0)
+    assert {"agree", "attach", "decide", "rebuild", "replicated", "verify", "restore"} <= set(report.seconds)
+    assert "[0] lost their memory" in str(report) and "from step 2" in str(report)
+    assert training.snapshot() == before[rank]
+    with guard.step() as step:
+        assert step.number == 2
+        training.body()
+    assert parity_fits(guard)
+    guard.close()
+    assert torch.isfinite(training.model.head.weight).all()
+
+
+def test_a_step_that_fails_on_one_rank_and_ranks_whose_tables_differ(tmp_path: Path) -> None:
+    before = dict(launch(4, fail_on_rank_1, tmp_path))
+    assert {rank: header.committed for rank, header in headers(tmp_path).items()} == dict.fromkeys(
+        range(4), 2
+    )
+    for one in arenas(tmp_path):
+        if one.header is not None and one.header.constants.rank == 0:
+            one.path.unlink()
+    launch(4, go_on_without_rank_0s_memory, tmp_path, before)
+    assert headers(tmp_path) == {}
+
+
+# --- restarts -----------------------------------------------------------------------------------
+
+
+def be_killed_in_step_3(folder: Path, meet: Barrier) -> None:
+    initialise(folder)
+    rank = dist.get_rank()
+    training = bags()
+    guard = training.protect(2, 1)
+    for _ in range(3):
+        with guard.step():
+            training.body()
+    stats = guard.stats()
+    assert (stats["next_step"], stats["steps"]) == (3, 3)
+    assert stats["sent_bytes"] > 0 and stats["bytes"]["parity"] > 0
+    (folder / f"{rank}.json").write_text(json.dumps([training.snapshot(), training.progress.losses]))
+    with guard.step():
+        training.body()
+        guard.touch("table.users", torch.tensor([1]))
+        with torch.no_grad():
+            training.weights[0][1] = -1.0
+        meet.wait(TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_as_one(folder: Path, meet: Barrier) -> None:
+    with refused(RendezvousError, "'guard'", "2 ranks", "this launch has 1", "launch 2"):
+        initialise(folder)
+
+
+def write_undeclared(folder: Path, meet: Barrier, before: dict[int, Any]) -> None:
+    initialise(folder)
+    rank = dist.get_rank()
+    for other, words in (
+        ({"users": 11}, ("'table.users'", "then", "now")),
+        ({"name": "people"}, ("'table.people'", "'table.users'")),
+    ):
+        with refused(LayoutMismatch, "'guard'", "another job=", *words):
+            bags(**other).protect(2, 1)
+    with refused(LayoutMismatch, "code (2, 1) then and (3, 2) now"):
+        bags().protect(3, 2)
+
+    training = bags()
+    guard = training.protect(2, 1)
+    report = guard.recovery
+    assert (report.kind, report.step, report.lost, guard.next_step) == ("process", 3, (), 3)
+    assert report.undone_rows > 0 and report.rebuilt_bytes == 0 and not report.redone
+    assert "encode" not in report.seconds
+    assert [training.snapshot(), training.progress.losses] == before[rank]
+    assert parity_fits(guard)
+
+    if rank == 1:
+        with refused(UndeclaredWrite, "'table.users'", "guard.touch('table.users', rows)"), guard.step():
+            training.body()
+            with torch.no_grad():
+                training.weights[0][3] = 7.0  # the last user
+    else:
+        with refused(StepFailed, "failed on ranks [1]"), guard.step():
+            training.body()
+    meet.wait(TIMEOUT_S)
+    assert {rank: header.undeclared for rank, header in headers(folder).items()} == {0: 0, 1: 1}
+    meet.wait(TIMEOUT_S)
+
+
+def make_parity_anew(folder: Path, meet: Barrier, before: dict[int, Any]) -> None:
+    initialise(folder)
+    rank = dist.get_rank()
+    training = bags()
+    guard = training.protect(2, 1)
+    report = guard.recovery
+    assert (report.kind, report.step) == ("process", 3)
+    assert "encode" in report.seconds
+    assert guard._memory.arena.get("undeclared") == 0
+    assert parity_fits(guard)
+    differing = {name for name, value in training.snapshot().items() if before[rank][0][name] != value}
+    assert differing == ({"table 0"} if rank == 1 else set())
+    if rank == 1:
+        assert (training.weights[0][3] == 7.0).all()
+    with guard.step():
+        training.body()
+    assert parity_fits(guard)
+    guard.close()
+
+
+def test_restarts_of_a_killed_job(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="died"):
+        launch(2, be_killed_in_step_3, tmp_path)
+    before = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)}
+    left = headers(tmp_path)
+    assert {rank: (header.state, header.prepared) for rank, header in left.items()} == {
+        0: (State.LIVE, 3),
+        1: (State.LIVE, 3),
+    }
+    launch(1, start_as_one, tmp_path)
+    assert headers(tmp_path) == left
+    launch(2, write_undeclared, tmp_path, before)
+    assert {rank: header.undeclared for rank, header in headers(tmp_path).items()} == {0: 0, 1: 1}
+    launch(2, make_parity_anew, tmp_path, before)
+    assert headers(tmp_path) == {}
+
+
+# --- starts that are refused --------------------------------------------------------------------
+
+
+def refusals(folder: Path, meet: Barrier) -> None:
+    initialise(folder)
+    rank = dist.get_rank()
+    with refused(PlacementError, "code (4, 3)", "there are 2", "(2, 1)"):
+        bags().protect(4, 3)
+    with refused(PlacementError, "code (2, 1)", "failure domains"):
+        bags().protect(2, 1, failure_domain="host")
+    with refused(ConfigurationError, "different codes", "0: [[2, 1]", "1: [[3, 1]"):
+        bags().protect(2 + rank, 1)
+    with refused(ConfigurationError, "no table to protect on any rank"):
+        ecemb.protect(nn.Linear(2, 2), code=ecemb.Code(2, 1))
+    training = bags()
+    if rank == 1:
+        with refused(ConfigurationError, "state=", "object"):
+            training.protect(2, 1, state=object())
+    else:
+        with refused(PeerFailure, "1"):
+            training.protect(2, 1)
+    assert headers(folder) == {}
+
+    training = bags()
+    with torch.no_grad():
+        training.model.head.weight += rank
+    words = ("dense parameters", "differ between ranks", "seed all ranks alike", "ecemb.protect()")
+    with refused(ConfigurationError, *words):
+        training.protect(2, 1)
+    meet.wait(TIMEOUT_S)
+    assert list(arenas(folder)) == []
+
+
+def test_starts_that_are_refused_leave_nothing(tmp_path: Path) -> None:
+    launch(2, refusals, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
