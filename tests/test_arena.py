@@ -94,7 +94,7 @@ class TestCreate:
         for word in WORDS:
             expected = {"state": State.INIT, "pid": os.getpid()}
             if word != "pid_start":
-                default = 0 if word.endswith("_bytes") or word == "heartbeat" else NONE
+                default = 0 if word.endswith("_bytes") or word == "undeclared" else NONE
                 assert arena.get(word) == expected.get(word, default), word
         assert arena.path == directory.path / f"{arena.constants.arena_id}.arena"
         assert arena.path.stat().st_mode & 0o777 == 0o600
