@@ -1,0 +1,309 @@
+"""A step commits on all ranks or on none: failures of one rank, and calls in the wrong order.
+
+Ranks are threads here (see simulation.py); that kills at every moment do no harm is test_recovery.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from simulation import Hub, Life, Machines, Position, Rank, Wires, alone, job_of
+
+from ecemb import rankstate
+from ecemb.errors import (
+    ConfigurationError,
+    NotEnoughSpace,
+    PeerFailure,
+    StepFailed,
+    UsageError,
+)
+from ecemb.memory import RankMemory
+from ecemb.replicated import ReplicatedState, Slots
+from ecemb.rows import Column, TableLayout
+from ecemb.transaction import EXIT_UNDECIDED, Transactions
+
+DONE = 2
+
+
+@pytest.fixture
+def machines(tmp_path: Path, seed: int) -> Machines:
+    """A job of four ranks that has done two steps."""
+    begun = Machines(tmp_path / "job", job_of(4, 2, 4, random.Random(seed)))
+    assert not begun.run(DONE).failures
+    return begun
+
+
+def goes_on(machines: Machines) -> Life:
+    """The restart: nothing of the failed step is left, and the job ends as if it had never been."""
+    life = machines.run(DONE + 2)
+    assert not life.failures
+    assert life.plan.kind == "process"
+    assert life.plan.transaction == DONE
+    machines.check(DONE + 2)
+    return life
+
+
+# --- one rank fails -----------------------------------------------------------------------------
+
+
+def raising(rank: int, error: BaseException) -> Callable[[Rank, int], None]:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == rank:
+            raise error
+
+    return body
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), MemoryError(), SystemExit(3)], ids=repr)
+def test_an_exception_on_one_rank_undoes_the_step_on_all(error: BaseException, machines: Machines) -> None:
+    life = machines.run(DONE + 1, body=raising(2, error))
+    assert life.failures.pop(2) is error
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("failed on ranks [2]" in str(one) for one in life.failures.values())
+    assert all("goes on from step 2" in str(one) for one in life.failures.values())
+    machines.check(DONE)
+    for rank, one in life.ranks.items():
+        position = Position(rank)
+        for step in range(DONE):
+            position.run(step)
+        assert one.position.value == position.value
+        assert one.transactions.in_flight is None
+    goes_on(machines)
+
+
+def test_all_ranks_that_failed_are_named(machines: Machines) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank != 1:
+            raise ValueError(step)
+
+    life = machines.run(DONE + 1, body=body)
+    assert "failed on ranks [0, 2, 3]" in str(life.failures[1])
+    goes_on(machines)
+
+
+def test_dense_state_is_taken_back(machines: Machines) -> None:
+    life = machines.run(DONE + 1, body=raising(0, ValueError()))
+    weights = {one.model.weight.detach().numpy().tobytes() for one in life.ranks.values()}
+    expected = torch.tensor(1.0)
+    for step in range(DONE):
+        expected = expected * 1.5 + step
+    assert weights == {expected.expand(1, 2).contiguous().numpy().tobytes()}
+
+
+def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[..., object]]:
+    """One rank's `RankMemory` method raises."""
+    method = getattr(RankMemory, name)
+
+    def fails(self: RankMemory, *args: object) -> object:
+        if self.rank == rank and self.committed == DONE:
+            raise error
+        return method(self, *args)
+
+    return mock.patch.object(RankMemory, name, fails)
+
+
+def test_a_journal_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
+    with failing_on(3, "capture_rank_state", NotEnoughSpace("full")):
+        life = machines.run(DONE + 1)
+    assert type(life.failures.pop(3)) is NotEnoughSpace
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    goes_on(machines)
+
+
+def test_an_inbox_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
+    """After the heads were exchanged the others learn it by the rank's end; nobody has prepared."""
+    with failing_on(1, "receive", NotEnoughSpace("full")):
+        life = machines.run(DONE + 1)
+    assert type(life.failures.pop(1)) is NotEnoughSpace
+    assert {type(one) for one in life.failures.values()} == {PeerFailure}
+    machines.check(DONE)
+    goes_on(machines)
+
+
+def test_a_state_that_cannot_be_packed_fails_the_step_on_all(machines: Machines) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 0:
+            one.position.pack = mock.Mock(side_effect=ConfigurationError("a set"))
+
+    life = machines.run(DONE + 1, body=body)
+    assert type(life.failures.pop(0)) is ConfigurationError
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    goes_on(machines)
+
+
+def test_replicas_that_drift_apart_are_noticed_in_the_first_step(tmp_path: Path, seed: int) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 1:
+            with torch.no_grad():
+                one.model.bias.add_(1)
+
+    machines = Machines(tmp_path / "job", job_of(2, 1, 2, random.Random(seed)))
+    life = machines.run(1, body=body)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("replicated state" in str(one) for one in life.failures.values())
+    machines.check(0)
+
+
+def test_ranks_in_different_steps_are_noticed(machines: Machines) -> None:
+    """A rank that skipped a step would send deltas of another transaction."""
+    heads = Transactions._heads
+
+    def ahead(self: Transactions, transaction: int, *args: object) -> object:
+        return heads(self, transaction + (self._transport.rank == 2), *args)  # pyright: ignore
+
+    with mock.patch.object(Transactions, "_heads", ahead):
+        life = machines.run(DONE + 1)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert "{0: 2, 1: 2, 2: 3, 3: 2}" in str(life.failures[0])
+    goes_on(machines)
+
+
+# --- one rank alone, call by call ---------------------------------------------------------------
+
+LAYOUTS = [TableLayout("a", 6, (Column("weight", "float32", 8),)), rankstate.layout(40)]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[RankMemory]:
+    with alone(tmp_path, LAYOUTS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def transactions(memory: RankMemory) -> Transactions:
+    replicated, position = ReplicatedState(torch.nn.Linear(1, 1), [], []), Position(0)
+    replicated.save(memory.slots, 0)
+    rankstate.write_(memory.rank_state, position.pack())
+    memory.arena.set("prepared", 0)
+    memory.commit(0)
+    return Transactions(memory, Wires(Hub(1), 0, 1), replicated, position)  # pyright: ignore
+
+
+def ids(*rows: int) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+def test_transactions_count_up_and_alternate_the_slots(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    for expected in range(1, 5):
+        assert transactions.begin() == expected
+        assert transactions.in_flight == expected
+        transactions.capture(0, ids(1, 3))
+        transactions.commit()
+        assert transactions.in_flight is None
+        assert memory.committed == memory.arena.get("prepared") == expected
+        for kept in (expected - 1, expected):
+            assert len(Slots(memory.arena).read(kept))
+    assert transactions.captured_rows == 8
+    assert set(transactions.seconds) == {"capture", "state", "delta", "exchange", "agree", "apply"}
+
+
+def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory) -> None:
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.commit()
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.undo(ValueError())
+    transactions.begin()
+    with pytest.raises(UsageError, match="transaction 1 is open"):
+        transactions.begin()
+    transactions.undo(ValueError())
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.undo(ValueError())
+    assert memory.committed == 0
+
+
+def test_undo_gives_rows_and_states_back(transactions: Transactions, memory: RankMemory) -> None:
+    before = memory.space.read(0, memory.space.words)
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.undo(ValueError())
+    assert np.array_equal(memory.space.read(0, memory.space.words), before)
+
+
+def test_undo_before_the_journal_is_armed_leaves_the_committed_step_alone(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    """Ctrl-C may come between: the journal still holds the old records of the step before."""
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.commit()
+    committed = memory.space.read(0, memory.space.words)
+    interrupt = mock.patch.object(memory.journal, "arm", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt) as error:
+        transactions.begin()
+    transactions.undo(error.value)
+    assert np.array_equal(memory.space.read(0, memory.space.words), committed)
+
+
+@pytest.mark.parametrize("where", ["vote", "apply", "commit"])
+def test_what_is_prepared_is_never_undone_in_the_process(
+    where: str, transactions: Transactions, memory: RankMemory
+) -> None:
+    """Section 3: A timed out in the barrier and undid, B had committed. Recovery decides instead."""
+
+    class Ended(BaseException):
+        pass
+
+    transactions.begin()
+    transactions.capture(0, ids(2))
+    memory.space.tables[0].columns[0][2] = 9
+    owner = transactions._transport if where == "vote" else memory
+    failure = PeerFailure("a deadline")
+    with mock.patch.object(owner, where, side_effect=failure), pytest.raises(PeerFailure):
+        transactions.commit()
+    changed = memory.space.read(0, memory.space.words)
+    with mock.patch.object(os, "_exit", side_effect=Ended) as ended, pytest.raises(Ended):
+        transactions.undo(failure)
+    ended.assert_called_once_with(EXIT_UNDECIDED)
+    assert np.array_equal(memory.space.read(0, memory.space.words), changed)
+    assert memory.arena.get("prepared") == 1
+    assert memory.decide(1) == (0, True)
+
+
+def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    """Section 3, numbers 1 to 8."""
+    seen: list[str] = []
+
+    def noting(owner: object, name: str) -> mock._patch[Callable[..., object]]:
+        method = getattr(owner, name)
+
+        def note(*args: object) -> object:
+            seen.append(name)
+            return method(*args)
+
+        return mock.patch.object(owner, name, note)
+
+    parts = [
+        (memory.journal, "arm"),
+        (memory.journal, "capture"),
+        (transactions._replicated, "save"),
+        (memory, "outgoing"),
+        (memory, "receive"),
+        (transactions._transport, "exchange"),
+        (memory, "prepare"),
+        (transactions._transport, "vote"),
+        (memory, "apply"),
+        (memory, "commit"),
+    ]
+    patches = [noting(owner, name) for owner, name in parts]
+    for patch in patches:
+        patch.start()
+    try:
+        transactions.begin()
+        transactions.commit()
+    finally:
+        for patch in patches:
+            patch.stop()
+    assert seen == [name for _, name in parts]
