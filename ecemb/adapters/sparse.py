@@ -235,7 +235,7 @@ class SparseTables:
         self._handles: list[Any] = []
         self._by_name = {table.name: index for index, table in enumerate(self.tables)}
         self._touched: set[int] = set()
-        self._gradients: dict[int, tuple[int, ...] | None] = {}
+        self._gradients: dict[int, tuple[torch.Tensor | None, tuple[int, ...] | None]] = {}
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with optimizers and modules; from here on undeclared changes raise."""
@@ -330,13 +330,14 @@ class SparseTables:
             if index not in self._touched:
                 self._check(table)
             ids = table.touched()
-            self._gradients[index] = table.gradient()
+            self._gradients[index] = table.weight.grad, table.gradient()  # held: no other gets its id
             if ids is not None and len(ids):
                 self._hooks.capture(index, ids)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         for index, table in self._of(optimizer):
-            if table.gradient() != self._gradients.get(index):
+            _, noted = self._gradients.pop(index, (None, None))
+            if table.gradient() != noted:
                 self._hooks.on_undeclared()
                 raise UndeclaredWrite(
                     f"the gradient of table {table.name!r} was changed by a pre-hook of "

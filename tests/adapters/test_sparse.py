@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -658,6 +659,23 @@ def test_a_hook_that_changes_the_gradient_after_it_was_captured(
     with refused(UndeclaredWrite, *words), watched.step():
         optimizer.step()
     assert watched.undeclared == 1
+
+
+def test_a_captured_gradient_lives_on_so_that_no_other_passes_for_it() -> None:
+    watched, module, optimizer = watch()
+    kept: list[bool] = []
+
+    def drop(*_: object) -> None:
+        old = weakref.ref(module.weight.grad)
+        module.weight.grad = None
+        kept.append(old() is not None)
+        module.weight.grad = gradient([7, 8], module.weight)
+
+    optimizer.register_step_pre_hook(drop)
+    module.weight.grad = gradient([1, 2], module.weight)
+    with refused(UndeclaredWrite, "gradient", "'user'"), watched.step():
+        optimizer.step()
+    assert kept == [True]
 
 
 def test_a_hook_that_was_there_before_may_change_the_gradient() -> None:
