@@ -146,7 +146,7 @@ class _Table:
             if row:
                 lines.append(_row(phase, row))
         lines += [_row("all", total), ""]
-        lines.append(f"{'trained':32}{'runs':>11}{'kills':>11}{'identical':>11}{'seconds':>11}")
+        lines.append(f"{'trained':32}{'runs':>11}{'deaths':>11}{'identical':>11}{'seconds':>11}")
         for name, runs in sorted(self._runs.items()):
             same, kills = sum(run[0] for run in runs), sum(run[1] for run in runs)
             seconds = sum(run[2] for run in runs)

@@ -34,7 +34,7 @@ KINDS = (
     ("step", "recovery", "recovery", "step"),
     ("timed", "step", "recovery", "closing"),
     ("raise", "recovery", "step", "timed"),
-    ("agreed", "redo", "redo", "step"),
+    ("agreed", "redo", "redo again", "step"),
     ("step", "agent", "recovery", "agent start"),
 )
 
@@ -152,8 +152,12 @@ class _Draw:
                 length = self._lengths.of(self._setting, "apply", torn=False) or GUESS_LINES
                 line = self._random.randint(1, length)
                 events.append(Exact((Victim(first, False),), "apply", step, line))
-            elif kind == "redo":
-                events.append(self._exact("redoing", None, [events[0].victims[0].rank], begun=False))
+            elif kind in ("redo", "redo again"):
+                event = self._exact("redoing", None, [events[0].victims[0].rank], begun=False)
+                if kind == "redo":  # its memory is needed again
+                    event = dataclasses.replace(event, victims=(Victim(event.victims[0].rank, False),))
+                    self._lost, self._gone = set(), set()
+                events.append(event)
             elif kind in ("timed", "agent"):
                 events.append(self._timed(step, agent=kind == "agent"))
             elif kind in ("timed start", "agent start"):
