@@ -80,7 +80,6 @@ class Guard:
             UsageError: another step is open, or the guard is closed.
         """
         self._check_usable()
-        self._tables.check()
         if self._is_open():
             raise UsageError(
                 f"guard.step() inside guard.step(): step {self.next_step} is still open; leave its with "
@@ -89,6 +88,7 @@ class Guard:
         step = Step(self.next_step)
         try:
             self._transactions.begin()
+            self._tables.check()
             yield step
             self._tables.check()
             self._transactions.commit()

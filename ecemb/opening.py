@@ -129,6 +129,7 @@ def open_memory(session: Session, request: Request) -> Opened:
         except EcembError:
             if memory.arena.get("prepared") < 0:  # it holds nothing that the next start would use
                 memory.arena.remove()
+                session.arena = None
             raise
     else:
         report = recover(memory, transport, world.plan, cpu, watch)

@@ -337,7 +337,7 @@ class SparseTables:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         for index, table in self._of(optimizer):
             _, noted = self._gradients.pop(index, (None, None))
-            if table.gradient() != noted:
+            if table.weight.grad is not None and table.gradient() != noted:
                 self._hooks.on_undeclared()
                 raise UndeclaredWrite(
                     f"the gradient of table {table.name!r} was changed by a pre-hook of "
