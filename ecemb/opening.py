@@ -263,16 +263,20 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
 
 
 def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
-    what = f"code {(started.n, started.k)} then and {tuple(now['code'])} now"  # pyright: ignore[reportArgumentType]
+    what: list[str] = []
+    if [started.n, started.k] != now["code"]:
+        what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")  # pyright: ignore[reportArgumentType]
     if session.arena is not None:
         then = json.loads(session.arena.header().constants.layout)
         tables = {table[0]: table for table in then["tables"]}
         for table in now["tables"]:  # pyright: ignore[reportGeneralTypeIssues,reportUnknownVariableType]
-            if tables.pop(table[0], None) != table:  # pyright: ignore[reportUnknownArgumentType]
-                what += f"; table {table} now"
-        what += "".join(f"; table {table} then" for table in tables.values())
+            before = tables.pop(table[0], None)  # pyright: ignore[reportUnknownArgumentType]
+            if before != table:
+                what.append(f"table {table} now, and {before or 'none of this name'} then")
+        what += [f"table {table} then, and none of this name now" for table in tables.values()]
+    difference = "; ".join(what) or "tables of other ranks differ: see their messages"
     return (
-        f"the arenas of job {session.job!r} hold another model than this one ({what}): run the script "
+        f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
         f"that started the job, or give this one another job="
     )
 

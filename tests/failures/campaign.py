@@ -9,11 +9,12 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from failures.board import PHASES
 from failures.draws import Dealer, Lengths
-from failures.driver import WHAT, Digests, Outcome, differences, run
+from failures.driver import WHAT, Death, Digests, Outcome, differences, run
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
 
 KILLS = 80
@@ -104,14 +105,22 @@ def _report(name: str, plan: Plan, outcome: Outcome, wrong: str) -> bool:
     loading = ", loading workers" if setting.workers else ""
     what = f"{setting.ranks} ranks, code ({setting.n}, {setting.k}), {setting.optimizer}{loading}"
     print(f"{name}: {what}: {'NOT IDENTICAL' if wrong else 'identical'}, {outcome.seconds:.0f} s")
-    for death in outcome.deaths:
-        print(f"    start {death.event}: {death}")
+    for (event, what), ranks in _grouped(outcome.deaths).items():
+        print(f"    start {event}: {what.replace('RANKS', ' and '.join(map(str, ranks)))}")
     if wrong:
         print(f"    {wrong}\n    kept: {outcome.folder} (repeat with --plan {outcome.folder}/plan.json)")
     else:
         outcome.discard()
     print(end="", flush=True)
     return bool(wrong)
+
+
+def _grouped(deaths: Iterable[Death]) -> dict[tuple[int, str], list[int]]:
+    """Ranks that died together at the same place."""
+    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for death in deaths:
+        groups[death.event, f"{death.what} RANKS: {death.where}"].append(death.rank)
+    return groups
 
 
 class _Table:

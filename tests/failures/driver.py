@@ -53,10 +53,11 @@ class Death:
     what: str
     place: str
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Phase, step and line in words."""
         step = f" of step {self.step}" if self.step >= 0 else ""
-        place = f" ({self.place})" if self.place else ""
-        return f"{self.what} {self.rank}: {self.phase}{step}{place}"
+        return f"{self.phase}{step}" + (f" ({self.place})" if self.place else "")
 
 
 @dataclasses.dataclass(frozen=True)
