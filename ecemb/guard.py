@@ -205,8 +205,8 @@ def protect(
     Args:
         model: the whole model; what is not a protected table must be the same on all ranks.
         optimizers: all optimizers of the training, or the only one; the same ones on every rank, with the
-            same options, also where a rank has no table for one (give it an empty group). Tables need torch.optim.SGD, Adagrad
-            or SparseAdam; dense parameters may have any.
+            same options, also where a rank has no table for one (give it an empty group). Tables need
+            torch.optim.SGD, Adagrad or SparseAdam; dense parameters may have any.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
         code: the (n, k) code; n at most the number of ranks.
