@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,15 +24,36 @@ from .transaction import Transactions
 logger = logging.getLogger("ecemb")
 
 
-@dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of training.
+    """One step of training, as `guard.step()` gives it.
 
     Attributes:
         number: counts from 0 and is the same on all ranks: the batch to take.
+        aborted: whether the step was aborted, by whatever rank; the same on all ranks once it has ended.
     """
 
-    number: int
+    def __init__(self, number: int, transactions: Transactions) -> None:
+        self.number = number
+        self.aborted = False
+        self._transactions = transactions
+
+    def abort(self, reason: str = "") -> None:
+        """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
+
+        When the body has ended, all ranks undo the step: rows, dense parameters, optimizer state, generators
+        and `state=` objects are what they were when it began; positions of `guard.batches` move on, and so
+        does the step's number. The body goes on to its end here: other ranks may wait for its collectives.
+
+        Args:
+            reason: logged.
+
+        Raises:
+            UsageError: the step has ended.
+        """
+        if self._transactions.in_flight != self.number + 1:
+            raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
+        logger.warning("step %d is aborted by this rank%s", self.number, f": {reason}" if reason else "")
+        self._transactions.abort()
 
 
 class Guard:
@@ -49,7 +69,7 @@ class Guard:
         )
         self._failed: str | None = None
         self._closed = False
-        self._steps = 0
+        self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
         opened.tables.watch(Hooks(self._transactions.capture, self._is_open, self._on_undeclared))
 
@@ -85,14 +105,16 @@ class Guard:
                 f"guard.step() inside guard.step(): step {self.next_step} is still open; leave its with "
                 f"block first"
             )
-        step = Step(self.next_step)
+        step = Step(self.next_step, self._transactions)
         try:
             self._transactions.begin()
             self._tables.check()
             yield step
             self._tables.check()
-            self._transactions.commit()
+            aborted = self._transactions.commit()
             self._steps += 1
+            if aborted:
+                self._undone(step, aborted)
         except BaseException as error:
             if self._is_open():
                 self._fail(step, error)
@@ -115,9 +137,10 @@ class Guard:
         """Counts and sizes of this rank as a plain dict.
 
         Returns:
-            `next_step`; `steps` committed by this process; `captured_rows`; `sent_bytes` over the network
-            for protection; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the protected
-            tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with the step).
+            `next_step`; `steps` committed by this process, of them `aborted_steps`; `captured_rows`;
+            `sent_bytes` over the network for protection; `seconds` by phase; `bytes`: memory by what it holds
+            (`tables` is the protected tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with
+            the step).
         """
         tables = [table.layout for table in self._tables.tables]
         reserved = {
@@ -128,6 +151,7 @@ class Guard:
         return {
             "next_step": self.next_step,
             "steps": self._steps,
+            "aborted_steps": self._aborted,
             "captured_rows": self._transactions.captured_rows,
             "sent_bytes": self._transport.sent_bytes,
             "seconds": dict(self._transactions.seconds),
@@ -178,6 +202,13 @@ class Guard:
                 f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
                 f"restarts the job; it goes on from step {self.next_step}"
             )
+
+    def _undone(self, step: Step, ranks: list[int]) -> None:
+        step.aborted = True
+        self._aborted += 1
+        self._tables.note()
+        level = logging.WARNING if self._session.rank == 0 else logging.DEBUG
+        logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
 
     def _fail(self, step: Step, error: BaseException) -> None:
         reason = (str(error).splitlines() or [""])[0][:300]

@@ -81,8 +81,12 @@ class RankState:
             }
         )
 
-    def unpack(self, data: bytes) -> None:
+    def unpack(self, data: bytes, *, positions: bool = True) -> None:
         """Puts the state back: scalars, the user's objects, generators last.
+
+        Args:
+            data: what `pack` returned.
+            positions: also the data positions.
 
         Raises:
             LayoutMismatch: another number of objects was packed.

@@ -1,10 +1,13 @@
 """A step as a transaction: begin, capture, exchange, prepare, agree, apply, commit; or undo.
 
-The order is protocol.md's, section 3, and normative. What may be concluded:
+The order is protocol.md's, sections 3 and 5, and normative. What may be concluded:
 
 - before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
 - after it, nothing undoes locally: the process ends, and recovery decides from what survived;
-- whoever returns from the agreement knows that every rank has prepared.
+- whoever returns from the agreement knows that every rank has prepared;
+- a rank that aborts says so in its heads, which go to all ranks: whoever has the heads of all ranks knows it,
+  and nobody prepares without them. All undo, and commit the transaction empty in a second attempt, whose
+  heads a rank sends after its own undo: nobody prepares it before all have undone the first.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ logger = logging.getLogger("ecemb")
 
 DIGEST_EVERY = 1000
 EXIT_UNDECIDED = 75
-_FAILED = 1
+_FINE, _FAILED, _ABORTED = range(3)
 
 
 class Transactions:
@@ -56,6 +59,7 @@ class Transactions:
         self._replicated = replicated
         self._rank_state = rank_state
         self.in_flight: int | None = None
+        self.aborting = False
         self.captured_rows = 0
         self.seconds: dict[str, float] = {}
 
@@ -84,8 +88,16 @@ class Transactions:
         with self._phase("capture"):
             self.captured_rows += self._memory.journal.capture(table, ids)
 
-    def commit(self) -> None:
+    def abort(self) -> None:
+        """Votes against the transaction in flight: `commit` undoes it on all ranks and commits it empty."""
+        self._open()
+        self.aborting = True
+
+    def commit(self) -> list[int]:
         """Commits the transaction in flight on all ranks, or on none. All ranks.
+
+        Returns:
+            The ranks that aborted it: then it is undone on all ranks, and committed empty. None as a rule.
 
         Raises:
             StepFailed: another rank's step failed, or the ranks are not in the same step. Undone here.
@@ -93,14 +105,12 @@ class Transactions:
             NotEnoughSpace: a journal can't grow. Undone here.
         """
         transaction = self._open()
-        with self._phase("state"):
-            self._memory.capture_rank_state()
-            write_(self._memory.rank_state, self._rank_state.pack())
-            self._replicated.save(self._memory.slots, transaction)
-        with self._phase("delta"):
-            words, lengths = self._memory.outgoing()
-        with self._phase("exchange"):
-            self._exchange(transaction, words, lengths)
+        aborted = self._attempt(transaction, 1)
+        if aborted:
+            self._restore(transaction, positions=False)
+            self._memory.journal.arm(transaction)
+            self.aborting = False
+            self._attempt(transaction, 2)
         self._memory.prepare(transaction)
         with self._phase("agree"):
             self._transport.vote(True, f"the agreement on step {transaction - 1}")
@@ -108,6 +118,24 @@ class Transactions:
             self._memory.apply(transaction)
         self._memory.commit(transaction)
         self.in_flight = None
+        return aborted
+
+    def _attempt(self, transaction: int, attempt: int) -> list[int]:
+        """Everything before `prepared`: states, deltas, the exchange. All ranks.
+
+        Returns:
+            The ranks that abort: then no inbox was opened, and nothing is prepared.
+        """
+        words, lengths = np.empty(0, np.uint64), [0] * self._transport.world_size
+        if not self.aborting:
+            with self._phase("state"):
+                self._memory.capture_rank_state()
+                write_(self._memory.rank_state, self._rank_state.pack())
+                self._replicated.save(self._memory.slots, transaction)
+            with self._phase("delta"):
+                words, lengths = self._memory.outgoing()
+        with self._phase("exchange"):
+            return self._exchange(transaction, attempt, words, lengths)
 
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and tells the others that it failed.
@@ -124,40 +152,58 @@ class Transactions:
         if self._memory.arena.get("prepared") >= transaction:
             self._leave(transaction, error)
         try:
-            if self._memory.journal.label == transaction:  # else it was not armed yet, and holds another's
-                self._memory.journal.undo()
-            self._replicated.load(self._memory.slots, transaction - 1)
-            self._rank_state.unpack(read(self._memory.rank_state))
+            self._restore(transaction, positions=True)
         finally:
             self.in_flight = None
-            self._transport.leave(self._heads(transaction, [0] * self._transport.world_size, _FAILED))
+            self.aborting = False
+            self._transport.leave(self._heads(transaction, 0, [0] * self._transport.world_size, _FAILED))
+
+    def _restore(self, transaction: int, *, positions: bool) -> None:
+        """Puts this rank's rows and states back to what they were when the transaction began.
+
+        Args:
+            transaction: the one in flight, not prepared.
+            positions: also the data positions.
+        """
+        if self._memory.journal.label == transaction:  # else it was not armed yet, and holds another's
+            self._memory.journal.undo()
+        self._replicated.load(self._memory.slots, transaction - 1)
+        self._rank_state.unpack(read(self._memory.rank_state), positions=positions)
 
     def _open(self) -> int:
         if self.in_flight is None:
             raise UsageError("no step is open: use `with guard.step():`")
         return self.in_flight
 
-    def _heads(self, transaction: int, lengths: list[int], failed: int) -> NDArray[np.int64]:
+    def _heads(self, transaction: int, attempt: int, lengths: list[int], flag: int) -> NDArray[np.int64]:
         digest = 0
-        if not failed and (transaction == 1 or transaction % DIGEST_EVERY == 0):
+        if flag == _FINE and (transaction == 1 or transaction % DIGEST_EVERY == 0):
             digest = self._replicated.digest(self._memory.slots, transaction)
-        return np.array([[length, transaction, failed, digest] for length in lengths], np.int64)
+        return np.array([[length, transaction, attempt, flag, digest] for length in lengths], np.int64)
 
-    def _exchange(self, transaction: int, words: NDArray[np.uint64], lengths: list[int]) -> None:
+    def _exchange(
+        self, transaction: int, attempt: int, words: NDArray[np.uint64], lengths: list[int]
+    ) -> list[int]:
         step = transaction - 1
-        heads = self._transport.tell(self._heads(transaction, lengths, 0), f"the exchange of step {step}")
-        incoming, transactions, failed, digests = (column.tolist() for column in heads.T)
-        if any(failed):
-            ranks = [rank for rank, flag in enumerate(failed) if flag]
+        flag = _ABORTED if self.aborting else _FINE
+        heads = self._transport.tell(
+            self._heads(transaction, attempt, lengths, flag), f"the exchange of step {step}"
+        )
+        incoming, transactions, attempts, flags, digests = (column.tolist() for column in heads.T)
+        failed = [rank for rank, flag in enumerate(flags) if flag == _FAILED]
+        aborted = [rank for rank, flag in enumerate(flags) if flag == _ABORTED]
+        if failed:
             raise StepFailed(
-                f"step {step} failed on ranks {ranks} and is undone here: see their logs, then restart "
+                f"step {step} failed on ranks {failed} and is undone here: see their logs, then restart "
                 f"the job; it goes on from step {step}"
             )
-        if len(set(transactions)) > 1:
+        if len(set(transactions)) > 1 or len(set(attempts)) > 1:
             raise StepFailed(
                 f"the ranks are not in the same step: {dict(enumerate(t - 1 for t in transactions))}; "
                 f"every rank must run every step from guard.next_step on"
             )
+        if aborted:
+            return aborted
         if len(set(digests)) > 1:
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
@@ -167,6 +213,7 @@ class Transactions:
             )
         inbox = self._memory.receive(incoming)
         self._transport.exchange(words, lengths, inbox, incoming, f"the exchange of step {step}")
+        return []
 
     def _leave(self, transaction: int, error: BaseException) -> NoReturn:
         """Ends the process: it is prepared, and only recovery may decide from here (protocol.md 3)."""

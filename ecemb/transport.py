@@ -83,9 +83,11 @@ class Transport:
             works.append(
                 self._started(lambda: dist.irecv(row, group=self._group, group_src=peer, tag=_TELL), what)  # noqa: B023
             )
-        self._last_words = (self._told(send, what), send)  # not waited for: who left isn't listening
+        said = (self._told(send, what), send)  # not waited for: who left isn't listening
+        self._last_words = (self._last_words, said)
         for work in works:
             self._finish(work, what)
+        self._last_words = said  # all have answered, so that what was said before has been read
         return received
 
     def leave(self, send: Ints) -> None:

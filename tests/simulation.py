@@ -244,11 +244,13 @@ class Job:
         placement: who keeps whose parity.
         tables: rank -> its tables.
         seed: of the initial rows and of every step.
+        aborts: (step, rank): the rank aborts the step, whenever it is run.
     """
 
     placement: Placement
     tables: tuple[tuple[TableLayout, ...], ...]
     seed: int
+    aborts: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def size(self) -> int:
@@ -266,6 +268,11 @@ class Job:
     def geometry(self) -> Geometry:
         generator = generator_of(Code(self.placement.n, self.placement.k))
         return Geometry(self.placement, self.block_words, generator)
+
+    def kept(self, transaction: int) -> list[int]:
+        """The steps up to `transaction` that are not aborted."""
+        aborted = {step for step, _ in self.aborts}
+        return [step for step in range(transaction) if step not in aborted]
 
     def initial(self, rank: int, table: int) -> list[NDArray[np.uint8]]:
         rng = np.random.default_rng([self.seed, rank, table])
@@ -288,7 +295,7 @@ class Job:
         parts: list[bytes] = []
         for table, layout in enumerate(self.tables[rank]):
             columns = self.initial(rank, table)
-            for step in range(transaction):
+            for step in self.kept(transaction):
                 for ids in self.touched(rank, table, step):
                     for column in columns:
                         column[ids] = self.change(column[ids], step)
@@ -315,7 +322,7 @@ class Position:
     def pack(self) -> bytes:
         return self.value.to_bytes(8, "little")
 
-    def unpack(self, data: bytes) -> None:
+    def unpack(self, data: bytes, *, positions: bool = True) -> None:
         self.value = int.from_bytes(data, "little")
 
 
@@ -362,6 +369,8 @@ class Rank:
             self._train(step)
             if body is not None:
                 body(self, step)
+            if (step, self.memory.rank) in self.job.aborts:
+                self.transactions.abort()
             self.transactions.commit()
         except Killed:
             raise
@@ -582,7 +591,7 @@ class Machines:
                 rows = memory.space.read(0, len(expected))
                 assert np.array_equal(rows, expected), f"rows of rank {rank}"
                 position = Position(rank)
-                for step in range(transaction):
+                for step in self.job.kept(transaction):
                     position.run(step)
                 assert rankstate.read(memory.rank_state) == position.pack(), f"state of rank {rank}"
                 states.add(memory.slots.read(transaction).tobytes())

@@ -392,8 +392,31 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
         assert step.number == 2
         training.body()
     assert parity_fits(guard)
+    abort_a_step(guard, training)
     guard.close()
     assert torch.isfinite(training.model.head.weight).all()
+
+
+def abort_a_step(guard: ecemb.Guard, training: Training) -> None:
+    """One rank's loss is NaN: the step is as if it had not been, but for its number."""
+    before, number = training.snapshot(), guard.next_step
+    with guard.step() as step:
+        training.body()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                training.model.head.weight.fill_(torch.nan)
+            step.abort("the loss is NaN")
+        assert not step.aborted
+    assert step.aborted and (step.number, guard.next_step) == (number, number + 1)
+    assert training.snapshot() == before
+    assert parity_fits(guard)
+    with refused(UsageError, f"step {number} has ended", "step.abort()"):
+        step.abort()
+    with guard.step() as step:
+        training.body()
+    assert not step.aborted and guard.next_step == number + 2
+    assert guard.stats()["aborted_steps"] == 1
+    assert parity_fits(guard)
 
 
 def test_a_step_that_fails_on_one_rank_and_ranks_whose_tables_differ(tmp_path: Path) -> None:

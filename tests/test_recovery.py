@@ -7,6 +7,7 @@ that never failed. protocol.md, section 8: a kill stops a rank between two store
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -158,6 +159,35 @@ def test_every_rank_interrupted_at_every_moment(
         except BaseException:
             print(f"kind, transaction, lost, ends, interrupts: {trial.history}")
             raise
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"), [((2, 1, 2), 2), ((3, 2, 3), 9), ((4, 2, 4), 16), ((3, 1, 4), 16)]
+)
+def test_every_rank_killed_while_a_step_is_aborted(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Section 5: who aborts may be lost at once with its memory; the step never goes forward without it.
+
+    Without second heads from all ranks, one would commit the step empty that another still has to undo.
+    """
+    rng = random.Random(seed)
+    base = begun[shape].copy(tmp_path / "base")
+    aborting = rng.sample(range(shape[2]), rng.randint(1, shape[2]))
+    base.job = dataclasses.replace(base.job, aborts=frozenset((DONE, rank) for rank in aborting))
+    rehearsal = base.copy(tmp_path / "rehearsal")
+    life = rehearsal.run(DONE + 2)
+    assert not life.failures
+    rehearsal.check(DONE + 2)
+    moments = base.copy(tmp_path / "again").run(DONE + 1).moments
+    for rank, end in cases(moments, share, rng):
+        others = some_ends(moments, 0.3, rng)
+        machines = base.copy(tmp_path / f"{rank}-{end}")
+        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])

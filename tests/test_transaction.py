@@ -5,6 +5,7 @@ Ranks are threads here (see simulation.py); that kills at every moment do no har
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -218,6 +219,50 @@ def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory
     with pytest.raises(UsageError, match="no step is open"):
         transactions.undo(ValueError())
     assert memory.committed == 0
+
+
+def test_an_aborted_step_is_committed_empty(transactions: Transactions, memory: RankMemory) -> None:
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.abort()
+    before = memory.space.read(0, memory.space.words)
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.abort()
+    transactions.abort()
+    assert transactions.commit() == [0]
+    assert np.array_equal(memory.space.read(0, memory.space.words), before)
+    assert memory.committed == memory.arena.get("prepared") == 1
+    transactions.begin()
+    transactions.capture(0, ids(1))
+    memory.space.tables[0].columns[0][1] = 8
+    assert transactions.commit() == []
+    assert memory.committed == 2
+
+
+def test_an_aborted_step_that_raises_fails(transactions: Transactions, memory: RankMemory) -> None:
+    transactions.begin()
+    transactions.abort()
+    transactions.undo(ValueError())
+    assert memory.committed == 0
+    assert not transactions.aborting
+
+
+def test_all_ranks_learn_who_aborted(machines: Machines) -> None:
+    machines.job = dataclasses.replace(machines.job, aborts=frozenset([(DONE, 1), (DONE, 3)]))
+    told: dict[int, list[int]] = {}
+    commit = Transactions.commit
+
+    def noting(self: Transactions) -> list[int]:
+        told[self._memory.rank] = commit(self)
+        return told[self._memory.rank]
+
+    with mock.patch.object(Transactions, "commit", noting):
+        assert not machines.run(DONE + 1).failures
+    assert told == {rank: [1, 3] for rank in range(4)}
+    machines.check(DONE + 1)
+    assert not machines.run(DONE + 3).failures
+    machines.check(DONE + 3)
 
 
 def test_undo_gives_rows_and_states_back(transactions: Transactions, memory: RankMemory) -> None:
