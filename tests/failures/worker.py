@@ -16,10 +16,10 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -103,8 +103,20 @@ def batches(setting: Setting, rank: int, first: int) -> Iterator[tuple[Tensor, T
     )
 
 
-def train(setting: Setting, results: Path, arena_dir: str) -> None:
-    ecemb.init_process_group("gloo", job="failures", arena_dir=arena_dir, timeout=timedelta(seconds=90))
+def train(
+    setting: Setting,
+    results: Path,
+    arena_dir: str,
+    *,
+    host: str | None = None,
+    failure_domain: Literal["auto", "host"] = "auto",
+    timeout_s: float = 90,
+    say: Callable[[ecemb.Guard, int], object] = lambda guard, step: None,
+) -> None:
+    """Train to the end; `say` is called with the number of each step when it begins and when it has ended."""
+    ecemb.init_process_group(
+        "gloo", job="failures", arena_dir=arena_dir, host=host, timeout=timedelta(seconds=timeout_s)
+    )
     leave_out_the_compiler()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -122,12 +134,14 @@ def train(setting: Setting, results: Path, arena_dir: str) -> None:
         optimizers=[sparse, dense],
         code=ecemb.Code(n=setting.n, k=setting.k),
         state=[schedule, progress],
+        failure_domain=failure_domain,
     )
     data = batches(setting, rank, guard.next_step)
     probe = torch.arange(0, USERS, 10)[:, None]
 
     for _ in range(guard.next_step, setting.steps):
         with guard.step() as step:
+            say(guard, step.number)
             sparse.zero_grad()
             dense.zero_grad()
             users, items = next(data)
@@ -153,6 +167,7 @@ def train(setting: Setting, results: Path, arena_dir: str) -> None:
                     model.users.weight[rows] *= 0.5
             schedule.step()
             progress.add(loss.item(), negatives.sum().item())
+        say(guard, step.number)
         if step.number % 10 == 9:
             with torch.no_grad():  # a look at the model between steps
                 model.users(probe)
