@@ -243,6 +243,30 @@ class Arena:
         self._span(name)
         return int(self._opened_words()[self._reserved_index(name)])
 
+    def filled(self, name: str, word: str) -> NDArray[np.uint8]:
+        """The bytes of the region that `word` of the header says are in use, a view as of `region`.
+
+        Raises:
+            ArenaDamaged: it has not so many.
+            UsageError: the arena is closed.
+            ConfigurationError: no such region or word.
+        """
+        used, reserved = self.get(word), self.reserved(name)
+        if not 0 <= used <= reserved:
+            raise ArenaDamaged(
+                f"{self.path} says that {used} bytes of its {name} are in use, and it has {reserved}: its "
+                f"memory is damaged. {self.way_out}"
+            )
+        return self.region(name)[:used]
+
+    @property
+    def way_out(self) -> str:
+        """What to do when the arena's bytes are damaged, for the end of an error's message."""
+        return (
+            f"End the job and remove it (python -m ecemb arenas rm {self.path}): then it counts as lost, "
+            f"and is rebuilt"
+        )
+
     def reserve(
         self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES, timeout_s: float = 60.0
     ) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import InconsistentArenas
 from .placement import Placement
 
 Words = NDArray[np.uint64]
@@ -107,13 +108,26 @@ def pack(messages: Sequence[Sequence[Delta]]) -> tuple[Words, list[int]]:
 def unpack(message: Words) -> Iterator[Delta]:
     """Reads a message back; the Deltas are views of it.
 
+    What comes here was sent by another process, or lay in memory for long: nothing is taken on trust. Where
+    the offsets point to is checked by `ParityBlocks.check`, who knows the blocks.
+
     Args:
         message: uint64, as `pack` laid it out for one keeper.
+
+    Raises:
+        InconsistentArenas: no message looks like this.
     """
     signed = message.view(np.int64)
     at = 0
     while at < len(message):
-        block, row, m, count = signed[at : at + HEAD_WORDS].tolist()
+        head = signed[at : at + HEAD_WORDS].tolist()
+        block, row, m, count = head if len(head) == HEAD_WORDS else (0, 0, -1, 0)
+        if m < 0 or count < 0 or at + HEAD_WORDS + 2 * m + 1 + count > len(message):
+            raise InconsistentArenas(
+                f"word {at} of a message of {len(message)} words says that {m} records of {count} words "
+                f"follow: no rank sends that; memory or network are damaged, or the ranks run different "
+                f"versions of ecemb"
+            )
         at += HEAD_WORDS
         offsets, starts = signed[at : at + m], signed[at + m : at + 2 * m + 1]
         at += 2 * m + 1

@@ -69,6 +69,7 @@ RESERVED = 64
 
 _PREAMBLE = struct.Struct("<8sQQ16s")
 _ARENA_ID = re.compile(r"[0-9a-f]{8,64}")
+_NO_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 
 
 class State(IntEnum):
@@ -124,41 +125,22 @@ class Constants:
     regions: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
-        _require(
-            bool(_ARENA_ID.fullmatch(self.arena_id)),
-            "arena_id",
-            self.arena_id,
-            "8 to 64 hexadecimal digits",
-        )
+        named = bool(_ARENA_ID.fullmatch(self.arena_id))
+        _require(named, "arena_id", self.arena_id, "8 to 64 hexadecimal digits")
         _require(self.world_size >= 1, "world_size", self.world_size, "at least 1")
         _require(0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}")
         _require(1 <= self.k < self.n <= 256, "(n, k)", (self.n, self.k), "1 <= k < n <= 256")
-        _require(
-            sorted(self.positions) == list(range(self.world_size)),
-            "positions",
-            self.positions,
-            f"a permutation of 0..{self.world_size - 1}",
-        )
-        _require(
-            len(self.domains) == self.world_size,
-            "domains",
-            self.domains,
-            f"{self.world_size} names",
-        )
-        _require(
-            len(self.block_words) == self.world_size
-            and all(len(row) == self.k and min(row) >= 0 for row in self.block_words),
-            "block_words",
-            self.block_words,
-            f"[{self.world_size}][{self.k}] lengths >= 0",
-        )
+        size, positions = self.world_size, self.positions
+        permutation = len(positions) == size and sorted(positions) == list(range(size))
+        _require(permutation, "positions", positions, f"a permutation of 0..{size - 1}")
+        _require(len(self.domains) == size, "domains", self.domains, f"{size} names")
+        rows = self.block_words
+        lengths = len(rows) == size and all(len(row) == self.k and min(row) >= 0 for row in rows)
+        _require(lengths, "block_words", rows, f"[{size}][{self.k}] lengths >= 0")
         names = [name for name, _ in self.regions]
-        _require(
-            len(set(names)) == len(names) <= MAX_REGIONS and all(size >= 0 for _, size in self.regions),
-            "regions",
-            self.regions,
-            f"at most {MAX_REGIONS} different names with capacities >= 0",
-        )
+        regions = len(set(names)) == len(names) <= MAX_REGIONS and all(room >= 0 for _, room in self.regions)
+        rule = f"at most {MAX_REGIONS} different names with capacities >= 0"
+        _require(regions, "regions", self.regions, rule)
 
     def encode(self) -> bytes:
         """Canonical JSON: equal constants give equal bytes."""
@@ -173,7 +155,7 @@ class Constants:
         """
         try:
             return _constants(json.loads(payload))
-        except (ValueError, TypeError, KeyError) as error:
+        except _NO_HEADER as error:
             raise ArenaDamaged(f"the constants of the header can't be read: {error}") from error
 
 
@@ -215,8 +197,10 @@ class Header:
         try:
             fields = json.loads(text)
             constants = _constants(fields.pop("constants"))
-            return cls(constants=constants, state=State(fields.pop("state")), **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            header = cls(constants=constants, state=State(fields.pop("state")), **fields)
+            _require_type(int, list(fields.values()))
+            return header
+        except _NO_HEADER as error:
             raise ArenaDamaged(f"a reported header can't be read: {error}") from error
 
 
@@ -277,10 +261,15 @@ def last_holder(fd: int) -> tuple[int, int]:
 
 
 def torn(head: bytes) -> bool:
-    """Whether `head` (up to `CONSTANTS_OFFSET` bytes) is of a creation that was cut short."""
-    if len(head) < CONSTANTS_OFFSET or head[: len(MAGIC)] == bytes(len(MAGIC)):
+    """Whether `head` (up to `CONSTANTS_OFFSET` bytes) is of a creation that was cut short.
+
+    One that was ever a member of a generation is none, whatever its state says: its bytes are damaged.
+    """
+    if len(head) < CONSTANTS_OFFSET:
         return True
-    return words_of(head).get("state") == 0
+    known = head[: len(MAGIC)] in (MAGIC, bytes(len(MAGIC)))
+    state, joined = struct.unpack_from("<2q", head, WORDS_OFFSET)
+    return known and state == 0 and joined in (0, NONE)
 
 
 def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
@@ -439,7 +428,18 @@ def _constants(fields: dict[str, Any]) -> Constants:
         "block_words": tuple(tuple(row) for row in fields["block_words"]),
         "regions": tuple((name, size) for name, size in fields["regions"]),
     }
-    return Constants(**{**fields, **tuples})
+    constants = Constants(**{**fields, **tuples})
+    lengths = [words for row in constants.block_words for words in row]
+    numbers = [constants.rank, constants.world_size, constants.n, constants.k, *constants.positions]
+    texts = [constants.job, constants.layout_hash, constants.layout, *constants.domains]
+    _require_type(int, [*numbers, *lengths, *(size for _, size in constants.regions)])
+    _require_type(str, [*texts, *(name for name, _ in constants.regions)])
+    return constants
+
+
+def _require_type(kind: type, values: Sequence[object]) -> None:
+    if other := [value for value in values if type(value) is not kind]:
+        raise TypeError(f"{other[0]!r} is no {kind.__name__}")
 
 
 def _canonical(fields: dict[str, Any]) -> str:

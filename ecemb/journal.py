@@ -29,6 +29,12 @@ Ids = NDArray[np.int64]
 _HEAD_WORDS = 2
 
 
+def _words(arena: Arena, region: str, word: str) -> Words:
+    """What is in use of a region; bytes after the last whole word are left out."""
+    used = arena.filled(region, word)
+    return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+
+
 class RowJournal:
     """Old records of the rows that one transaction changes, in chunks of one table each.
 
@@ -131,22 +137,30 @@ class RowJournal:
         return rows
 
     def _stored(self) -> Iterator[tuple[int, Ids, Words]]:
-        used = self._arena.get("rows_bytes")
-        words = self._arena.region("row_journal")[:used].view(np.uint64)
+        words = _words(self._arena, "row_journal", "rows_bytes")
         signed = words.view(np.int64)
         at = 0
         while at < len(words):
-            table, m = signed[at : at + _HEAD_WORDS].tolist()
+            head = signed[at : at + _HEAD_WORDS].tolist()
+            table, m = head if len(head) == _HEAD_WORDS else (-1, 0)
             if not 0 <= table < len(self._space.tables):
-                raise InconsistentArenas(
-                    f"the row journal names table {table}, but the rank has "
-                    f"{len(self._space.tables)}: the arena's memory is damaged; nothing was undone"
-                )
-            width = self._space.tables[table].layout.record_words
+                raise self._damaged(f"names table {table}, but the rank has {len(self._space.tables)}")
+            layout = self._space.tables[table].layout
             at += _HEAD_WORDS
+            if m < 0 or at + m * (1 + layout.record_words) > len(words):
+                raise self._damaged(f"says that {m} rows of table {layout.name!r} follow word {at}")
             ids, at = signed[at : at + m], at + m
-            records, at = words[at : at + m * width].reshape(m, width), at + m * width
+            if m and not 0 <= int(ids.min()) <= int(ids.max()) < layout.rows:
+                raise self._damaged(f"names a row that table {layout.name!r} of {layout.rows} rows has not")
+            size = m * layout.record_words
+            records, at = words[at : at + size].reshape(m, layout.record_words), at + size
             yield table, ids, records
+
+    def _damaged(self, what: str) -> InconsistentArenas:
+        return InconsistentArenas(
+            f"the row journal {what}: the arena's memory is damaged; nothing was undone. "
+            f"{self._arena.way_out}"
+        )
 
 
 class Inbox:
@@ -193,8 +207,13 @@ class Inbox:
                 f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
                 f"this behind; the arena's memory is damaged"
             )
-        words = self._arena.region("inbox")[: self._arena.get("inbox_bytes")].view(np.uint64)
+        words = _words(self._arena, "inbox", "inbox_bytes")
         lengths = words.view(np.int64)[: self._senders].tolist()
+        if len(lengths) < self._senders or min(lengths) < 0 or self._senders + sum(lengths) != len(words):
+            raise InconsistentArenas(
+                f"the inbox of {len(words)} words says that its messages have {lengths}: the arena's memory "
+                f"is damaged. {self._arena.way_out}"
+            )
         edges = np.cumsum([self._senders, *lengths]).tolist()
         return [
             (sender, delta)

@@ -113,14 +113,35 @@ class RankMemory:
 
         Everything that `apply` will need is reserved here: nothing may fail for want of space once the
         transaction is prepared.
+
+        Args:
+            lengths: what each rank announces, in words.
+
+        Raises:
+            InconsistentArenas: a length that is none.
+            NotEnoughSpace: there is no room; nothing was received.
         """
+        if min(lengths) < 0:
+            raise InconsistentArenas(
+                f"the ranks announce messages of {list(lengths)} words: the network is damaged, or the ranks "
+                f"run different versions of ecemb; restart the job"
+            )
         self.parity_journal.open(sum(lengths))
         return self.inbox.open(lengths)
 
     def prepare(self, transaction: int) -> None:
-        """The inbox is complete and all is written: whatever happens now, the vote decides."""
+        """The inbox is complete and all is written: whatever happens now, the vote decides.
+
+        Raises:
+            InconsistentArenas: a received delta fits nothing here; the transaction is not prepared.
+        """
         self.inbox.seal(transaction)
+        self._check(transaction)
         self.arena.set("prepared", transaction)
+
+    def _check(self, transaction: int) -> None:
+        if self.parity is not None:
+            self.parity.check(self.inbox.deltas(transaction))
 
     def apply(self, transaction: int) -> None:
         """Brings parity to `transaction` from the inbox, old words first; may be done again."""
@@ -149,7 +170,8 @@ class RankMemory:
             The number of rows undone, and whether a transaction was redone.
 
         Raises:
-            InconsistentArenas: this rank has committed more than T; nothing was written.
+            InconsistentArenas: this rank has committed more than T, or what it has to undo or redo from is
+                damaged; no row and no parity was written.
         """
         if self.committed > transaction:
             raise InconsistentArenas(
@@ -162,6 +184,7 @@ class RankMemory:
         redone = self.committed < transaction
         if redone:
             if transaction > 0:  # transaction 0 is the initial state: it has no inbox
+                self._check(transaction)
                 self.apply(transaction)
             self.commit(transaction)
         return undone, redone

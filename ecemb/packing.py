@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, InconsistentArenas
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -56,5 +56,16 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The inverse of `dump`; loads no pickle."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+    """The inverse of `dump`; loads no pickle.
+
+    Raises:
+        InconsistentArenas: `dump` has not written this.
+    """
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise InconsistentArenas(
+            f"{len(data)} bytes of packed state can't be read back ({type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0][:200]}): the memory that held them is damaged, or "
+            f"another version of torch has written them"
+        ) from error

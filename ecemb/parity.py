@@ -77,6 +77,33 @@ class ParityBlocks:
         """The parity block of a class that this rank keeps, uint64, a view."""
         return self.blocks[stripe_class][1]
 
+    def check(self, received: Received) -> None:
+        """Raises unless every Delta fits a block whose parity is kept here; writes nothing.
+
+        Deltas come from other ranks, or lay in memory for long: after `prepared` it is too late to find out.
+
+        Args:
+            received: (sender, Delta) pairs.
+
+        Raises:
+            InconsistentArenas: one does not fit.
+        """
+        for sender, delta in received:
+            words, _ = self._target(sender, delta)
+            starts, offsets = delta.starts, delta.offsets
+            fits = starts[0] == 0 and starts[-1] == len(delta.words)
+            if fits and len(offsets):
+                sizes = np.diff(starts)  # they ascend from 0, so that no difference overflows
+                ascend = bool((starts[1:] >= starts[:-1]).all())
+                within = int(offsets.min()) >= 0 and int(offsets.max()) <= len(words)
+                fits = ascend and within and int((offsets + sizes).max()) <= len(words)
+            if not fits:
+                raise InconsistentArenas(
+                    f"rank {sender} sent rank {self.rank} a delta of its block {delta.block} that does not "
+                    f"fit the {len(words)} words of its parity: memory or network are damaged, or the ranks "
+                    f"run different versions of ecemb; restart the job"
+                )
+
     def save(self, received: Received, out: Words) -> None:
         """Copies the parity words under the Deltas to `out`, in the Deltas' order.
 
@@ -131,8 +158,9 @@ class ParityBlocks:
         return [c for c, part in parts.items() if not np.array_equal(part, expected[c][: len(part)])]
 
     def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
-        stripe_class = self._placement.stripe_class(sender, delta.block)
-        row, words = self.blocks.get(stripe_class, (-1, None))
+        row, words = -1, None
+        if 0 <= delta.block < self._placement.k:
+            row, words = self.blocks.get(self._placement.stripe_class(sender, delta.block), (-1, None))
         if words is None or row != delta.row:
             raise InconsistentArenas(
                 f"rank {sender} sent rank {self.rank} a delta of its block {delta.block} for parity "

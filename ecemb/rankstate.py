@@ -10,6 +10,8 @@ Must not know: where the record lies, who protects it.
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -17,12 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .errors import ConfigurationError, LayoutMismatch, StepFailed
+from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from .packing import dump, load, plain
 from .rows import WORD_BYTES, Column, TableLayout
 
 NAME = "<rank state>"
-_HEAD_BYTES = 8
+_HEAD = struct.Struct("<II")  # length and checksum of what follows
+_HEAD_BYTES = _HEAD.size
 
 
 class Stateful(Protocol):
@@ -131,14 +134,23 @@ def write_(record: NDArray[np.uint8], data: bytes) -> None:
             f"{len(record) - _HEAD_BYTES} were reserved by ecemb.protect(): keep what grows, such as "
             f"logs and histories, out of state="
         )
-    record[:_HEAD_BYTES] = np.frombuffer(len(data).to_bytes(_HEAD_BYTES, "little"), np.uint8)
+    record[:_HEAD_BYTES] = np.frombuffer(_HEAD.pack(len(data), zlib.crc32(data)), np.uint8)
     record[_HEAD_BYTES : _HEAD_BYTES + len(data)] = np.frombuffer(data, np.uint8)
     record[_HEAD_BYTES + len(data) :] = 0
 
 
 def read(record: NDArray[np.uint8]) -> bytes:
-    """Reads packed state from its record."""
-    size = int.from_bytes(record[:_HEAD_BYTES].tobytes(), "little")
+    """Reads packed state from its record.
+
+    Raises:
+        InconsistentArenas: its checksum doesn't fit.
+    """
+    size, checksum = _HEAD.unpack(record[:_HEAD_BYTES].tobytes())
+    if zlib.crc32(record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()) != checksum:
+        raise InconsistentArenas(
+            f"the record of the rank's state ({size} of {len(record)} bytes) doesn't fit its checksum: the "
+            f"arena's memory is damaged"
+        )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
 
 

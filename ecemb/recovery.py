@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .code import Code
-from .delta import Delta, unpack
+from .delta import HEAD_WORDS, Delta, unpack
 from .errors import InconsistentArenas
 from .header import State
 from .kernels import Kernels
@@ -211,6 +211,13 @@ def _collect(
     """Words start..stop-1 of every block whose parity is kept here, as deltas from zero. All ranks."""
     words, lengths = encoded(memory, start, stop)
     incoming = transport.all_to_all(np.array(lengths, np.int64).reshape(-1, 1), what)[:, 0].tolist()
+    placement = memory.geometry.placement
+    most = 0 if placement is None else placement.k * placement.r * (stop - start + HEAD_WORDS + 3)
+    if min(incoming) < 0 or max(incoming) > most:
+        raise InconsistentArenas(
+            f"{what}: the ranks announce messages of {incoming} words, and none has more than {most}: the "
+            f"network is damaged, or the ranks run different versions of ecemb; restart the job"
+        )
     out = np.empty(sum(incoming), np.uint64)
     transport.exchange(words, lengths, out, incoming, what)
     edges = np.cumsum([0, *incoming]).tolist()
@@ -310,9 +317,10 @@ def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPla
     size = np.zeros(1, np.uint64)
     transport.receive(size, plan.donor, what)
     size_bytes = int(size[0])
+    slot = memory.slots.open(plan.transaction, size_bytes)  # first: it refuses what is more than can be
     words = np.empty(-(-size_bytes // 8), np.uint64)
     for part in np.array_split(words, max(1, len(words) // CHUNK_WORDS)):
         transport.receive(part, plan.donor, what)
-    memory.slots.open(plan.transaction, size_bytes)[:] = words.view(np.uint8)[:size_bytes]
+    slot[:] = words.view(np.uint8)[:size_bytes]
     memory.slots.seal(plan.transaction)
     return size_bytes

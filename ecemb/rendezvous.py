@@ -133,7 +133,7 @@ def init_process_group(
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
     _die_with_agent()
-    directory = Directory(Path(arena_dir), job, host or socket.gethostname())
+    directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     deadline = time.monotonic() + timeout_s
     store = _store(index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
@@ -255,10 +255,10 @@ def _agree(store: dist.Store, worker: Worker, index: int, world_size: int, deadl
             seen = texts
             proposal = secrets.token_hex(8)
             store.set(f"roster/{proposal}", _propose(store, proposal, texts).to_json())
-            nonces = [json.loads(text)["workers"][0]["nonce"] for text in texts]
+            nonces = [_announced(text).nonce for text in texts]
             store.set("proposal", json.dumps([proposal, nonces]))
         if store.check(["proposal"]):
-            name, nonces = json.loads(store.get("proposal"))
+            name, nonces = _proposed(store.get("proposal"))
             if name != acknowledged and nonces[index : index + 1] == [worker.nonce]:
                 store.set(f"seen/{name}/{index}", worker.nonce)
                 acknowledged = name
@@ -272,8 +272,25 @@ def _agree(store: dist.Store, worker: Worker, index: int, world_size: int, deadl
         time.sleep(_POLL_S)
 
 
+def _announced(text: bytes) -> Worker:
+    if len(workers := Roster.from_json(text).workers) != 1:
+        raise RendezvousError(
+            f"a worker announced itself as {len(workers)}: does somebody else use the store?"
+        )
+    return workers[0]
+
+
+def _proposed(text: bytes) -> tuple[str, list[str]]:
+    """What `_agree` stores as the proposal: a name, and the nonces of the workers in it."""
+    try:
+        name, nonces = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise RendezvousError(f"the store holds a proposal that no worker of ecemb makes: {error}") from error
+    return str(name), list(nonces) if isinstance(nonces, list) else []
+
+
 def _propose(store: dist.Store, prefix: str, texts: Sequence[bytes]) -> Roster:
-    workers = tuple(Roster.from_json(text).workers[0] for text in texts)
+    workers = tuple(_announced(text) for text in texts)
     headers = [r.header for w in workers for r in w.arenas if r.header is not None]
     highest = max((max(h.joined, h.opened) for h in headers), default=0)
     return Roster(

@@ -11,6 +11,7 @@ Must not know: the network, protected rows.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -25,6 +26,7 @@ from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
 from .packing import dump, load, plain
 
 _ALIGN_BYTES = 64
+_HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
 _TENSOR = "ecemb.tensor"
 
 
@@ -55,6 +57,7 @@ class Slots:
 
         Raises:
             InconsistentArenas: neither slot holds it.
+            ArenaDamaged: the slot says that it holds more than it can.
         """
         slot = f"slot{transaction % 2}"
         if (label := self._arena.get(f"{slot}_label")) != transaction:
@@ -62,7 +65,7 @@ class Slots:
                 f"the replicated state of transaction {transaction} is not in its slot, which holds "
                 f"{label}: no failure leaves this behind; the arena's memory is damaged"
             )
-        return self._arena.region(slot)[: self._arena.get(f"{slot}_bytes")]
+        return self._arena.filled(slot, f"{slot}_bytes")
 
 
 class ReplicatedState:
@@ -85,6 +88,7 @@ class ReplicatedState:
         self._protected = {id(parameter) for parameter in protected}
         self._outline: object = None
         self._outline_bytes = b""
+        self._outline_sum = 0
 
     @property
     def size_bytes(self) -> int:
@@ -99,11 +103,12 @@ class ReplicatedState:
         outline = _outline(self._collect(), tensors)
         if outline != self._outline:
             self._outline, self._outline_bytes = outline, dump(outline)
+            self._outline_sum = zlib.crc32(self._outline_bytes)
         head = len(self._outline_bytes)
-        places, size = _places(tensors, 8 + head)
+        places, size = _places(tensors, _HEAD.size + head)
         memory = slots.open(transaction, size)
-        memory[:8] = np.frombuffer(head.to_bytes(8, "little"), np.uint8)
-        memory[8 : 8 + head] = np.frombuffer(self._outline_bytes, np.uint8)
+        memory[: _HEAD.size] = np.frombuffer(_HEAD.pack(head, self._outline_sum), np.uint8)
+        memory[_HEAD.size : _HEAD.size + head] = np.frombuffer(self._outline_bytes, np.uint8)
         for tensor, place in zip(tensors, places, strict=True):
             _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
         slots.seal(transaction)
@@ -113,14 +118,26 @@ class ReplicatedState:
 
         Raises:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
+            InconsistentArenas: the slot holds what `save` has not written.
         """
         memory = slots.read(transaction)
-        head = int.from_bytes(memory[:8].tobytes(), "little")
-        outline = load(memory[8 : 8 + head].tobytes())
+        head, checksum = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
+        packed = memory[_HEAD.size : _HEAD.size + head].tobytes()
+        if zlib.crc32(packed) != checksum:
+            raise InconsistentArenas(
+                f"the outline of the replicated state of transaction {transaction} doesn't fit its checksum: "
+                f"the arena's memory is damaged"
+            )
+        outline = load(packed)
         shapes: list[tuple[torch.dtype, list[int]]] = []
         _shapes(outline, shapes)
         blanks = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
-        places, _ = _places(blanks, 8 + head)
+        places, size = _places(blanks, _HEAD.size + head)
+        if size != len(memory):
+            raise InconsistentArenas(
+                f"the replicated state of transaction {transaction} has {len(memory)} bytes, and its outline "
+                f"stands for {size}: the arena's memory is damaged"
+            )
         tensors = [
             _view(memory, place, blank.dtype, blank.shape)
             for blank, place in zip(blanks, places, strict=True)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import ArenaBusy, RendezvousError
+from .errors import ArenaBusy, ArenaDamaged, InconsistentArenas, RendezvousError
 from .header import Header, valid
 
 
@@ -109,13 +109,23 @@ class Roster:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Roster:
-        """Inverse of `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        workers = tuple(
-            Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
-            for w in fields.pop("workers")
-        )
-        return cls(**fields, workers=workers)
+        """Inverse of `to_json`.
+
+        Raises:
+            RendezvousError: the text is none that `to_json` gives.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            workers = tuple(
+                Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
+                for w in fields.pop("workers")
+            )
+            return cls(**fields, workers=workers)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArenaDamaged) as error:
+            raise RendezvousError(
+                f"the store holds what no worker of this version of ecemb writes ({type(error).__name__}: "
+                f"{error}): do all hosts run the same version, and does nobody else use the store?"
+            ) from error
 
 
 def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, ...]:
@@ -134,6 +144,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
     Raises:
         ArenaBusy: a living process holds an arena of the job.
         RendezvousError: the launch does not fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
     """
     if held := [report for report in reports if report.holder is not None]:
         names = ", ".join(f"{r.path} on {r.host} by process {r.holder}" for r in held)
@@ -144,6 +155,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
     survivors = valid([report.header for report in reports if report.header is not None])
     if not survivors:
         return tuple(Seat(index, None) for index in range(len(workers)))
+    _check_copies(reports)
     constants = survivors[0].constants
     if constants.world_size != len(workers):
         raise RendezvousError(
@@ -172,6 +184,20 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
     for index, rank in _match(free, lost, workers, constants.domains):
         seats[index] = Seat(rank, None)
     return tuple(seats[index] for index in range(len(workers)))
+
+
+def _check_copies(reports: Sequence[Report]) -> None:
+    """One arena in two files would give two workers the same rank."""
+    paths: dict[str, str] = {}
+    for report in reports:
+        if report.header is None:
+            continue
+        name, path = report.header.constants.arena_id, f"{report.path} on {report.host}"
+        if (other := paths.setdefault(name, path)) != path:
+            raise InconsistentArenas(
+                f"{other} and {path} are copies of one arena: remove the one that shall not count "
+                f"(python -m ecemb arenas rm PATH)"
+            )
 
 
 def _match(

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("ecemb")
 
+_MOST_BYTES = 1 << 30  # of one rank in `gather`: more is nonsense, and is not waited for
 _TELL = 1  # tag of what `tell` and `leave` send; the rest has tag 0
 
 
@@ -151,6 +152,11 @@ class Transport:
             PeerFailure: a peer died or did not come before the deadline.
         """
         sizes = self.all_to_all(np.full((self.world_size, 1), len(data), np.int64), what)[:, 0]
+        if int(sizes.min()) < 0 or int(sizes.max()) > _MOST_BYTES:
+            raise PeerFailure(
+                f"the ranks announce {sizes.tolist()} bytes in {what}, and none may send more than "
+                f"{_MOST_BYTES}: the network is damaged, or the ranks run different versions of ecemb"
+            )
         padded = data + bytes(-len(data) % 8)
         words = (-(-sizes // 8)).tolist()
         send = np.frombuffer(bytearray(padded * self.world_size), np.uint64)

@@ -405,8 +405,8 @@ def _check_spans(
         )
     if offsets.size == 0:
         return
-    # The lengths are within `packed` now, so that the differences can't overflow.
-    room = words.size - np.diff(starts) - offsets.clip(-1)
+    # The lengths are within `packed` and the offsets within one word of `words`: nothing overflows.
+    room = words.size - np.diff(starts) - offsets.clip(-1, words.size + 1)
     if int(offsets.min()) < 0 or int(room.min()) < 0:
         i = int(np.flatnonzero((offsets < 0) | (room < 0))[0])
         raise KernelError(

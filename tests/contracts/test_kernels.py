@@ -339,6 +339,7 @@ SPAN_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
     "negative": ((w(9), ids(-1), ids(0, 2), w(4)), r"offsets\[0\] = -1"),
     "far": ((w(9), ids(FAR), ids(0, 2), w(4)), rf"= {FAR} is"),
     "near": ((w(9), ids(NEAR), ids(0, 2), w(4)), rf"= {NEAR} is"),
+    "far into little": ((w(1), ids(FAR), ids(0, 4), w(4)), rf"= {FAR} is"),
     "empty but outside": ((w(9), ids(10), ids(2, 2), w(4)), r"span 0 of 0 words .* = 10"),
     "descending": ((w(9), ids(0, 0), ids(3, 1, 4), w(4)), r"starts\[0\] = 3 is followed by 1"),
     "overflowing": ((w(9), ids(0, 0), ids(0, FAR, NEAR), w(4)), r"starts have to ascend"),
