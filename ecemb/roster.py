@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .errors import ArenaBusy, ArenaDamaged, InconsistentArenas, RendezvousError
@@ -165,6 +165,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
         )
     at = {report.header.constants.arena_id: report.host for report in reports if report.header}
     seats: dict[int, Seat] = {}
+    homes: dict[str, set[str]] = {}
     for host in sorted({worker.host for worker in workers} | set(at.values())):
         here = [index for index, worker in enumerate(workers) if worker.host == host]
         kept = sorted(
@@ -179,9 +180,10 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
                 f"arenas that shall count as lost (python -m ecemb arenas rm)"
             )
         seats.update({i: Seat(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
+        homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}
     lost = sorted(set(range(len(workers))) - {seat.rank for seat in seats.values()})
     free = [index for index in range(len(workers)) if index not in seats]
-    for index, rank in _match(free, lost, workers, constants.domains):
+    for index, rank in _match(free, lost, [worker.host for worker in workers], constants.domains, homes):
         seats[index] = Seat(rank, None)
     return tuple(seats[index] for index in range(len(workers)))
 
@@ -201,9 +203,21 @@ def _check_copies(reports: Sequence[Report]) -> None:
 
 
 def _match(
-    free: list[int], lost: list[int], workers: Sequence[Worker], domains: Sequence[str]
+    free: list[int],
+    lost: list[int],
+    hosts: Sequence[str],
+    domains: Sequence[str],
+    homes: Mapping[str, Collection[str]],
 ) -> list[tuple[int, int]]:
-    """Pairs free workers with lost ranks, whole hosts with whole failure domains first."""
+    """Pairs free workers with lost ranks, so that few failure domains come to share a host.
+
+    Args:
+        free: workers without memory, by index; emptied.
+        lost: ranks without memory, as many; emptied.
+        hosts: worker -> its host.
+        domains: rank -> its failure domain.
+        homes: host -> domains that live there: those of the ranks whose memory it has, else its own name.
+    """
     pairs: list[tuple[int, int]] = []
 
     def take(indices: list[int], ranks: list[int]) -> None:
@@ -213,17 +227,19 @@ def _match(
             lost.remove(rank)
 
     def on(host: str) -> list[int]:
-        return [index for index in free if workers[index].host == host]
+        return [index for index in free if hosts[index] == host]
 
     def of(domain: str) -> list[int]:
         return [rank for rank in lost if domains[rank] == domain]
 
-    for host in sorted({workers[index].host for index in free}):  # the host itself is back
-        take(on(host), of(host))
-    for host in sorted({workers[index].host for index in free}):  # a new host for a lost one
+    for host in sorted({hosts[index] for index in free}):  # what is lost of a domain joins what is left of it
+        for domain in sorted(homes[host]):
+            take(on(host), of(domain))
+    for host in sorted({hosts[index] for index in free}):  # a new host for a lost one
         size = len(on(host))
         whole = [d for d in sorted({domains[rank] for rank in lost}) if len(of(d)) == size]
         if whole:
             take(on(host), of(whole[0]))
-    take(list(free), list(lost))
+    by_host = sorted(free, key=lambda index: (hosts[index], index))
+    take(by_host, sorted(lost, key=lambda rank: (domains[rank], rank)))
     return pairs

@@ -96,6 +96,90 @@ def test_newcomers_of_odd_numbers_still_fill_every_rank() -> None:
     assert sorted(seat.rank for seat in seats) == list(range(6))
 
 
+def test_a_lost_arena_is_replaced_where_the_rest_of_its_domain_lives_now() -> None:
+    """z replaced b and lost one of its two arenas, in the moment in which x replaces all of c."""
+    domains = "aabbc"
+    reports = [report(0, "a", domains), report(1, "a", domains), report(2, "z", domains)]
+    for order in ("aazzx", "xzzaa", "zxaaz"):
+        workers = workers_on(order)
+        found = ranks_by_host(workers, assign(workers, reports))
+        assert found == {"a": {0, 1}, "z": {2, 3}, "x": {4}}
+
+
+def test_a_host_that_took_anothers_ranks_keeps_to_them() -> None:
+    """b holds what was c's, and lost one arena of it; e replaces d, which held what was b's."""
+    domains = "aabbcc"
+    reports = [report(0, "a", domains), report(1, "a", domains), report(4, "b", domains)]
+    workers = workers_on("eabbae")
+    assert ranks_by_host(workers, assign(workers, reports)) == {"a": {0, 1}, "b": {4, 5}, "e": {2, 3}}
+
+
+def test_a_host_that_was_replaced_comes_back_for_another_one() -> None:
+    """Its stale arenas give it neither seats nor its former ranks, which live on d."""
+    domains = "aabbcc"
+    alive = {"joined": 5, "opened": 5}
+    reports = [report(rank, "a", domains, **alive) for rank in (0, 1)]
+    reports += [report(rank, "d", domains, **alive) for rank in (2, 3)]
+    for rank in (2, 3):
+        old = header(rank, domains, joined=4, opened=4)
+        old = dataclasses.replace(old, constants=dataclasses.replace(old.constants, arena_id=f"{rank:07x}f"))
+        reports.append(Report("b", f"/b/{rank}", old, None, None))
+    workers = workers_on("babdda")
+    seats = assign(workers, reports)
+    assert ranks_by_host(workers, seats) == {"a": {0, 1}, "d": {2, 3}, "b": {4, 5}}
+    assert {seat.rank for seat in seats if seat.arena_id is None} == {4, 5}
+
+
+def test_a_new_host_of_the_lost_ones_name_takes_its_ranks() -> None:
+    domains = "aabbcc"
+    reports = [report(rank, host, domains) for rank, host in enumerate(domains) if host != "b"]
+    workers = workers_on("bacbca")
+    seats = assign(workers, reports)
+    assert ranks_by_host(workers, seats) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
+    assert {seat.rank for seat in seats if seat.arena_id is None} == {2, 3}
+
+
+def test_hosts_of_different_sizes_are_replaced_by_their_like() -> None:
+    domains = "abbbccd"  # b, c and d are lost
+    reports = [report(0, "a", domains)]
+    workers = workers_on("xyzyazy")
+    assert ranks_by_host(workers, assign(workers, reports)) == {
+        "a": {0},
+        "x": {6},
+        "y": {1, 2, 3},
+        "z": {4, 5},
+    }
+
+
+def test_hosts_of_other_sizes_share_few_domains() -> None:
+    """Two hosts of three for three lost ones of two: none gets more than two domains."""
+    domains = "aabbccdd"
+    reports = [report(0, "a", domains), report(1, "a", domains)]
+    for order in ("xyxyxyaa", "aayyyxxx", "yaxxayyx"):
+        workers = workers_on(order)
+        found = ranks_by_host(workers, assign(workers, reports))
+        assert found == {"a": {0, 1}, "x": {2, 3, 4}, "y": {5, 6, 7}}
+
+
+def test_fewer_hosts_with_more_workers_share_the_lost_ranks() -> None:
+    domains = "aabbcc"
+    reports = [report(rank, host, domains) for rank, host in enumerate(domains) if host != "c"]
+    workers = workers_on("ababab")
+    assert ranks_by_host(workers, assign(workers, reports)) == {"a": {0, 1, 4}, "b": {2, 3, 5}}
+
+
+def test_a_host_with_the_memory_of_two_domains_keeps_both() -> None:
+    """After x alone took over from b and c, which had one rank each."""
+    domains = "aabc"
+    reports = [report(rank, host, domains) for rank, host in enumerate("aaxx")]
+    workers = workers_on("xaax")
+    seats = assign(workers, reports)
+    assert ranks_by_host(workers, seats) == {"a": {0, 1}, "x": {2, 3}}
+    lost_one = reports[:3]  # and what it loses of them comes back to it
+    workers = workers_on("xaax")
+    assert ranks_by_host(workers, assign(workers, lost_one)) == {"a": {0, 1}, "x": {2, 3}}
+
+
 def test_arenas_outlive_a_move_of_the_domains() -> None:
     """After x replaced b, the position table still says b; x's arenas are found on x."""
     domains = "aabb"
