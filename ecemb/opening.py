@@ -253,13 +253,19 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
     try:
         return Placement.plan(code.n, code.k, hosts)
     except PlacementError as error:
+        spread = Placement.interleaved(code.n, code.k, hosts)
+        fragile = spread.fragile(hosts)
         if session.rank == 0:
+            others = f", and so for {len(fragile) - 1} other hosts" if len(fragile) > 1 else ""
             logger.warning(
-                "parity is spread over ranks, not over hosts: the loss of one host may be more than the "
-                "code survives. failure_domain='host' says which codes would fit, 'rank' silences this"
+                "parity is spread over ranks, not over hosts: %s. failure_domain='host' says which codes "
+                "would fit, 'rank' silences this",
+                f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
+                if fragile
+                else f"the loss of any one host is survived, but not that of any r = {code.r} at once",
             )
             logger.debug("%s", error)
-        return ranks
+        return spread
 
 
 def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
@@ -392,10 +398,10 @@ def _discard(session: Session, *, stale: bool) -> None:
 
 
 def _warn_of_next_loss(session: Session, world: _World) -> None:
+    """Says which host present now may not be lost, if at the fresh start any one could have been."""
     placement = world.placement
-    if placement is None or session.rank != 0 or not placement.spread(world.constants.domains):
+    if placement is None or session.rank != 0 or placement.fragile(world.constants.domains):
         return
-    for host in sorted(set(session.hosts)):
+    for host in sorted(map(str, placement.fragile(session.hosts))):
         ranks = [rank for rank, at in enumerate(session.hosts) if at == host]
-        if not placement.tolerates(ranks):
-            logger.warning("the loss of host %s (ranks %s) would be more than the code survives", host, ranks)
+        logger.warning("the loss of host %s (ranks %s) would be more than the code survives", host, ranks)

@@ -41,7 +41,8 @@ class Placement:
         object.__setattr__(self, "positions", tuple(self.positions))
         _check_code(self.n, self.k)
         if len(self.positions) < self.n:
-            raise PlacementError(_too_few_ranks(self.n, self.k, len(self.positions)))
+            ranks = range(len(self.positions))
+            raise PlacementError(_too_few_ranks(self.n, self.k, len(self.positions), ranks))
         if sorted(self.positions) != list(range(self.world_size)):
             raise PlacementError(
                 f"positions must hold each of 0 .. {self.world_size - 1} once, one for each rank; "
@@ -72,12 +73,12 @@ class Placement:
 
         Raises:
             PlacementError: Not 1 <= k < n <= N, or a domain holds too many ranks; names codes that
-                fit.
+                fit these domains, and domains that fit this code.
         """
         _check_code(n, k)
         world_size = len(domains)
         if world_size < n:
-            raise PlacementError(_too_few_ranks(n, k, world_size))
+            raise PlacementError(_too_few_ranks(n, k, world_size, domains))
         limit = world_size // n
         crowded = [(name, held) for name, held in Counter(domains).items() if held > limit]
         if crowded:
@@ -86,10 +87,26 @@ class Placement:
             raise PlacementError(
                 f"code ({n}, {k}) needs the {n} blocks of every stripe in {n} different failure "
                 f"domains, so none may hold more than floor({world_size} / {n}) = {limit} of the "
-                f"{world_size} ranks, but {held_by}{more}; {_suggestion(n, k, domains)}, or spread "
-                f"the ranks over more hosts"
+                f"{world_size} ranks, but {held_by}{more}; {_suggestion(n, k, domains)}; "
+                f"{_domains_that_fit(n, k, domains)}"
             )
         return cls(n, k, _interleaved(domains))
+
+    @classmethod
+    def interleaved(cls, n: int, k: int, domains: Sequence[str | int]) -> Placement:
+        """Keeps ranks of one domain as far apart as they can be, where `plan` may have to refuse.
+
+        `fragile` says what that is worth.
+
+        Args:
+            n: Blocks in a stripe.
+            k: Data blocks among them.
+            domains: Rank -> name of its failure domain.
+
+        Raises:
+            PlacementError: Not 1 <= k < n <= N.
+        """
+        return cls(n, k, _interleaved(domains) if domains else ())
 
     @property
     def r(self) -> int:
@@ -194,14 +211,29 @@ class Placement:
         Raises:
             PlacementError: Not one domain for each rank.
         """
+        self._check_domains(domains)
+        ring = [domains[rank] for rank in self.order]
+        ring += ring[: self.n - 1]
+        return all(len(set(ring[c : c + self.n])) == self.n for c in range(self.world_size))
+
+    def fragile(self, domains: Sequence[str | int]) -> list[str | int]:
+        """The `domains` (rank -> name) whose loss alone, of all their ranks, is more than is tolerated.
+
+        Raises:
+            PlacementError: Not one domain for each rank.
+        """
+        self._check_domains(domains)
+        ranks: dict[str | int, list[int]] = {}
+        for rank, name in enumerate(domains):
+            ranks.setdefault(name, []).append(rank)
+        return [name for name, lost in ranks.items() if not self.tolerates(lost)]
+
+    def _check_domains(self, domains: Sequence[str | int]) -> None:
         if len(domains) != self.world_size:
             raise PlacementError(
                 f"domains must name one failure domain for each of the {self.world_size} ranks; "
                 f"got {len(domains)}"
             )
-        ring = [domains[rank] for rank in self.order]
-        ring += ring[: self.n - 1]
-        return all(len(set(ring[c : c + self.n])) == self.n for c in range(self.world_size))
 
     def _position(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -260,11 +292,25 @@ def _check_code(n: int, k: int) -> None:
         raise PlacementError(f"a code (n, k) needs 1 <= k < n, or it has no parity; got ({n}, {k})")
 
 
-def _too_few_ranks(n: int, k: int, world_size: int) -> str:
+def _too_few_ranks(n: int, k: int, world_size: int, domains: Sequence[str | int]) -> str:
+    more = "start more ranks"
+    if len(set(domains)) < world_size:
+        more = _domains_that_fit(n, k, domains)
     return (
         f"code ({n}, {k}) needs n = {n} ranks or more for the {n} blocks of a stripe, but there "
-        f"are {world_size}; {_suggestion(n, k, range(world_size))}, or start more ranks"
+        f"are {world_size}; {_suggestion(n, k, domains)}; or {more}"
     )
+
+
+def _domains_that_fit(n: int, k: int, domains: Sequence[str | int]) -> str:
+    """Names hosts on which the code can be placed: with as many ranks in all, or on each, as now."""
+    most, limit = max(Counter(domains).values()), len(domains) // n
+    fitting = [f"{n} hosts with {most} ranks on each" if most > 1 else f"{n} hosts"]
+    if limit > 0:
+        fitting.append(
+            f"{-(-len(domains) // limit)} hosts with at most {limit} of {len(domains)} ranks on each"
+        )
+    return f"({n}, {k}) fits on {', or on '.join(reversed(fitting))}"
 
 
 def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
@@ -273,7 +319,7 @@ def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
     codes = [(longest, longest - r) for r in range(min(n - k, longest - 1), 0, -1)]
     if not codes:
         return "no code fits here"
-    return "codes that fit: " + ", ".join(str(code) for code in codes[:4])
+    return "codes that fit here: " + ", ".join(str(code) for code in codes[:4])
 
 
 def _shortened(values: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +27,18 @@ from processes import run_ranks
 from torch import nn
 
 import ecemb
-from ecemb import rendezvous
+from ecemb import opening, rendezvous
 from ecemb.errors import (
     ConfigurationError,
     JobFinished,
     LayoutMismatch,
     PeerFailure,
+    PlacementError,
     StateLost,
     TooManyErasures,
     UnsupportedTable,
 )
+from ecemb.placement import Placement
 
 WORLD = 3
 CODE = ecemb.Code(n=3, k=2)
@@ -392,3 +395,74 @@ def test_scenario(name: str, played: list[dict[str, str]]) -> None:
     for index, failures in enumerate(played):
         if name in failures:
             pytest.fail(f"process {index}:\n{failures[name]}", pytrace=False)
+
+
+# --- what the loss of a host would be -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "warned_of"),
+    [
+        ("aabbcc", []),
+        ("aaddcc", []),  # d in b's place
+        ("aabbab", ["a (ranks [0, 1, 4])", "b (ranks [2, 3, 5])"]),  # c's ranks on the other two
+        ("aabbaa", ["a (ranks [0, 1, 4, 5])"]),
+        ("aaaaaa", ["a (ranks [0, 1, 2, 3, 4, 5])"]),
+    ],
+)
+def test_after_a_recovery_hosts_present_now_that_may_not_be_lost_are_named(
+    hosts: str, warned_of: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = SimpleNamespace(
+        placement=Placement.plan(3, 2, "aabbcc"), constants=SimpleNamespace(domains=tuple("aabbcc"))
+    )
+    opening._warn_of_next_loss(SimpleNamespace(rank=0, hosts=tuple(hosts)), world)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"the loss of host {one} would be more than the code survives" for one in warned_of]
+
+
+def test_ranks_other_than_0_and_layouts_that_never_survived_a_host_warn_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks, domains = Placement.ranks(3, 2, 6), tuple("aaabbb")
+    world = SimpleNamespace(placement=ranks, constants=SimpleNamespace(domains=domains))
+    opening._warn_of_next_loss(SimpleNamespace(rank=0, hosts=domains), world)
+    world = SimpleNamespace(
+        placement=Placement.plan(3, 2, "aabbcc"), constants=SimpleNamespace(domains=tuple("aabbcc"))
+    )
+    opening._warn_of_next_loss(SimpleNamespace(rank=1, hosts=domains), world)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("code", "hosts", "says"),
+    [
+        (ecemb.Code(3, 2), "aabbcc", ""),
+        (
+            ecemb.Code(6, 4),
+            "aabbcc",
+            "the loss of any one host is survived, but not that of any r = 2 at once",
+        ),
+        (
+            ecemb.Code(4, 3),
+            "aabbcc",
+            "host 'a' alone would be more than the code survives, and so for 2 other",
+        ),
+        (ecemb.Code(4, 2), "aaaabc", "host 'a' alone would be more than the code survives. "),
+    ],
+)
+def test_without_enough_hosts_auto_says_what_is_survived(
+    code: ecemb.Code, hosts: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = SimpleNamespace(rank=0, hosts=tuple(hosts))
+    placement = opening._placement(code, session, "auto")
+    said = "; ".join(record.getMessage() for record in caplog.records)
+    assert says in said
+    assert bool(says) == bool(said)
+    assert placement == Placement.interleaved(code.n, code.k, hosts)
+    assert opening._placement(code, session, "rank") == Placement.ranks(code.n, code.k, len(hosts))
+    if says:
+        with pytest.raises(PlacementError, match=rf"fits? here.*; \({code.n}, {code.k}\) fits on"):
+            opening._placement(code, session, "host")
+    else:
+        assert opening._placement(code, session, "host") == placement

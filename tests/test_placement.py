@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -201,30 +202,87 @@ def test_fitting_codes_are_the_ones_that_plan_accepts() -> None:
 def test_too_few_ranks_is_an_error_that_names_codes_that_fit() -> None:
     with pytest.raises(
         PlacementError,
-        match=r"\(6, 4\) needs n = 6 ranks.* there are 4; codes that fit: \(4, 2\), \(4, 3\)",
+        match=r"\(6, 4\) needs n = 6 ranks.* are 4; codes that fit here: \(4, 2\), \(4, 3\); or start more",
     ):
         Placement.ranks(6, 4, 4)
     with pytest.raises(PlacementError, match=r"there are 1; no code fits here"):
         Placement.ranks(2, 1, 1)
-    with pytest.raises(PlacementError, match=r"there are 2; codes that fit: \(2, 1\)"):
+    with pytest.raises(PlacementError, match=r"there are 2; codes that fit here: \(2, 1\); or start more"):
         Placement.plan(4, 1, ["a", "b"])
+    with pytest.raises(
+        PlacementError,
+        match=r"are 4; codes that fit here: \(2, 1\); or \(6, 4\) fits on 6 hosts with 2 ranks on each",
+    ):
+        Placement.plan(6, 4, ["a", "a", "b", "b"])
 
 
 def test_a_crowded_domain_is_an_error_that_names_it_and_codes_that_fit() -> None:
     domains = ["a", "a", "a", "b", "c", "d", "e", "f"]
     with pytest.raises(
         PlacementError,
-        match=r"floor\(8 / 4\) = 2 of the 8 ranks, but 'a' holds 3; codes that fit: \(2, 1\)",
+        match=r"floor\(8 / 4\) = 2 of the 8 ranks, but 'a' holds 3; codes that fit here: \(2, 1\); "
+        r"\(4, 3\) fits on 4 hosts with at most 2 of 8 ranks on each, or on 4 hosts with 3 ranks on each",
     ):
         Placement.plan(4, 3, domains)
     crowded = [f"h{i // 4}" for i in range(24)]
     with pytest.raises(
         PlacementError,
-        match=r"'h3' holds 4 and 2 more do so too; codes that fit: \(6, 3\), \(6, 4\), \(6, 5\)",
+        match=r"'h3' holds 4 and 2 more do so too; codes that fit here: \(6, 3\), \(6, 4\), \(6, 5\)",
     ):
         Placement.plan(8, 5, crowded)
-    with pytest.raises(PlacementError, match="no code fits here"):
+    with pytest.raises(
+        PlacementError, match=r"no code fits here; \(2, 1\) fits on 2 hosts with at most 1 of 2"
+    ):
         Placement.plan(2, 1, ["a", "a"])
+
+
+def test_what_a_refusal_names_is_accepted(seed: int) -> None:
+    """Codes for these hosts, and hosts for this code, with as many ranks in all or on each."""
+    rng = random.Random(seed)
+    refused = 0
+    for world_size in range(2, LARGEST + 1):
+        for counts in rng.sample(every := list(partitions(world_size, world_size)), min(len(every), 25)):
+            domains = hosts(counts, rng)
+            n = rng.randint(2, world_size)
+            try:
+                Placement.plan(n, rng.randint(1, n - 1), domains)
+            except PlacementError as error:
+                refused += 1
+                text = str(error).replace("no code fits here", "codes that fit here: ")
+                codes, fits = text.split("codes that fit here: ")[1].split("; ")
+                for a, b in re.findall(r"\((\d+), (\d+)\)", codes):
+                    Placement.plan(int(a), int(b), domains)
+                [(number, at_most, total)] = re.findall(
+                    r"(\d+) hosts with at most (\d+) of (\d+) ranks", fits
+                )
+                assert int(total) == world_size <= int(number) * int(at_most)
+                Placement.plan(n, 1, [rank // int(at_most) for rank in range(world_size)])
+                for number, each in re.findall(r"(\d+) hosts with (\d+) ranks on each", fits):
+                    Placement.plan(n, 1, [host for host in range(int(number)) for _ in range(int(each))])
+    assert refused > 20
+
+
+def test_a_domain_is_fragile_if_its_loss_alone_is_too_much() -> None:
+    spread = Placement.plan(3, 2, "aabbcc")
+    assert spread.fragile("aabbcc") == []
+    assert spread.fragile("aabbaa") == ["a"]  # a new host, "a", took over c's ranks, too
+    assert spread.fragile("abcdef") == []
+    assert Placement.ranks(4, 2, 6).fragile("aaabcc") == ["a"]
+    with pytest.raises(PlacementError, match="each of the 6 ranks; got 5"):
+        spread.fragile("aabbc")
+
+
+def test_interleaved_ranks_survive_a_host_where_fewer_than_n_hosts_are_there() -> None:
+    domains = "aaaabbbbcccc"
+    with pytest.raises(PlacementError, match="may hold more than"):
+        Placement.plan(6, 4, domains)
+    assert Placement.ranks(6, 4, 12).fragile(domains) == ["a", "b", "c"]
+    assert Placement.interleaved(6, 4, domains).fragile(domains) == []
+    assert Placement.interleaved(6, 5, domains).fragile(domains) == ["a", "b", "c"]
+    assert Placement.interleaved(3, 2, domains) == Placement.plan(3, 2, domains)
+    assert Placement.interleaved(3, 2, "aaa") == Placement.ranks(3, 2, 3)
+    with pytest.raises(PlacementError, match="there are 0"):
+        Placement.interleaved(2, 1, [])
 
 
 @pytest.mark.parametrize(("n", "k"), [(3, 3), (3, 0), (3, -1), (0, 0), (2, 4)])
