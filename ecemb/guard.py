@@ -12,6 +12,7 @@ from torch import nn
 
 from .adapters.nn import ShardedEmbeddingBag
 from .adapters.sparse import Hooks
+from .batches import Batches, bind
 from .code import Code
 from .errors import ConfigurationError, PeerFailure, StepFailed, UsageError
 from .header import State
@@ -64,6 +65,7 @@ class Guard:
         self._memory = opened.memory
         self._transport = opened.transport
         self._tables = opened.tables
+        self._rank_state = opened.rank_state
         self._transactions = Transactions(
             opened.memory, opened.transport, opened.replicated, opened.rank_state
         )
@@ -132,6 +134,46 @@ class Guard:
             NotEnoughSpace: the journal can't grow; don't write.
         """
         self._tables.touch(table, rows)
+
+    def batches(self, loader: Any) -> Batches:
+        """Batches of a loader, epoch after epoch, whose position is committed with each step.
+
+        Call `next(batches)` inside the step, as often as you like; it never ends. After a restart it goes on
+        with the batch after the last one that was committed, whatever workers had read ahead: no sample is
+        lost or repeated, and the order is that of a run that never failed. Call `batches` after `protect`,
+        outside of a step, once for each loader, in the same order at each start.
+
+        `batches.epoch` is the epoch of the batch drawn last; set_epoch() of the sampler (and of dataset and
+        loader) is called when an epoch begins. A restart costs, by kind of loader:
+
+        - DataLoader or StatefulDataLoader over a map-style dataset, any number of workers: drawing the
+          indices of the epoch's earlier batches from the sampler again; no sample is read. Its order must
+          follow from set_epoch() and from random generators as they are when the epoch begins: torch's,
+          numpy's and python's global ones, and those that are attributes of loader, samplers and dataset.
+        - anything else with state_dict() and load_state_dict(), such as a StatefulDataLoader over an
+          IterableDataset that has both: what load_state_dict() costs.
+        - a list, or anything that can be iterated anew: passing over the epoch's earlier batches, which reads
+          them.
+
+        Random draws of the dataset come back exactly in this process (no workers). Workers start with the
+        seeds that they had, but their streams begin anew: augmentations after a restart are others.
+
+        Args:
+            loader: the loader.
+
+        Returns:
+            An iterator.
+
+        Raises:
+            ConfigurationError: the loader has no position that could be found again.
+            LayoutMismatch: at this place another loader was given when the job was started.
+            UsageError: a step is open, the loader was given before, or the guard is closed.
+            StepFailed: a step failed.
+        """
+        self._check_usable()
+        if self._is_open():
+            raise UsageError("guard.batches() inside guard.step(): call it once, before the training loop")
+        return bind(loader, self._rank_state, self._is_open)
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of this rank as a plain dict.

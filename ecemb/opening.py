@@ -116,6 +116,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     cpu = kernels.get("cpu")
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)
+        rank_state.room_bytes = len(memory.rank_state)
         generation, generation_id = session.roster.generation, session.roster.generation_id
         join(memory, transport, generation, generation_id)
     if world.plan.kind == "fresh":

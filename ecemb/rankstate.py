@@ -1,24 +1,25 @@
 """Rank state: what differs by rank and is not a row, packed into one record of the row space (D2).
 
 The random number generators of torch (CPU and CUDA), numpy and python, each table's scalars (Adagrad's
-`step`), and the user's `state=` objects. The record is protected like any row: captured, sent as a delta,
-rebuilt from parity. Packed by torch.save, read with weights_only=True: no pickle is loaded.
+`step`), the user's `state=` objects, and the positions of what was bound later (`guard.batches`). The record
+is protected like any row: captured, sent as a delta, rebuilt from parity. Packed by torch.save, read with
+weights_only=True: no pickle is loaded.
 
 Must not know: where the record lies, who protects it.
 """
 
 from __future__ import annotations
 
-import random
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from . import generators
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from .packing import dump, load, plain
 from .rows import WORD_BYTES, Column, TableLayout
@@ -40,6 +41,16 @@ class Stateful(Protocol):
         ...
 
 
+class Position(Stateful, Protocol):
+    """Where this rank stands in its data; bound after `protect`.
+
+    Attributes:
+        name: for messages.
+    """
+
+    name: str
+
+
 class RankState:
     """Packs and unpacks the state of one rank.
 
@@ -47,6 +58,10 @@ class RankState:
         stateful: the user's objects.
         scalars: returns the tables' scalars, by table.
         set_scalars: takes them back.
+
+    Attributes:
+        positions: what was bound, in order.
+        room_bytes: the most that `pack` may give; None if nothing limits it.
 
     Raises:
         ConfigurationError: an object has no state_dict()/load_state_dict(), or its state can't be read back
@@ -68,28 +83,66 @@ class RankState:
         self._stateful = list(stateful)
         self._scalars = scalars
         self._set_scalars = set_scalars
+        self.positions: list[Position] = []
+        self._at_bind: list[Any] = []  # each position's state when it was bound
+        self._pending: list[Any] = []  # states that were packed, and whose position is not bound yet
+        self.room_bytes: int | None = None
         for item in self._stateful:
             load(dump(_state(item)))
 
+    def bind(self, position: Position) -> None:
+        """Adds a position, and puts it where it was if it was packed before; outside of a step.
+
+        Positions are told apart by the order in which they are bound.
+
+        Raises:
+            LayoutMismatch: the position says so: it was another one's.
+        """
+        if self._pending:
+            position.load_state_dict(self._pending[0])
+        self._at_bind.append(_position(position))
+        self.positions.append(position)
+        del self._pending[:1]
+
     def pack(self) -> bytes:
-        """The state as it is now."""
-        return dump(
-            {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-                "numpy": _numpy_state(),
-                "python": _python_state(),
-                "scalars": plain(self._scalars(), at="the tables' scalars"),
-                "stateful": [_state(item) for item in self._stateful],
-            }
-        )
+        """The state as it is now.
+
+        Raises:
+            StepFailed: it takes more than `room_bytes`.
+        """
+        parts = {
+            **generators.process_states(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            "scalars": plain(self._scalars(), at="the tables' scalars"),
+            "stateful": [_state(item) for item in self._stateful],
+            "positions": [*map(_position, self.positions), *self._pending],
+        }
+        data = dump(parts)
+        if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
+            names = [position.name for position in self.positions]
+            names += [f"state= object {i} ({type(item).__name__})" for i, item in enumerate(self._stateful)]
+            sizes = [
+                len(dump(part)) for part in (*parts["positions"][: len(self.positions)], *parts["stateful"])
+            ]
+            size, largest = max(
+                [(len(dump(parts["scalars"])), "the tables' scalars"), *zip(sizes, names, strict=True)]
+            )
+            raise StepFailed(
+                f"the rank's state takes {len(data)} bytes, and {self.room_bytes - _HEAD_BYTES} were "
+                f"reserved by ecemb.protect(); the largest part is {largest} with {size} bytes: keep what "
+                f"grows, such as logs, histories and samples read ahead, out of it"
+            )
+        return data
 
     def unpack(self, data: bytes, *, positions: bool = True) -> None:
-        """Puts the state back: scalars, the user's objects, generators last.
+        """Puts the state back: scalars, the user's objects, positions, the process's generators last.
+
+        States of positions that are not bound yet wait for `bind`; positions that were bound since are put
+        where they were then.
 
         Args:
             data: what `pack` returned.
-            positions: also the data positions.
+            positions: also the positions; else they stay where they are.
 
         Raises:
             LayoutMismatch: another number of objects was packed.
@@ -103,11 +156,12 @@ class RankState:
         self._set_scalars(saved["scalars"])
         for item, state in zip(self._stateful, saved["stateful"], strict=True):
             item.load_state_dict(state)
-        kind, key, pos, has_gauss, gauss = saved["numpy"]
-        np.random.set_state((kind, key.numpy().view(np.uint32), pos, has_gauss, gauss))
-        version, words, normal = saved["python"]
-        random.setstate((version, tuple(words.tolist()), normal))
-        torch.set_rng_state(saved["torch"])
+        if positions:
+            states = saved["positions"]
+            for i, position in enumerate(self.positions):
+                position.load_state_dict(states[i] if i < len(states) else self._at_bind[i])
+            self._pending = states[len(self.positions) :]
+        generators.set_process_states(saved)
         if saved["cuda"]:
             torch.cuda.set_rng_state_all(saved["cuda"])
 
@@ -118,8 +172,8 @@ def layout(size_bytes: int) -> TableLayout:
 
 
 def room(size_bytes: int) -> int:
-    """Bytes to reserve for a state that takes `size_bytes` now: it may double, and 16 KiB."""
-    return -(-(2 * size_bytes + 16384) // WORD_BYTES) * WORD_BYTES
+    """Bytes to reserve for a state that takes `size_bytes` now: it may double, and 64 KiB for positions."""
+    return -(-(2 * size_bytes + 65536) // WORD_BYTES) * WORD_BYTES
 
 
 def write_(record: NDArray[np.uint8], data: bytes) -> None:
@@ -158,16 +212,5 @@ def _state(item: Stateful) -> Any:
     return plain(item.state_dict(), at=f"state= {type(item).__name__}.state_dict()")
 
 
-def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
-    kind, key, pos, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
-    if kind != "MT19937":
-        raise ConfigurationError(
-            f"numpy's global generator is {kind}, and ecemb keeps MT19937: give generators of your own "
-            f"in state="
-        )
-    return kind, torch.from_numpy(key.view(np.int32).copy()), int(pos), int(has_gauss), float(gauss)
-
-
-def _python_state() -> tuple[int, torch.Tensor, float | None]:
-    version, words, normal = random.getstate()
-    return version, torch.tensor(words, dtype=torch.int64), normal
+def _position(position: Position) -> Any:
+    return plain(position.state_dict(), at=f"the state of {position.name}")

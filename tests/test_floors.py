@@ -16,11 +16,11 @@ FLOORS = """
 errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
-rows arena delta packing
-journal parity transport replicated rankstate plan roster
+rows arena delta packing generators
+journal parity transport replicated rankstate loaders plan roster
 memory
 transaction recovery rendezvous
-adapters adapters.nn adapters.sparse checkpoint
+adapters adapters.nn adapters.sparse checkpoint batches
 opening
 guard nn
 __init__

@@ -1,0 +1,364 @@
+"""Loaders, and how an epoch of one is begun again in its middle.
+
+Three kinds, which `find_source` tells apart:
+
+- `Indexed`, a DataLoader over a map-style dataset, torchdata's too: its sampler's stream of indices is begun
+  again, and passed over up to the position. No sample is read twice. (torchdata's own state is not used here:
+  in 0.11 it loses the order of the next epoch with generator=, and of this one with a sampler of torch's.)
+- `Stateful`, anything else with state_dict() and load_state_dict(): its own state.
+- `Repeatable`, anything else that can be iterated anew: it is, and what was given out is passed over.
+
+Must not know: generators' states, steps, where positions are kept.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import copy
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
+
+from .errors import ConfigurationError
+
+_DETERMINED = (SequentialSampler, DistributedSampler, BatchSampler, Sequence)  # by arguments and epoch
+_RESTARTS = "restart_on_stop_iteration"
+
+
+class Source(abc.ABC):
+    """A loader, and how an epoch of it is begun, and begun again in its middle.
+
+    Attributes:
+        loader: the user's.
+        parts: the objects that may have generators and set_epoch().
+        description: tells whether another start has the same loader.
+    """
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        self.loader = loader
+        self.parts = parts
+        self.description = description
+
+    def begin(self) -> Iterator[Any]:
+        """An epoch from its first batch."""
+        return iter(self.loader)
+
+    @abc.abstractmethod
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """An epoch from a batch in its middle, in a process that hasn't begun it.
+
+        Args:
+            epoch: its number.
+            drawn: batches to pass over.
+            saved: `state` after the last of them.
+            rewind: sets all generators to what they were when the epoch began.
+
+        Returns:
+            None if the epoch has fewer batches.
+        """
+
+    def given(self) -> None:
+        """A batch was given out."""
+        return
+
+    def state(self) -> Any:
+        """What `resume` needs besides the number of batches."""
+        return None
+
+    def fits(self, saved: Any) -> bool:
+        """Whether what `resume` passed over is what was given out, as far as one can tell."""
+        return True
+
+    def reset(self) -> None:
+        """Forgets the epoch in flight."""
+        return
+
+
+class Repeatable(Source):
+    """Anything that can be iterated anew; `resume` reads what it passes over."""
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        rewind()
+        iterator = iter(self.loader)
+        return iterator if _pass_over(iterator, drawn) else None
+
+
+class Stateful(Source):
+    """A loader with state_dict() and load_state_dict()."""
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        super().__init__(loader, parts, description)
+        self._checked = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        rewind()
+        self.loader.load_state_dict(saved)
+        if not getattr(self.loader, _RESTARTS, False):
+            return iter(self.loader)
+        setattr(self.loader, _RESTARTS, False)  # a torchdata.nodes.Loader would begin the next epoch unseen
+        try:
+            return iter(self.loader)
+        finally:
+            setattr(self.loader, _RESTARTS, True)
+
+    def given(self) -> None:
+        """A batch was given out: the first one shows whether there is a state.
+
+        Raises:
+            ConfigurationError: the dataset has none.
+        """
+        if not self._checked and _holds_nothing(self.loader.state_dict()):
+            raise ConfigurationError(_no_state(self.loader))
+        self._checked = True
+
+    def state(self) -> Any:
+        """What the loader says."""
+        return self.loader.state_dict()
+
+
+class Indexed(Source):
+    """A DataLoader over a map-style dataset: only its sampler is passed over, and no sample is read.
+
+    It iterates a shallow copy of the loader, whose sampler is wrapped; the user's own stays as it is.
+    """
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        super().__init__(loader, parts, description)
+        self._persistent: bool = loader.persistent_workers and loader.num_workers > 0
+        self.reset()
+
+    def begin(self) -> Iterator[Any]:
+        """An epoch from its first batch.
+
+        Raises:
+            ConfigurationError: a class of loader that doesn't take its sampler when its iterator is made.
+        """
+        iterator = iter(self._copy)
+        if self._indexes.latest is None:
+            raise ConfigurationError(
+                f"{type(self.loader).__name__}.__iter__ makes no iterator of the loader's sampler before the "
+                f"first batch, as torch's DataLoader does: give the class state_dict() and "
+                f"load_state_dict(), or use torch.utils.data.DataLoader"
+            )
+        return iterator
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        self.reset()
+        if self._persistent and epoch > 0:  # the workers were made earlier, with draws of their own
+            self._indexes.closed = True
+            self.begin()
+            self._indexes.closed = False
+        rewind()
+        self._indexes.skip = drawn
+        iterator = self.begin()
+        self._indexes.settle()
+        return None if self._indexes.short else iterator
+
+    def given(self) -> None:
+        """A batch was given out."""
+        self._indexes.given()
+
+    def state(self) -> int | None:
+        """A checksum of the last batch's indices."""
+        return self._indexes.last
+
+    def fits(self, saved: Any) -> bool:
+        """Whether the last batch's indices are the same."""
+        return self._indexes.last == saved
+
+    def reset(self) -> None:
+        """Forgets the epoch in flight."""
+        self._copy = copy.copy(self.loader)
+        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        self._indexes = Indexes(getattr(self.loader, name))
+        self._copy.__dict__[name] = self._indexes
+
+
+class Indexes:
+    """A DataLoader's (batch) sampler whose iterators can pass over what was given out.
+
+    Args:
+        sampler: the loader's.
+
+    Attributes:
+        skip: how many the iterator that is drawn from next passes over first.
+        closed: whether iterators end at once.
+        latest: the iterator made last.
+        short: whether there was less than was to be passed over.
+        last: a checksum of what was given out last; None if it has none.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self._drawn: collections.deque[int | None] = collections.deque()  # read ahead, not given out
+        self.skip = 0
+        self.closed = self.short = False
+        self.latest: Iterator[Any] | None = None
+        self.last: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
+        self.latest = iter(self._sampler)
+        return self._stream(self.latest)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # pyright: ignore[reportArgumentType]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def settle(self) -> None:
+        """Passes over what is to be passed over, if that was not done when the iterator was drawn from."""
+        if self.skip and self.latest is not None:
+            skip, self.skip = self.skip, 0
+            self.short = not _pass_over(self.latest, skip - 1)
+            for indices in itertools.islice(self.latest, 1):
+                self.last = _checksum(indices)
+                return
+            self.short = True
+
+    def given(self) -> None:
+        """The oldest of what was drawn was given out."""
+        if self._drawn:
+            self.last = self._drawn.popleft()
+
+    def _stream(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        if self.closed:
+            return
+        self.settle()
+        for indices in iterator:
+            self._drawn.append(_checksum(indices))
+            yield indices
+
+
+def find_source(loader: Any) -> Source:
+    """Finds out what kind of loader it is.
+
+    Raises:
+        ConfigurationError: it has no position that could be found again.
+    """
+    kind = type(loader).__name__
+    if isinstance(loader, DataLoader):
+        return _of_loader(loader)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"guard.batches() takes a loader: a DataLoader, or anything that can be iterated; {kind} can't"
+        )
+    if _has_state(loader):
+        return Stateful(loader, [loader, getattr(loader, "dataset", None)], f"a {kind} with state")
+    if isinstance(loader, Iterator):
+        raise ConfigurationError(
+            f"guard.batches() was given a {kind}, which gives its batches once, so that they can't be found "
+            f"again after a failure: give the list, the loader or the object that it is an iterator of"
+        )
+    return Repeatable(loader, [loader], f"a {kind}{_count(loader, 'batches')}")
+
+
+def _of_loader(loader: DataLoader[Any]) -> Source:
+    dataset = loader.dataset
+    samplers = _samplers(loader)
+    parts = [loader, dataset, *samplers]
+    description = f"a {type(loader).__name__} over {type(dataset).__name__}"
+    with_state = f"{description} with {loader.num_workers} workers"
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ConfigurationError(
+            f"{description} has in_order=False, so that its batches come as its workers finish, in another "
+            f"order each time: leave in_order=True"
+        )
+    if isinstance(dataset, IterableDataset):
+        if not _has_state(loader):
+            raise ConfigurationError(_no_state(loader))
+        return Stateful(loader, parts, with_state)
+    users = [part for part in (dataset, *samplers) if _has_state(part) and not _is_torchdata(part)]
+    if not users or not _has_state(loader):
+        counts = _count(dataset, "samples") + _count(loader, "batches")
+        return Indexed(loader, parts, description + counts)
+    for sampler in samplers:
+        if not (_has_state(sampler) or _is_torchdata(sampler) or isinstance(sampler, _DETERMINED)):
+            raise ConfigurationError(
+                f"{description} keeps the state of its {type(users[0]).__name__}, and its sampler, a "
+                f"{type(sampler).__name__}, has none: give it state_dict() and load_state_dict(), too"
+            )
+    return Stateful(loader, parts, with_state)
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """The loader's samplers, and those that they hold, each once."""
+    found: list[Any] = []
+    left: list[Any] = [loader.batch_sampler, loader.sampler]
+    while left:
+        sampler = left.pop(0)
+        if sampler is None or any(sampler is other for other in found):
+            continue
+        found.append(sampler)
+        for name, value in getattr(sampler, "__dict__", {}).items():
+            if name == "sampler" or isinstance(value, Sampler):
+                left.append(value)
+    return found
+
+
+def _has_state(item: object) -> bool:
+    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_torchdata(item: object) -> bool:
+    return type(item).__module__.split(".")[0] == "torchdata"
+
+
+def _no_state(loader: DataLoader[Any]) -> str:
+    return (
+        f"a {type(loader).__name__} over {type(loader.dataset).__name__}, an IterableDataset without state, "
+        f"has no position that could be found again: give the dataset state_dict() and load_state_dict() and "
+        f"load it with torchdata's StatefulDataLoader, or use a map-style dataset"
+    )
+
+
+def _holds_nothing(state: Any) -> bool:
+    """Whether a state of torchdata's StatefulDataLoader has nothing of its IterableDataset."""
+    found: list[Any] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if key in ("dataset_state", "dataset_iter_state"):
+                    found.append(item)
+                else:
+                    walk(item)
+
+    walk(state)
+    return bool(found) and all(item is None for item in found)
+
+
+def _count(items: Any, what: str) -> str:
+    try:
+        return f", {len(items)} {what}"
+    except (TypeError, NotImplementedError, AttributeError):
+        return ""
+
+
+def _pass_over(iterator: Iterator[Any], count: int) -> bool:
+    """Whether there were so many."""
+    return sum(1 for _ in itertools.islice(iterator, count)) == count
+
+
+def _checksum(indices: Any) -> int | None:
+    try:
+        array = np.asarray(indices)
+    except ValueError:  # ragged
+        return None
+    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iuU" else None
