@@ -53,6 +53,7 @@ class Arena:
         status = os.fstat(fd)
         self._inode = status.st_ino
         self._fd = fd
+        self._pid = os.getpid()
         self._data: NDArray[np.uint8] | None = map_shared(fd, status.st_size)
         words = self._data[headers.WORDS_OFFSET : headers.CONSTANTS_OFFSET]
         self._words: NDArray[np.int64] | None = words.view(np.int64)
@@ -171,6 +172,7 @@ class Arena:
                         f"{path}: region {name!r} says it has {arena.reserved(name)} bytes of at "
                         f"most {capacity}"
                     )
+            arena._back()
             arena._claim()
         except BaseException:
             lock.release(fd)
@@ -316,13 +318,35 @@ class Arena:
         _attached.discard(self)
         lock.release(self._fd)
 
-    def remove(self) -> None:
+    def is_named(self) -> bool:
+        """Whether its path still names the file: else it lasts no longer than this process."""
+        return folder.locate(self.path).names(self.path.name, self._inode)
+
+    def remove(self) -> bool:
         """Remove the file, if its path still names it, and folders that are empty then.
 
         The memory is free when the last process that has it mapped has ended or let go of it.
         Can be called before or after `close`.
+
+        Returns:
+            Whether it was there.
+
+        Raises:
+            ArenaInsecure: its path can't be trusted any more.
         """
-        folder.locate(self.path).unlink(self.path.name, self._inode)
+        return folder.locate(self.path).unlink(self.path.name, self._inode)
+
+    def _back(self) -> None:
+        """Have memory behind all that is reserved: a file that was copied may have holes where zeros were."""
+        pieces = [
+            (offset, headers.page_aligned(self.reserved(name))) for name, (offset, _) in self._spans.items()
+        ]
+        if os.fstat(self._fd).st_blocks * 512 >= sum(length for _, length in pieces):
+            return
+        for offset, length in pieces:
+            if length > 0:
+                with space.refusals(self.path, length):
+                    os.posix_fallocate(self._fd, offset, length)
 
     def _claim(self) -> None:
         """Write down who holds it."""
@@ -360,6 +384,12 @@ class Arena:
             ) from None
 
     def _closed(self) -> UsageError:
+        if os.getpid() != self._pid:
+            return UsageError(
+                f"the arena {self.path} is process {self._pid}'s, and this is a forked child of it "
+                f"({os.getpid()}), which has neither the memory nor the claim: use the guard, and protected "
+                f"tables, in the parent"
+            )
         return UsageError(f"the arena {self.path} is closed in this process; attach to it again")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import folder, lock
 from . import header as headers
-from .errors import ArenaDamaged, ArenaInsecure, ConfigurationError
+from .errors import ArenaBusy, ArenaDamaged, ArenaInsecure, ConfigurationError
 from .folder import Folder
 from .header import Found
 
@@ -60,6 +60,25 @@ class Directory(Folder):
             if not waiting or time.monotonic() >= deadline:
                 return found
             time.sleep(_POLL_S)
+
+    def check_alone(self, generation: int) -> None:
+        """Return unless another living process holds an arena that is no member of `generation`.
+
+        At a fresh start nothing is locked yet that a second launch of the job could meet. So it is looked for
+        when everybody's own arena is there: then one of the two launches, at least, sees the other's.
+
+        Raises:
+            ArenaBusy: another launch of the job begins on this host.
+        """
+        for found in self.scan(0):
+            if found.holder not in (None, os.getpid()) and (
+                found.header is None or found.header.joined != generation
+            ):
+                raise ArenaBusy(
+                    f"job {self.job!r} is being launched a second time: {found.path} is held by process "
+                    f"{found.holder}, which is none of this launch's. End one of the two, or give it "
+                    f"another job="
+                )
 
 
 def arenas(arena_dir: str | Path) -> Iterator[Found]:

@@ -14,14 +14,16 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import ArenaInsecure, ConfigurationError
+from .errors import ArenaError, ArenaInsecure, ConfigurationError, NotEnoughSpace
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _ATTEMPTS = 100
 """How often a level is made again when another process removes the empty folder meanwhile."""
 
@@ -83,7 +85,7 @@ class Folder:
             return None
         path = self.path / name
         try:
-            with self.opened() as above:
+            with self.opened() as above, _refusals(path, "opened", {errno.EROFS}):
                 fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
         except FileNotFoundError:
             return None
@@ -109,7 +111,8 @@ class Folder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError), self.opened(create=True) as above:
-                fd = os.open(name, flags, 0o600, dir_fd=above)
+                with _refusals(self.path / name, "made"):
+                    fd = os.open(name, flags, 0o600, dir_fd=above)
                 os.fchmod(fd, 0o600)  # whatever the umask left of it
                 return fd
         raise FileNotFoundError(errno.ENOENT, "removed as often as it was made", str(self.path))
@@ -161,7 +164,7 @@ def check_name(what: str, name: str) -> str:
     Raises:
         ConfigurationError: it can't.
     """
-    if not is_name(name):
+    if not isinstance(name, str) or not is_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(
             f"{what} {name!r} can't name a folder: it must be 1 to 64 of A-Z a-z 0-9 . _ - and "
             f"begin with a letter or a digit. Choose another {what}."
@@ -216,7 +219,13 @@ def _open_again(arena_dir: Path, levels: Sequence[str]) -> int:
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             return _open(arena_dir, levels, create=True)
-    return _open(arena_dir, levels, create=True)
+    try:
+        return _open(arena_dir, levels, create=True)
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"{home(arena_dir).joinpath(*levels)} can't be made: {error.strerror}. Pass an arena_dir in "
+            f"which folders can be made and stay."
+        ) from error
 
 
 def _open(arena_dir: Path, levels: Sequence[str], *, create: bool) -> int:
@@ -234,14 +243,19 @@ def _open(arena_dir: Path, levels: Sequence[str], *, create: bool) -> int:
 
 def _open_top(arena_dir: Path) -> int:
     try:
-        fd = os.open(arena_dir, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError) as error:
+        with _refusals(arena_dir, "opened", set()):
+            fd = os.open(arena_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise ConfigurationError(
             f"arena_dir {arena_dir} is not an existing folder; make it, or pass another"
         ) from error
     except PermissionError as error:
         raise ConfigurationError(
             f"arena_dir {arena_dir} can't be read by user {os.geteuid()}; pass another"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
         ) from error
     status = os.fstat(fd)
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
@@ -255,22 +269,13 @@ def _open_top(arena_dir: Path) -> int:
 
 
 def _open_level(above: int, name: str, path: Path, create: bool) -> int:
-    made = False
     if create:
-        try:
+        with contextlib.suppress(FileExistsError), _refusals(path, "made"):
             os.mkdir(name, 0o700, dir_fd=above)
-            made = True
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
-                raise
-            raise ConfigurationError(
-                f"{path} can't be made by user {os.geteuid()}: {error.strerror}. Pass an arena_dir that "
-                "this user may write to."
-            ) from error
+            _open_up(above, name)
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        with _refusals(path, "opened", set()):
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ArenaInsecure(
@@ -282,13 +287,47 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
             ) from error
         raise
     try:
-        if made:
-            os.fchmod(fd, 0o700)  # whatever the umask left of it
         _check_ours(os.fstat(fd), path, 0o700)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def _refusals(
+    path: Path, what: str, not_writable: Collection[int] = _NOT_WRITABLE
+) -> Generator[None, None, None]:
+    """Turn what the kernel refuses for want of rights, space or descriptors into errors of this tree."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in not_writable:
+            raise ConfigurationError(
+                f"{path} can't be {what} by user {os.geteuid()}: {error.strerror}. Pass an arena_dir that "
+                "this user may write to."
+            ) from error
+        if error.errno in _FULL:
+            raise NotEnoughSpace(
+                f"{path} can't be {what}: {error.strerror}. Its file system has no block or no inode left "
+                "(`df -h`, `df -i`): make room, or pass another arena_dir."
+            ) from error
+        if error.errno in _NO_DESCRIPTOR:
+            raise ArenaError(
+                f"{path} can't be {what}: {error.strerror}. Raise the limit (`ulimit -n`), or find what "
+                "keeps so many files open."
+            ) from error
+        raise
+
+
+def _open_up(above: int, name: str) -> None:
+    """Set the mode of a new folder, whatever the umask left of it: perhaps not enough to open it."""
+    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():  # else another one is in its place: it is refused soon
+            os.chmod(f"/proc/self/fd/{fd}", 0o700)
+    finally:
+        os.close(fd)
 
 
 def _check_ours(status: os.stat_result, path: Path, mode: int) -> None:

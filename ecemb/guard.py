@@ -14,13 +14,13 @@ from .adapters.nn import ShardedEmbeddingBag
 from .adapters.sparse import Hooks
 from .batches import Batches, bind
 from .code import Code
-from .errors import ConfigurationError, PeerFailure, StepFailed, UsageError
+from .errors import ArenaInsecure, ConfigurationError, PeerFailure, StepFailed, UsageError
 from .header import State
 from .opening import FailureDomain, Opened, Request, open_memory
 from .rankstate import Stateful
 from .recovery import RecoveryReport
 from .rendezvous import Session, current
-from .transaction import Transactions
+from .transaction import Transactions, lost_name
 
 logger = logging.getLogger("ecemb")
 
@@ -221,7 +221,10 @@ class Guard:
         self._session.marks.set("finished", "1")
         try:
             self._transport.barrier("the end of the job")
-            self._memory.arena.remove()
+            if not self._memory.arena.remove():
+                logger.warning("%s", lost_name(self._memory.arena.path))
+        except ArenaInsecure as error:
+            logger.warning("the arena stays: %s", error)
         except PeerFailure as error:  # it may not have finished: the tombstone stays
             logger.warning(
                 "a peer ended while the job was closed, so %s stays: %s", self._memory.arena.path, error
@@ -244,6 +247,7 @@ class Guard:
                 f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
                 f"restarts the job; it goes on from step {self.next_step}"
             )
+        self._memory.arena.get("state")  # raises in a forked child, before it uses its parent's connections
 
     def _undone(self, step: Step, ranks: list[int]) -> None:
         step.aborted = True

@@ -33,6 +33,8 @@ from .errors import (
     InconsistentArenas,
     LayoutMismatch,
     PlacementError,
+    StateLost,
+    TooManyErasures,
 )
 from .header import Constants, State, new_arena_id, valid
 from .memory import Geometry, RankMemory
@@ -121,6 +123,9 @@ def open_memory(session: Session, request: Request) -> Opened:
         join(memory, transport, generation, generation_id)
     if world.plan.kind == "fresh":
         try:
+            transport.together(
+                "looking for another launch", lambda: session.directory.check_alone(generation)
+            )
             report = fill(
                 memory,
                 transport,
@@ -196,8 +201,16 @@ def _agree(
     layout_hash = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
     if survivors and survivors[0].constants.layout_hash != layout_hash:
         raise LayoutMismatch(_difference(session, survivors[0].constants, told[session.rank]))
-    plan = plan_recovery(roster.headers, placement, started=roster.started, finished=roster.finished)
     damaged = [report for report in roster.reports if report.damage and report.header is None]
+    try:
+        plan = plan_recovery(roster.headers, placement, started=roster.started, finished=roster.finished)
+    except (TooManyErasures, StateLost) as error:
+        if not damaged:
+            raise
+        broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
+        raise type(error)(
+            f"{error}. What can't be read counts as lost, and is left as it is: {broken}"
+        ) from error
     if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
         raise ArenaDamaged(
             f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "

@@ -78,6 +78,8 @@ class Session:
 
 
 _session: Session | None = None
+_pid = 0
+"""The process that has initialised the groups."""
 
 
 def current() -> Session:
@@ -122,7 +124,7 @@ def init_process_group(
         RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
         InconsistentArenas: the arenas contradict each other.
     """
-    global _session
+    global _session, _pid
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed is initialised already: call ecemb.init_process_group in place of "
@@ -152,6 +154,7 @@ def init_process_group(
         world_size=world_size,
         timeout=timeout,
     )
+    _pid = os.getpid()
     atexit.register(_leave)
     _session = Session(
         job=job,
@@ -178,7 +181,7 @@ def init_process_group(
 
 def _leave() -> None:
     """Ends the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
-    if dist.is_initialized():
+    if os.getpid() == _pid and dist.is_initialized():  # a forked child shares its parent's sockets
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .errors import ArenaBusy, NotEnoughSpace
+from .errors import ArenaBusy, ConfigurationError, NotEnoughSpace
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
+_NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
 _POLL_S = 0.02
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
@@ -98,10 +99,16 @@ def refusals(path: Path, needed_bytes: int) -> Generator[None, None, None]:
 
     Raises:
         NotEnoughSpace: with the kernel's own reason.
+        ConfigurationError: the file system can't do what an arena needs.
     """
     try:
         yield
     except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            raise ConfigurationError(
+                f"the file system of {path} can't reserve space for a file or map it ({error.strerror}): "
+                "pass an arena_dir on one that can, such as /dev/shm"
+            ) from error
         if error.errno not in _REFUSALS:
             raise
         raise NotEnoughSpace(

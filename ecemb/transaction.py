@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -35,6 +36,14 @@ logger = logging.getLogger("ecemb")
 DIGEST_EVERY = 1000
 EXIT_UNDECIDED = 75
 _FINE, _FAILED, _ABORTED = range(3)
+
+
+def lost_name(path: Path) -> str:
+    """What to say when an arena's file was removed under the job."""
+    return (
+        f"{path} was removed while the job runs (by hand, or by systemd's RemoveIPC= when its user logs "
+        f"out): this process goes on, but its memory ends with it, and a restart counts it as lost"
+    )
 
 
 class Transactions:
@@ -76,6 +85,8 @@ class Transactions:
             raise UsageError(f"transaction {self.in_flight} is open: commit or undo it first")
         self.in_flight = transaction = self._memory.committed + 1
         self._memory.journal.arm(transaction)
+        if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
+            logger.warning("%s", lost_name(self._memory.arena.path))
         return transaction
 
     def capture(self, table: int, ids: NDArray[np.int64]) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from holders import create, holding
 
 from ecemb import folder
+from ecemb.arena import Arena
 from ecemb.directory import Directory, arenas
-from ecemb.errors import ArenaInsecure, ConfigurationError
+from ecemb.errors import ArenaError, ArenaInsecure, ConfigurationError, NotEnoughSpace
 from ecemb.folder import Folder
 
 LEVELS = ["user", "job", "host"]
@@ -174,3 +181,117 @@ def test_making_and_removing_at_once(tmp_path: Path) -> None:
     if failures:
         raise failures[0]
     assert os.listdir(folder.home(tmp_path)) == []
+
+
+# --- what the kernel refuses --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\0", "loop"])
+def test_arena_dir_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigurationError, match="arena_dir .*pass another"):
+        folder.Folder(tmp_path / name, "ctr", "a").make("0.arena")
+
+
+@pytest.mark.parametrize("arena_dir", ["/proc", "/sys"])
+def test_arena_dir_where_nothing_can_be_made(arena_dir: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{arena_dir}/ecemb-.* can't be made.*Pass an arena_dir"):
+        Directory(arena_dir, "ctr", "a")
+
+
+@pytest.mark.parametrize("name", [None, 5, b"ctr"])
+def test_names_are_text(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ConfigurationError, match="^job .* can't name a folder"):
+        Directory(tmp_path, name, "a")  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def mounted(path: Path, *options: str) -> Iterator[None]:
+    command = ["mount", *options, str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is for root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_a_file_system_that_became_read_only(tmp_path: Path, levels: dict[str, Path]) -> None:
+    place = Directory(tmp_path, "ctr", "a")
+    os.close(place.make("0.arena"))
+    with mounted(tmp_path, "--bind", str(tmp_path)):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(tmp_path)], check=True)
+        for act in (
+            lambda: place.make("1.arena"),
+            lambda: place.open("0.arena", os.O_RDWR),
+            lambda: Directory(tmp_path, "other", "a"),
+        ):
+            with pytest.raises(ConfigurationError, match="Read-only file system.*may write to"):
+                act()
+        fd = place.open("0.arena", os.O_RDONLY)
+        assert fd is not None
+        os.close(fd)
+
+
+def test_a_file_system_without_inodes(tmp_path: Path) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "nr_inodes=4,mode=1777", "none"):
+        place = Directory(tmp_path, "ctr", "a")  # three, and the root
+        with pytest.raises(NotEnoughSpace, match=r"0.arena can't be made: No space.*df -i"):
+            place.make("0.arena")
+        with pytest.raises(NotEnoughSpace, match=r"other can't be made"):
+            Directory(tmp_path, "other", "a")
+
+
+def without_descriptors(pipe: Connection, tmp_path: Path) -> None:
+    place = Directory(tmp_path, "ctr", "a")
+    used = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+    try:
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(used)]
+    except OSError:
+        taken = []
+    try:
+        os.close(place.make("0.arena"))
+        pipe.send(f"made, beside {len(taken)}")
+    except ArenaError as error:
+        pipe.send(str(error))
+
+
+def test_no_descriptor_left(tmp_path: Path) -> None:
+    with holding(without_descriptors, tmp_path) as holder:
+        said = holder.told()
+    assert "Too many open files" in said
+    assert "ulimit -n" in said
+
+
+def test_a_file_system_that_cannot_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr("ecemb.arena.map_shared", refuse)
+    with pytest.raises(ConfigurationError, match="can't reserve space for a file or map it.*/dev/shm"):
+        create(Directory(tmp_path, "ctr", "a"))
+
+
+def test_a_file_system_without_fallocate(tmp_path: Path) -> None:
+    """ramfs has none: the C library writes a byte to each block instead."""
+    with mounted(tmp_path, "-t", "ramfs", "-o", "mode=1777", "none"):
+        arena = create(Directory(tmp_path, "ctr", "a"))
+        assert arena.reserve("journal", 1 << 20) == 1 << 20
+        arena.region("journal")[: 1 << 20] = 1
+
+
+def test_a_copy_with_holes_gets_its_memory_back(tmp_path: Path) -> None:
+    """cp leaves out what is all zeros: touching that on a full mount would be SIGBUS."""
+    arena = create(Directory(tmp_path, "ctr", "a"))
+    arena.reserve("journal", 1 << 20)
+    reserved = sum(arena.reserved(name) for name, _ in arena.constants.regions)
+    arena.close()
+    sparse = arena.path.with_name("copy")
+    subprocess.run(["cp", "-p", "--sparse=always", str(arena.path), str(sparse)], check=True)
+    if sparse.stat().st_blocks * 512 >= reserved:
+        pytest.skip("files have no holes here")
+    sparse.rename(arena.path)
+    again = Arena.attach(arena.path)
+    assert arena.path.stat().st_blocks * 512 >= reserved
+    again.close()
