@@ -10,7 +10,7 @@ QUESTION ?= kernels
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs failures bench clean
+.PHONY: help setup demo check lint types test docs model failures bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ test: $(READY)  ## the tests
 
 docs: $(READY)  ## run the code in README.md and docs/
 	$(BIN)/pytest tests/test_docs.py $(ARGS)
+
+model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
+	$(BIN)/python tests/model $(ARGS)
 
 failures: $(READY)  ## kill real processes at random moments, and print where the kills fell
 	$(BIN)/python tests/failures $(ARGS)

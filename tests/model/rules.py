@@ -1,0 +1,96 @@
+"""The rules of the protocol, each of which can be switched off, and where to look for what happens then."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which rules hold; all of them in ecemb."""
+
+    count_before_label: bool = True
+    capture_first: bool = True
+    entry_before_count: bool = True
+    inbox_before_prepared: bool = True
+    no_undo_after_prepared: bool = True
+    heads_from_all: bool = True
+    agreement: bool = True
+    agreement_of_all: bool = True
+    parity_saved_first: bool = True
+    redo_restores_first: bool = True
+    committed_after_apply: bool = True
+    slots_alternate: bool = True
+    committed_voids_journals: bool = True
+    least_prepared: bool = True
+    prepared_lowered_first: bool = True
+    rebuilding_is_lost: bool = True
+    live_last: bool = True
+    initial_beside_live: bool = True
+    all_filled_before_live: bool = True
+    all_decided_before_rebuild: bool = True
+    all_live_before_training: bool = True
+    stale_is_lost: bool = True
+    all_joined_before_opened: bool = True
+    opened_before_changes: bool = True
+    generation_by_clock: bool = True
+    id_void_while_joining: bool = True
+    started_mark: bool = True
+    rebuilding_is_evidence: bool = True
+    abort_stops_prepare: bool = True
+    undo_before_second: bool = True
+    attempt_in_heads: bool = True
+    barrier_before_finished: bool = True
+    tombstone: bool = True
+    finished_mark: bool = True
+    all_finished_before_removal: bool = True
+
+    def without(self, *names: str) -> Rules:
+        """These rules, with some switched off."""
+        return dataclasses.replace(self, **dict.fromkeys(names, False))
+
+
+ALL = Rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is searched: a job, and how much may happen to it.
+
+    Attributes:
+        n: blocks in a stripe.
+        k: data blocks in a stripe.
+        size: ranks.
+        steps: steps that are trained.
+        crashes: how often the job's processes die, any of them at any moment each time.
+        losses: ranks whose memory goes, in all.
+        cuts: hosts that are cut off in all; each may come back at any later start, with what it had.
+        aborts: votes to abort, in all.
+        relaunches: how often the job is launched anew, with a new store.
+        close: whether the job is closed after the last step.
+        fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
+        skew: whether a start's leader may have a clock that is behind all earlier leaders'.
+    """
+
+    n: int = 3
+    k: int = 2
+    size: int = 3
+    steps: int = 2
+    crashes: int = 2
+    losses: int = 0
+    cuts: int = 0
+    aborts: int = 0
+    relaunches: int = 0
+    close: bool = False
+    fresh: bool = False
+    skew: bool = False
+
+    def __str__(self) -> str:
+        job = f"N={self.size} n={self.n} k={self.k}, {self.steps} steps"
+        counts = [
+            f"{getattr(self, name)} {name}"
+            for name in ("crashes", "losses", "cuts", "aborts", "relaunches")
+            if getattr(self, name)
+        ]
+        words = [text for name, text in (("close", "close"), ("fresh", "fresh start")) if getattr(self, name)]
+        return ", ".join([job, *counts, *words, *(["clocks apart"] if self.skew else [])])

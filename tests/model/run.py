@@ -1,0 +1,69 @@
+"""What `make model` searches and prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .rules import Config
+from .search import Result, search
+from .table import ENTRIES, Entry, table
+
+QUICK = (
+    Config(crashes=1, losses=1, steps=1),
+    Config(n=2, k=1, size=2, crashes=2, losses=1, aborts=1, steps=1),
+    Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
+)
+"""For `make test`."""
+
+FULL = (
+    Config(crashes=3, losses=2, fresh=True),
+    Config(n=4, k=2, size=4, crashes=1, losses=2, fresh=True),
+    Config(n=2, k=1, size=4, steps=1, crashes=1, losses=1),
+    Config(steps=1, crashes=2, losses=1, cuts=1),
+    Config(crashes=1, losses=1, aborts=1),
+    Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
+)
+"""For `make model`."""
+
+
+def report(config: Config, result: Result) -> str:
+    """One line of the verdicts."""
+    verdict = result.broken or ("fine" if result.complete else "not all seen")
+    return f"{config}: {result.states:,} states, {result.seconds:.0f} s: {verdict}"
+
+
+def explain(entry: Entry) -> bool:
+    """Prints the counterexample of a rule; whether it is as expected."""
+    result = entry.search()
+    print(f"\n{entry.rule}: {entry.says}\nwithout it: {entry.without}\n({report(entry.config, result)})")
+    for line in result.trace:
+        print(f"    {line}")
+    return result.broken.partition(":")[0] == entry.kind
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs from the command line."""
+    parser = argparse.ArgumentParser(prog="python tests/model", description=__doc__)
+    parser.add_argument(
+        "--rule", choices=[e.rule for e in ENTRIES], help="print this rule's counterexample only"
+    )
+    parser.add_argument("--table", action="store_true", help="print the table of docs/protocol.md only")
+    parser.add_argument("--quick", action="store_true", help="search only what `make test` searches")
+    args = parser.parse_args(arguments)
+    if args.table:
+        for line in table():
+            print(line, flush=True)
+        return 0
+    fine = True
+    if args.rule is None:
+        for config in QUICK if args.quick else FULL:
+            result = search(config)
+            print(report(config, result), flush=True)
+            for line in result.trace:
+                print(f"    {line}")
+            fine = fine and result.complete
+    for entry in ENTRIES:
+        if args.rule in (None, entry.rule):
+            fine = explain(entry) and fine
+    return 0 if fine else 1

@@ -1,0 +1,328 @@
+"""What each rule says, what happens without it, and the smallest job in which the model shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from .rules import ALL, Config
+from .search import Result, search
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A line of the table.
+
+    Attributes:
+        rule: a field of `Rules`.
+        says: the rule.
+        without: what happens without it, as in the shortest counterexample; or why nothing does.
+        kind: how the counterexample ends, up to its colon; empty where there is none.
+        config: where to look.
+    """
+
+    rule: str
+    says: str
+    without: str
+    kind: str
+    config: Config
+
+    def search(self) -> Result:
+        """Switches the rule off and looks."""
+        return search(self.config, ALL.without(self.rule))
+
+    def text(self) -> str:
+        """The line of the table, but for what was found."""
+        return f"| `{self.rule}` | {self.says} | {self.without} |"
+
+
+def _two(steps: int = 1, **bounds: int | bool) -> Config:
+    return Config(**{"n": 2, "k": 1, "size": 2, "steps": steps, "crashes": 1, **bounds})
+
+
+def _three(**bounds: int | bool) -> Config:
+    return Config(**{"steps": 1, "crashes": 1, **bounds})
+
+
+def _four(**bounds: int | bool) -> Config:
+    return Config(**{"n": 2, "k": 1, "size": 4, "steps": 1, "crashes": 1, **bounds})
+
+
+ENTRIES = (
+    # a step
+    Entry(
+        "count_before_label",
+        "Arming empties the journal first, then gives it the label.",
+        "A crash between the two: the old records of the last step, under the label of the next one, are "
+        "copied over rows that were committed.",
+        "rows",
+        _two(steps=2),
+    ),
+    Entry(
+        "capture_first",
+        "The old record is in the journal before the row changes.",
+        "A crash between the two: the row stays changed, and its step is not taken.",
+        "rows",
+        _two(),
+    ),
+    Entry(
+        "entry_before_count",
+        "The old record is written first, then the journal's count.",
+        "A crash between the two: undo copies whatever lay there before over the row.",
+        "rows",
+        _two(),
+    ),
+    Entry(
+        "slots_alternate",
+        "Replicated state of t goes to slot t mod 2.",
+        "A crash before all have prepared t: the dense state of t - 1, to which all go back, is overwritten.",
+        "dense state",
+        _two(),
+    ),
+    Entry(
+        "heads_from_all",
+        "The exchange waits for the heads of all ranks, not only of those that it has deltas from.",
+        "N > n: a rank that is no neighbour of the one that aborts prepares and votes, the others run the "
+        "second attempt: everybody waits for ever.",
+        "deadlock",
+        _four(crashes=0, aborts=1),
+    ),
+    Entry(
+        "inbox_before_prepared",
+        "`prepared` is stored when the inbox is complete.",
+        "All have prepared t and die: t is decided, and one keeper doesn't have its deltas.",
+        "no inbox",
+        _two(),
+    ),
+    Entry(
+        "no_undo_after_prepared",
+        "Whoever has prepared undoes nothing by itself.",
+        "One gives up waiting for the votes and undoes, another has all votes and has committed: the arenas "
+        "contradict each other, and every start refuses.",
+        "false refusal",
+        _two(),
+    ),
+    Entry(
+        "agreement",
+        "Parity changes only when all are known to have prepared.",
+        "One has committed t, another dies before it has prepared it: no transaction is left on which all "
+        "can stand.",
+        "false refusal",
+        _two(),
+    ),
+    Entry(
+        "agreement_of_all",
+        "All ranks vote, not only neighbours.",
+        "N > n: a rank commits t while one that is no neighbour of it dies before it has prepared it.",
+        "false refusal",
+        _four(),
+    ),
+    Entry(
+        "parity_saved_first",
+        "Old parity words are in the journal before parity changes.",
+        "A crash while parity changes: the redo adds the same delta a second time, and takes it away.",
+        "parity",
+        _two(),
+    ),
+    Entry(
+        "committed_after_apply",
+        "`committed` is stored when parity stands on t.",
+        "A crash between the two: nobody redoes the parity, which stays behind the rows.",
+        "parity",
+        _two(),
+    ),
+    Entry(
+        "committed_voids_journals",
+        "A row journal with a label that is not above T is never undone.",
+        "All have prepared t and die: t is decided, and rows are copied back from its journal.",
+        "rows",
+        _two(),
+    ),
+    # the decision
+    Entry(
+        "least_prepared",
+        "T is the smallest `prepared`, not the smallest `committed`.",
+        "One has committed t, another has only prepared it: no transaction is left on which all can stand.",
+        "false refusal",
+        _two(),
+    ),
+    Entry(
+        "prepared_lowered_first",
+        "`prepared` := T is stored before the first row is undone.",
+        "A second crash after the undo, and the rank that had not prepared t is lost: now all are seen to "
+        "have prepared t, and go forward to it with rows that are of t - 1.",
+        "rows",
+        _two(crashes=2, losses=1),
+    ),
+    Entry(
+        "redo_restores_first",
+        "A redo copies the old parity words back, then adds the whole inbox.",
+        "A crash while parity changes: the redo adds the same delta a second time, and takes it away.",
+        "parity",
+        _two(),
+    ),
+    Entry(
+        "all_decided_before_rebuild",
+        "Barrier between undo and redo, and the rebuild.",
+        "A newcomer is rebuilt from a survivor that still has to undo or redo: garbage.",
+        "parity",
+        _two(losses=1),
+    ),
+    Entry(
+        "rebuilding_is_lost",
+        "REBUILDING counts as lost.",
+        "A crash in the rebuild: the newcomer's arena, which holds nothing, takes part in the decision.",
+        "false refusal",
+        _two(losses=1),
+    ),
+    Entry(
+        "live_last",
+        "LIVE is the last store of a rebuild.",
+        "A crash between the two: the newcomer's arena, which holds nothing, is taken for a survivor's.",
+        "half-rebuilt",
+        _two(losses=1),
+    ),
+    Entry(
+        "all_live_before_training",
+        "Barrier between recovery and training.",
+        "Nothing: whoever trains ahead can't prepare without the heads of all, which they send after their "
+        "recovery. It would be needed if heads and votes came from neighbours only.",
+        "",
+        _three(losses=1),
+    ),
+    # a fresh start
+    Entry(
+        "all_filled_before_live",
+        "Barrier between `prepared` = 0 and LIVE.",
+        "A crash when one rank is LIVE and the others hold nothing: more than r are lost, of a job that has "
+        "not begun.",
+        "false refusal",
+        _three(fresh=True),
+    ),
+    Entry(
+        "initial_beside_live",
+        "INIT and prepared counts as a survivor's beside a LIVE arena.",
+        "A crash when the first rank is LIVE: more than r are lost, of a job that has lost nothing.",
+        "false refusal",
+        _three(fresh=True),
+    ),
+    # membership
+    Entry(
+        "stale_is_lost",
+        "An arena whose `joined` is below the highest `opened` counts as lost.",
+        "A host is cut off, its rank is rebuilt elsewhere, and it comes back: two arenas of one rank, and "
+        "nobody can tell which one counts.",
+        "false refusal",
+        _two(cuts=1),
+    ),
+    Entry(
+        "all_joined_before_opened",
+        "Barrier between `joined` and `opened`.",
+        "A crash when one rank has opened what the others have not joined: they all look stale.",
+        "false refusal",
+        _three(),
+    ),
+    Entry(
+        "opened_before_changes",
+        "`opened` is stored before anything else changes.",
+        "A host is cut off, its rank is rebuilt elsewhere, and it comes back before `opened` says that the "
+        "others went on: two arenas of one rank.",
+        "false refusal",
+        _two(crashes=2, cuts=1),
+    ),
+    Entry(
+        "generation_by_clock",
+        "A generation's number is at least the clock's.",
+        "A rank joins alone and is cut off, the next start takes the same number, and the host comes back: "
+        "one generation with two ids, which every start refuses.",
+        "false refusal",
+        _two(crashes=2, cuts=1),
+    ),
+    Entry(
+        "id_void_while_joining",
+        "The generation's id says unknown while `joined` changes.",
+        "A crash between the two stores: it looks like one generation with two ids.",
+        "false refusal",
+        _two(),
+    ),
+    Entry(
+        "started_mark",
+        "The store says that the job has started.",
+        "All memory is lost: the job silently begins again at step 0.",
+        "restart from 0",
+        _two(crashes=0, losses=2),
+    ),
+    Entry(
+        "rebuilding_is_evidence",
+        "A REBUILDING arena, too, tells that the job had started.",
+        "All memory but a newcomer's is lost, and the store is new: the job silently begins again at step 0.",
+        "restart from 0",
+        _two(losses=2, relaunches=1),
+    ),
+    # abort
+    Entry(
+        "abort_stops_prepare",
+        "Whoever has an abort among its heads prepares nothing.",
+        "All have prepared without the aborting rank's deltas, which is lost: the step goes forward on some.",
+        "parity",
+        _two(losses=1, aborts=1),
+    ),
+    Entry(
+        "undo_before_second",
+        "A rank sends the second attempt's heads after its own undo.",
+        "All have prepared the empty step and die: it is decided, and rows still hold the aborted one.",
+        "rows",
+        _two(aborts=1),
+    ),
+    Entry(
+        "attempt_in_heads",
+        "Heads carry the attempt: the second needs second heads from all ranks.",
+        "Nothing: deltas of the second attempt are sent after the undo, too, and whoever has not undone has "
+        "not prepared. It lets a rank that is out of step be noticed.",
+        "",
+        _two(losses=1, aborts=1),
+    ),
+    # the end
+    Entry(
+        "barrier_before_finished",
+        "Barrier before FINISHED.",
+        "One rank says that the job is finished while another is in the last step, which nobody will end.",
+        "closed early",
+        _two(crashes=0, close=True),
+    ),
+    Entry(
+        "tombstone",
+        "FINISHED is stored before arenas are removed.",
+        "A crash while they are removed, and the store is new: what is left looks like a job with too many "
+        "losses.",
+        "false refusal",
+        _three(relaunches=1, close=True),
+    ),
+    Entry(
+        "finished_mark",
+        "The store says that the job is finished.",
+        "A start after the end: the job seems to have lost all its memory.",
+        "false refusal",
+        _two(close=True),
+    ),
+    Entry(
+        "all_finished_before_removal",
+        "Barrier between FINISHED and the removal.",
+        "A crash when some arenas are removed and others still LIVE, and the store is new: too many losses.",
+        "false refusal",
+        _three(relaunches=1, close=True),
+    ),
+)
+
+HEAD = """\
+| rule | says | without it | shortest way there |
+|---|---|---|---|"""
+
+
+def table(entries: Iterable[Entry] = ENTRIES) -> Iterable[str]:
+    """The table of docs/protocol.md, line by line, each after its search."""
+    yield HEAD
+    for entry in entries:
+        result = entry.search()
+        found = f"{len(result.trace)} transitions" if result.broken else f"none in {result.states:,} states"
+        yield f"{entry.text()} N={entry.config.size}: {found} |"
