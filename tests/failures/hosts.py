@@ -255,6 +255,14 @@ class Hosts:
         self._wait(lambda: not set(pids) & set(self.processes()), END_S, f"processes {pids} did not end")
         return time.monotonic() - began
 
+    def log(self, agent: Agent) -> str:
+        """What an agent and its workers have said."""
+        return (self.folder / f"{agent.name}.log").read_text(errors="replace")
+
+    def wait_for_log(self, agent: Agent, text: str) -> None:
+        """Wait until an agent, or one of its workers, has said this."""
+        self._wait(lambda: text in self.log(agent), REACH_S, f"agent {agent.name} did not say {text!r}")
+
     def finish(self) -> None:
         """Let all go on, and wait for the job's end."""
         self.release()
@@ -452,32 +460,66 @@ def scenario_lost_and_restarted() -> Result:
 
 
 def scenario_returned() -> Result:
-    """A host that was replaced comes back with its old arenas, in another lost host's place.
+    """A host that was replaced comes back with its old arenas, in another lost host's place."""
+    return _returned("returned", "c")
 
-    They count for nothing, and are removed; the host's ranks are those of the host that it replaces.
-    """
+
+def scenario_returned_home() -> Result:
+    """A host that was replaced comes back with its old arenas, to replace the one that replaced it."""
+    return _returned("returned home", "d")
+
+
+def _returned(name: str, victim: str) -> Result:
+    """The old arenas count for nothing and are removed, even if they were of the very ranks that are lost."""
     with Hosts() as job:
         agents = _started(job)
         seats = by_host(job.reach(12))
         job.kill(agents["b"])
         put_back = job.take_memory(agents["b"])
         stale = _arenas(agents["b"].memory.with_suffix(".aside"))
-        job.start("d")
+        agents["d"] = job.start("d")
         job.reach(0)
+        seats["d"] = seats.pop("b")
         job.hold(2 * HELD)
         job.reach(HELD + 12)
-        job.kill(agents["c"])
-        job.lose_memory(agents["c"])
+        job.kill(agents[victim])
+        job.lose_memory(agents[victim])
         put_back()
         job.start("b")
         after = job.reach(0)
-        seats["d"], seats["b"] = seats["b"], seats.pop("c")
+        seats["b"] = seats.pop(victim)
         _expect_seats(after, seats)
         _expect_recovery(after, seats["b"])
         now = _arenas(agents["b"].memory)
         _expect(len(stale) == PER_HOST == len(now) and not stale & now, f"{stale} were there, and {now} are")
         job.finish()
-        return job.result("returned", "stale arenas not used, and removed", after)
+        return job.result(name, "stale arenas not used, and removed", after)
+
+
+def scenario_too_many() -> Result:
+    """Two hosts are gone, more than the code survives: nothing is written, until one of them is back."""
+    with Hosts() as job:
+        agents = _started(job)
+        seats = by_host(job.reach(12))
+        job.kill(agents["b"])
+        job.lose_memory(agents["b"])
+        job.kill(agents["c"])
+        put_back = job.take_memory(agents["c"])
+        others = [agents["a"], job.start("d"), job.start("e")]
+        lost = sorted(seats["b"] | seats["c"])
+        for agent in others:
+            job.wait_for_log(agent, f"TooManyErasures: ranks {lost} lost their memory")
+        job.kill(others[2])
+        put_back()
+        job.start("c")
+        after = job.reach(0)
+        seats["d"] = seats.pop("b")
+        _expect_seats(after, seats)
+        _expect_recovery(after, seats["d"])
+        job.finish()
+        return job.result(
+            "too many", f"refused without ranks {lost}, and went on with {sorted(seats['c'])}", after
+        )
 
 
 def scenario_store() -> Result:
@@ -557,13 +599,12 @@ def scenario_fewer() -> Result:
             job.kill(agent)
         job.lose_memory(agents["c"])
         job.launch_anew(hosts=2)
-        logs = [job.folder / f"{job.start(name, per_host=3).name}.log" for name in "ab"]
+        both = [job.start(name, per_host=3) for name in "ab"]
         after = job.reach(0)
         _expect({len(ranks) for ranks in by_host(after).values()} == {3}, f"ranks are on {by_host(after)}")
         job.finish()
-        warnings = {
-            line.split(": ", 1)[1] for log in logs for line in log.read_text().splitlines() if WARNS in line
-        }
+        lines = [line for agent in both for line in job.log(agent).splitlines() if WARNS in line]
+        warnings = {line.split(": ", 1)[1] for line in lines}
         _expect(len(warnings) == 2, f"warned of {warnings}")
         return job.result("fewer", "each of the two hosts was warned of", after)
 
@@ -628,6 +669,8 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
     "restarted": scenario_restarted,
     "lost and restarted": scenario_lost_and_restarted,
     "returned": scenario_returned,
+    "returned home": scenario_returned_home,
+    "too many": scenario_too_many,
     "store": scenario_store,
     "first": scenario_first,
     "orphans": scenario_orphans,
