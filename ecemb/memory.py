@@ -95,6 +95,27 @@ class RankMemory:
         """Saves the rank state's old record; it may be written after this."""
         self.journal.capture(len(self.space.tables) - 1, np.zeros(1, np.int64))
 
+    def read_block(self, stripe_class: int, block: int, start: int, stop: int) -> Words:
+        """Words start..stop-1 of this rank's block of a class, fewer at its end; read-only, may be a view.
+
+        Args:
+            stripe_class: a class that this rank is a member of.
+            block: its number in the stripe: data 0..k-1, parity k..n-1.
+            start: first word, counted from the block's start.
+            stop: end of the words.
+        """
+        if block >= self.geometry.generator.shape[1] and self.parity is not None:
+            return self.parity.block(stripe_class)[start:stop]
+        low, high = self.space.bounds[block], self.space.bounds[block + 1]
+        return self.space.read(min(low + start, high), min(low + stop, high))
+
+    def write_block_(self, stripe_class: int, block: int, start: int, words: Words) -> None:
+        """Overwrites this rank's block of a class from word `start` on with `words` (uint64 [m])."""
+        if block >= self.geometry.generator.shape[1] and self.parity is not None:
+            self.parity.block(stripe_class)[start : start + len(words)] = words
+        else:
+            self.space.write_(self.space.bounds[block] + start, words)
+
     def outgoing(self) -> tuple[Words, list[int]]:
         """The deltas of the transaction in flight, as one message to each rank.
 

@@ -10,6 +10,7 @@ Must not know: the network, journals, where deltas come from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ from .kernels import Kernels
 from .placement import Placement
 
 Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
 Received = Sequence[tuple[int, Delta]]
 
 
@@ -39,6 +41,23 @@ def class_words(placement: Placement, block_words: Sequence[Sequence[int]], stri
 def parity_words(placement: Placement, block_words: Sequence[Sequence[int]], rank: int) -> int:
     """Words of all parity that a rank keeps."""
     return sum(class_words(placement, block_words, c) for c, _ in placement.kept(rank))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Syndrome:
+    """Where one parity block differs from what the rows under it give, and by what.
+
+    Attributes:
+        stripe_class: the class.
+        row: the parity row, 0..r-1.
+        offsets: int64 [m], ascending, the words that differ, counted from the block's start.
+        words: uint64 [m], stored XOR expected, so none is 0.
+    """
+
+    stripe_class: int
+    row: int
+    offsets: Ids
+    words: Words
 
 
 class ParityBlocks:
@@ -138,24 +157,28 @@ class ParityBlocks:
         for _, words in self.blocks.values():
             words[:] = 0
 
-    def differing(self, received: Received, start: int, stop: int) -> list[int]:
+    def syndromes(self, received: Received, start: int, stop: int) -> list[Syndrome]:
         """Compares parity with rows, which came as deltas from zero.
 
         Args:
             received: words start..stop-1 of every data block whose parity is kept here.
             start: first word of the range, counted from the blocks' start.
-            stop: its end.
+            stop: its end; blocks may end before it.
 
         Returns:
-            The stripe classes in which a word differs.
+            Where they differ, for each parity block that does.
         """
-        expected = {c: np.zeros(stop - start, np.uint64) for c in self.blocks}
+        left = {c: words[start:stop].copy() for c, (_, words) in self.blocks.items()}
         for sender, delta in received:
             _, weight = self._target(sender, delta)
-            words = expected[self._placement.stripe_class(sender, delta.block)]
+            words = left[self._placement.stripe_class(sender, delta.block)]
             self._kernels.mul_add_(words, delta.offsets - start, delta.starts, delta.words, weight)
-        parts = {c: words[start:stop] for c, (_, words) in self.blocks.items()}
-        return [c for c, part in parts.items() if not np.array_equal(part, expected[c][: len(part)])]
+        found: list[Syndrome] = []
+        for c, words in left.items():
+            at = np.flatnonzero(words)
+            if len(at):
+                found.append(Syndrome(c, self.blocks[c][0], at + start, words[at]))
+        return found
 
     def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
         row, words = -1, None

@@ -7,7 +7,6 @@ same stages again. A newcomer's arena counts as lost until its state says LIVE, 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Generator
@@ -17,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .code import Code
-from .delta import HEAD_WORDS, Delta, unpack
 from .errors import InconsistentArenas
 from .header import State
 from .kernels import Kernels
-from .memory import RankMemory, encoded
+from .memory import RankMemory
 from .parity import class_words
 from .placement import Placement
 from .plan import Kind, Rebuild, RecoveryPlan, plan_recovery
+from .stripes import chunks, collect, compare, longest_block
 from .transport import Transport
 
 __all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover"]
@@ -33,7 +32,6 @@ logger = logging.getLogger("ecemb")
 
 Words = NDArray[np.uint64]
 
-CHUNK_WORDS = 1 << 17
 SAMPLE_WORDS = 1 << 12
 _SENDS_IN_FLIGHT = 4
 _CHUNKS_TOGETHER = 256
@@ -164,8 +162,8 @@ def recover(
 def _encode(memory: RankMemory, transport: Transport) -> None:
     if memory.parity is None:
         return
-    for start in range(0, _longest_block(memory), CHUNK_WORDS):
-        memory.parity.update_(_collect(memory, transport, start, start + CHUNK_WORDS, "encoding"))
+    for start, stop in chunks(0, longest_block(memory)):
+        memory.parity.update_(collect(memory, transport, start, stop, "encoding"))
 
 
 def _encode_again(memory: RankMemory, transport: Transport) -> None:
@@ -186,11 +184,10 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
     """Compares parity with rows at the blocks' beginning, middle and end."""
     if memory.parity is None:
         return
-    longest = _longest_block(memory)
+    longest = longest_block(memory)
     for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)}):
         stop = start + SAMPLE_WORDS
-        received = _collect(memory, transport, start, stop, "verifying")
-        wrong = memory.parity.differing(received, start, stop)
+        wrong = [one.stripe_class for one in compare(memory, transport, start, stop, "verifying")]
         fine = transport.vote(not wrong, "verifying")
         if not all(fine):
             raise InconsistentArenas(
@@ -199,33 +196,6 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
                 f"here: {wrong}): memory rotted, or rows changed without being declared. Resume from a "
                 f"checkpoint under another job="
             )
-
-
-def _longest_block(memory: RankMemory) -> int:
-    return max(max(words) for words in memory.geometry.block_words)
-
-
-def _collect(
-    memory: RankMemory, transport: Transport, start: int, stop: int, what: str
-) -> list[tuple[int, Delta]]:
-    """Words start..stop-1 of every block whose parity is kept here, as deltas from zero. All ranks."""
-    words, lengths = encoded(memory, start, stop)
-    incoming = transport.all_to_all(np.array(lengths, np.int64).reshape(-1, 1), what)[:, 0].tolist()
-    placement = memory.geometry.placement
-    most = 0 if placement is None else placement.k * placement.r * (stop - start + HEAD_WORDS + 3)
-    if min(incoming) < 0 or max(incoming) > most:
-        raise InconsistentArenas(
-            f"{what}: the ranks announce messages of {incoming} words, and none has more than {most}: the "
-            f"network is damaged, or the ranks run different versions of ecemb; restart the job"
-        )
-    out = np.empty(sum(incoming), np.uint64)
-    transport.exchange(words, lengths, out, incoming, what)
-    edges = np.cumsum([0, *incoming]).tolist()
-    return [
-        (sender, delta)
-        for sender, (a, b) in enumerate(itertools.pairwise(edges))
-        for delta in unpack(out[a:b])
-    ]
 
 
 def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels) -> int:
@@ -242,7 +212,7 @@ def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kerne
         return 0
     code = Code(placement.n, placement.k)
     waits: list[Callable[[], None]] = []
-    received = chunks = 0
+    received = taken = 0
     for task in plan.rebuild:
         ranks = [rank for _, rank in task.sources] + [task.rank]
         place = ranks.index(memory.rank) if memory.rank in ranks else None
@@ -250,20 +220,20 @@ def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kerne
         what = f"the rebuild of block {task.block} of stripe class {task.stripe_class}"
         available = [block for block, _ in task.sources]
         weights = code.decode_weights([task.block], available, memory.geometry.generator)[0]
-        for start in range(0, size, CHUNK_WORDS):
-            chunks += 1
-            if chunks % _CHUNKS_TOGETHER == 0:  # who has no part must not wait longer than a deadline
+        for start, stop in chunks(0, size):
+            taken += 1
+            if taken % _CHUNKS_TOGETHER == 0:  # who has no part must not wait longer than a deadline
                 transport.barrier(what)
             if place is None:
                 continue
-            words = np.zeros(min(CHUNK_WORDS, size - start), np.uint64)
+            words = np.zeros(stop - start, np.uint64)
             if place > 0:
                 transport.receive(words, ranks[place - 1], what)
             if place == len(task.sources):
-                _store(memory, placement, task, start, words)
+                memory.write_block_(task.stripe_class, task.block, start, words)
                 received += words.nbytes
                 continue
-            own = _load(memory, placement, task.stripe_class, task.sources[place][0], start, words)
+            own = memory.read_block(task.stripe_class, task.sources[place][0], start, stop)
             kernels.mul_add_block_(words[: len(own)], own, int(weights[place]))
             waits.append(transport.send(words, ranks[place + 1], what))
             if len(waits) > _SENDS_IN_FLIGHT:
@@ -279,23 +249,6 @@ def _lost_words(memory: RankMemory, placement: Placement, task: Rebuild) -> int:
     return class_words(placement, memory.geometry.block_words, task.stripe_class)
 
 
-def _load(
-    memory: RankMemory, placement: Placement, stripe_class: int, block: int, start: int, like: Words
-) -> Words:
-    """This rank's words of a stripe's block from `start` on, at most as many as `like`, fewer at its end."""
-    if block >= placement.k and memory.parity is not None:
-        return memory.parity.block(stripe_class)[start : start + len(like)]
-    low, high = memory.space.bounds[block], memory.space.bounds[block + 1]
-    return memory.space.read(min(low + start, high), min(low + start + len(like), high))
-
-
-def _store(memory: RankMemory, placement: Placement, task: Rebuild, start: int, words: Words) -> None:
-    if task.block < placement.k:
-        memory.space.write_(memory.space.bounds[task.block] + start, words)
-    elif memory.parity is not None:
-        memory.parity.block(task.stripe_class)[start : start + len(words)] = words
-
-
 def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> int:
     """The donor gives every newcomer its slot of the plan's transaction. All ranks may call it."""
     what = "copying replicated state"
@@ -307,7 +260,7 @@ def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPla
         waits = [
             transport.send(part, rank, what)
             for rank in plan.lost
-            for part in (size, *np.array_split(words, max(1, len(words) // CHUNK_WORDS)))
+            for part in (size, *(words[start:stop] for start, stop in chunks(0, len(words))))
         ]
         for wait in waits:
             wait()
@@ -319,8 +272,8 @@ def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPla
     size_bytes = int(size[0])
     slot = memory.slots.open(plan.transaction, size_bytes)  # first: it refuses what is more than can be
     words = np.empty(-(-size_bytes // 8), np.uint64)
-    for part in np.array_split(words, max(1, len(words) // CHUNK_WORDS)):
-        transport.receive(part, plan.donor, what)
+    for start, stop in chunks(0, len(words)):
+        transport.receive(words[start:stop], plan.donor, what)
     slot[:] = words.view(np.uint8)[:size_bytes]
     memory.slots.seal(plan.transaction)
     return size_bytes

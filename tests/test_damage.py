@@ -23,7 +23,7 @@ from reports import report
 from simulation import Job, Machines, Wires, job_of
 
 from ecemb import header as headers
-from ecemb import kernels, packing, rankstate, recovery, rendezvous
+from ecemb import kernels, packing, rankstate, recovery, rendezvous, stripes
 from ecemb.arena import Arena
 from ecemb.delta import Delta, pack, unpack
 from ecemb.directory import Directory
@@ -308,7 +308,7 @@ class Liar(Wires):
 def test_announced_lengths_of_nonsense_cost_no_memory(memories: list[RankMemory], announced: int) -> None:
     memory, liar = memories[0], Liar(4, announced)
     with pytest.raises(InconsistentArenas, match="announce messages of"):
-        recovery._collect(memory, liar, 0, 8, "verifying")
+        stripes.collect(memory, liar, 0, 8, "verifying")
     with pytest.raises(PeerFailure, match="announce .* bytes in comparing"):
         Transport.gather(liar, b"x", "comparing")
     plan = recovery.RecoveryPlan("memory", 2, (1, 2, 3), (0,), donor=1)

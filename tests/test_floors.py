@@ -19,7 +19,8 @@ kernels.reference kernels.cpu directory
 rows arena delta packing generators
 journal parity transport replicated rankstate loaders plan roster
 memory
-transaction recovery rendezvous
+stripes
+transaction recovery rendezvous scrub
 adapters adapters.nn adapters.sparse checkpoint batches
 opening
 guard nn

@@ -28,7 +28,7 @@ from processes import RankFailed, run_ranks
 from torch import Tensor, nn
 
 import ecemb
-from ecemb import recovery
+from ecemb import stripes
 from ecemb.directory import arenas
 from ecemb.errors import (
     ConfigurationError,
@@ -237,10 +237,8 @@ def differing_tables() -> Training:
 
 def parity_fits(guard: ecemb.Guard) -> bool:
     """Whether all parity kept here is what the rows give. All ranks."""
-    memory = guard._memory
-    longest = recovery._longest_block(memory)
-    received = recovery._collect(memory, guard._transport, 0, longest, "comparing parity with rows")
-    return not memory.parity.differing(received, 0, longest)
+    longest = stripes.longest_block(guard._memory)
+    return not stripes.compare(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
 
 
 # --- one rank: every call order ------------------------------------------------------------------

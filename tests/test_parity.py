@@ -181,26 +181,29 @@ def test_parity_that_fits_the_rows_does_not_differ(stripes: Stripes, start: int,
     for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
         kept.update_(received)
     for keeper, kept in enumerate(stripes.kept):
-        assert kept.differing(from_zero(stripes, keeper, start, stop), start, stop) == []
+        assert kept.syndromes(from_zero(stripes, keeper, start, stop), start, stop) == []
 
 
-def test_one_wrong_bit_is_found_in_its_class(stripes: Stripes, seed: int) -> None:
+def test_wrong_bits_are_found_in_their_classes(stripes: Stripes, seed: int) -> None:
     rng = random.Random(seed)
     for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
         kept.update_(received)
     for keeper, kept in enumerate(stripes.kept):
-        for c, (_, words) in kept.blocks.items():
+        for c, (row, words) in kept.blocks.items():
             if not len(words):
                 continue
-            at, bit = rng.randrange(len(words)), np.uint64(1 << rng.randrange(64))
-            other = (at + 1) % 40
-            words[at] ^= bit
-            assert kept.differing(from_zero(stripes, keeper, 0, 40), 0, 40) == [c]
-            assert kept.differing(from_zero(stripes, keeper, at, at + 1), at, at + 1) == [c]
-            assert kept.differing(from_zero(stripes, keeper, other, other + 1), other, other + 1) == []
-            words[at] ^= bit
+            wrong = sorted(rng.sample(range(len(words)), rng.randint(1, min(3, len(words)))))
+            bits = np.array([1 << rng.randrange(64) for _ in wrong], np.uint64)
+            words[wrong] ^= bits
+            for start, stop in ((0, 40), (wrong[0], wrong[-1] + 1)):
+                [found] = kept.syndromes(from_zero(stripes, keeper, start, stop), start, stop)
+                assert (found.stripe_class, found.row) == (c, row)
+                assert found.offsets.tolist() == wrong and np.array_equal(found.words, bits)
+            for start, stop in ((0, wrong[0]), (wrong[-1] + 1, 40)):
+                assert kept.syndromes(from_zero(stripes, keeper, start, stop), start, stop) == []
+            words[wrong] ^= bits
     for keeper, kept in enumerate(stripes.kept):
-        assert kept.differing(from_zero(stripes, keeper, 0, 40), 0, 40) == []
+        assert kept.syndromes(from_zero(stripes, keeper, 0, 40), 0, 40) == []
 
 
 def test_cleared_parity_is_the_code_of_rows_that_are_all_0(stripes: Stripes) -> None:

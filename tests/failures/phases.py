@@ -27,7 +27,7 @@ from failures.board import Board
 from failures.plan import Exact, Plan
 
 import ecemb
-from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, transaction
+from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, stripes, transaction
 from ecemb.kernels.cpu import Cpu
 
 # The environment's variables that name the run's folder, and the first start of this torchrun.
@@ -196,7 +196,7 @@ def install() -> None:
     """Wrap everything; once, before ecemb is used."""
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
-    recovery.CHUNK_WORDS = CHUNK_WORDS
+    stripes.CHUNK_WORDS = CHUNK_WORDS
     if worker.plan.sabotage is not None:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ecemb
-from ecemb import recovery
+from ecemb import stripes
 
 USERS, ITEMS, BATCH = 997, 1301, 24
 OPTIMIZERS = {
@@ -215,13 +215,11 @@ def own_digests(*stateful: Any) -> dict[str, str]:
 
 def parity(guard: ecemb.Guard) -> dict[str, str]:
     """The parity kept here, after comparing all of it with the rows. All ranks."""
-    memory, transport = guard._memory, guard._transport
-    longest = recovery._longest_block(memory)
-    received = recovery._collect(memory, transport, 0, longest, "comparing parity with rows")
-    wrong = memory.parity.differing(received, 0, longest)
+    memory, longest = guard._memory, stripes.longest_block(guard._memory)
+    wrong = stripes.compare(memory, guard._transport, 0, longest, "comparing parity with rows")
     return {
         "parity": hashlib.sha256(memory.arena.region("parity").tobytes()).hexdigest(),
-        "stripe classes whose parity is wrong": str(wrong),
+        "stripe classes whose parity is wrong": str([one.stripe_class for one in wrong]),
     }
 
 
