@@ -15,11 +15,13 @@ from .code import Code
 from .guard import Guard, Step, protect
 from .recovery import RecoveryReport
 from .rendezvous import init_process_group
+from .scrub import ScrubReport
 
 __all__ = [
     "Code",
     "Guard",
     "RecoveryReport",
+    "ScrubReport",
     "Step",
     "__version__",
     "errors",

@@ -60,6 +60,11 @@ def multiply(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.where((a == 0) | (b == 0), np.uint8(0), _EXP[_LOG[a] + _LOG[b]])
 
 
+def reciprocal(a: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Inverts elementwise in GF(2^8), `2^(255 - log a)`; no element may be 0."""
+    return _EXP[255 - _LOG[a]]
+
+
 def _matmul(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Returns the product uint8 [p, s] of a [p, q] and b [q, s] over GF(2^8)."""
     product = np.zeros((a.shape[0], b.shape[1]), np.uint8)
@@ -79,8 +84,7 @@ def _inverse(matrix: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         pivot = column + int(candidates[0])
         if pivot != column:
             work[[column, pivot]] = work[[pivot, column]]
-        reciprocal = _EXP[255 - _LOG[work[column, column]]]
-        work[column] = multiply(work[column], reciprocal)
+        work[column] = multiply(work[column], reciprocal(work[column, column : column + 1]))
         factors = work[:, column].copy()
         factors[column] = 0
         work ^= multiply(factors[:, None], work[None, column, :])
@@ -198,12 +202,7 @@ class Code:
                 f"{self!r}: decoding takes exactly k = {self.k} available blocks, not "
                 f"{len(available)}: {list(available)}"
             )
-        if generator.shape != (self.n, self.k) or generator.dtype != np.uint8:
-            raise CodeError(
-                f"{self!r}: the generator has to be uint8 {[self.n, self.k]}, not "
-                f"{generator.dtype} {list(generator.shape)}; pass what generator() of the same "
-                "code returned"
-            )
+        self._check_generator(generator)
         inverse = _inverse(generator[list(available)])
         if inverse is None:
             raise CodeError(
@@ -212,3 +211,70 @@ class Code:
                 "or of another code"
             )
         return _matmul(generator[list(lost)], inverse)
+
+    def locate(
+        self, syndromes: NDArray[np.uint64], possible: NDArray[np.uint64], generator: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Finds the one block that explains why parity differs from data: single-error correction.
+
+        Let S_q be parity row q as stored XOR what the data as stored gives, bytewise. If data block j is
+        off by e and nothing else is wrong, S_q = G[k+q, j] * e for every q; if parity row q is, S_q = e and
+        all others are 0. Here each of the n hypotheses is tried on each word, with e = S_0 / G[k, j] for
+        data, and has to explain all 8 bytes by one block: a word whose bytes point at different blocks
+        fits none.
+
+        For r >= 2 at most one hypothesis fits: the code is MDS (MacWilliams and Sloane, The Theory of
+        Error-Correcting Codes, 1977, chapter 11, theorem 8), so any r columns of [G[k:] | I] are independent
+        and its distance is r + 1 >= 3. What follows, when w blocks are wrong in one word:
+
+        - w = 1 is always found.
+        - 2 <= w <= r - 1 is never taken for one wrong block: it is left alone.
+        - w >= r may be taken for another block, wrong alone. With r = 2 and two blocks wrong in the same b
+          bytes this is so for (n - 2) / 255^b of all errors, and never if they are wrong in different bytes.
+        - r = 1 tells no hypothesis from another, and finds nothing.
+
+        Args:
+            syndromes: uint64 [r, m], S_q of m words of any stripes; read.
+            possible: uint64 [n, m], the bits of each word that block i has at all: a hypothesis that needs
+                others (padding, or words beyond a short block's end) is ruled out; read.
+            generator: uint8 [n, k], as for `decode_weights`; read.
+
+        Returns:
+            int64 [m], the block's number in its stripe, or -1 where none or no single one fits; and
+            uint64 [m], what to XOR into that block's word, 0 where there is none.
+
+        Raises:
+            CodeError: The matrix is not one of this code.
+        """
+        self._check_generator(generator)
+        if not generator[self.k :].all():
+            raise CodeError(
+                f"{self!r}: a coefficient of the generator's parity rows is 0, which no code of distance "
+                f"n - k + 1 has: the matrix is damaged or of another code"
+            )
+        blocks = np.full(syndromes.shape[1], -1, np.int64)
+        errors = np.zeros(syndromes.shape[1], np.uint64)
+        if self.r == 1:
+            return blocks, errors
+        first = np.ascontiguousarray(syndromes[0]).view(np.uint8)
+        for block in range(self.n):
+            if block < self.k:
+                weights = generator[self.k :, block]
+                scaled = multiply(first, reciprocal(weights[:1]))
+                explained = np.stack([multiply(scaled, weight).view(np.uint64) for weight in weights])
+                error = scaled.view(np.uint64)
+            else:
+                error = syndromes[block - self.k]
+                explained = np.zeros_like(syndromes)
+                explained[block - self.k] = error
+            fits = (explained == syndromes).all(axis=0) & (error != 0) & (error & ~possible[block] == 0)
+            blocks[fits], errors[fits] = block, error[fits]
+        return blocks, errors
+
+    def _check_generator(self, generator: NDArray[np.uint8]) -> None:
+        if generator.shape != (self.n, self.k) or generator.dtype != np.uint8:
+            raise CodeError(
+                f"{self!r}: the generator has to be uint8 {[self.n, self.k]}, not "
+                f"{generator.dtype} {list(generator.shape)}; pass what generator() of the same "
+                "code returned"
+            )

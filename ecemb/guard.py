@@ -20,6 +20,7 @@ from .opening import FailureDomain, Opened, Request, open_memory
 from .rankstate import Stateful
 from .recovery import RecoveryReport
 from .rendezvous import Session, current
+from .scrub import Scrubber, ScrubReport
 from .transaction import Transactions, lost_name
 
 logger = logging.getLogger("ecemb")
@@ -69,6 +70,7 @@ class Guard:
         self._transactions = Transactions(
             opened.memory, opened.transport, opened.replicated, opened.rank_state
         )
+        self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
         self._closed = False
         self._steps = self._aborted = 0
@@ -175,12 +177,48 @@ class Guard:
             raise UsageError("guard.batches() inside guard.step(): call it once, before the training loop")
         return bind(loader, self._rank_state, self._is_open)
 
+    def scrub(self, fraction: float = 1.0) -> ScrubReport:
+        """Compares parity with all rows, or with the next part of them, and repairs rotten memory. All ranks.
+
+        Between steps. Every bit of the rows, of rank state and of parity counts; a cursor goes around, so
+        that 1 / fraction calls compare everything. With r >= 2 the one block that is wrong in a word is found
+        and its words are put right; otherwise nothing is written, and the report names the suspects:
+
+        - r = 1 finds that a word is wrong, and not in which block: all blocks of the stripe are suspects.
+        - r = 2 repairs one wrong block in each word. Two in the same byte of a stripe may look like a third:
+          (n - 2) / 255 of such pairs would be "repaired" in the wrong place. r >= 3 doesn't fall for that.
+
+        Scrub often: what is put right is what parity stands for. If a step has changed a rotten row since,
+        its parity took the difference, and the repair flips the rotten bits back in the row as it is now.
+        Writes that nobody noticed, such as `weight.data[i] = x` or through numpy, look like rot: with
+        r >= 2 they are taken back, and reported. Those that are noticed raise here as in a step.
+
+        Args:
+            fraction: part of all words to compare in this call, above 0 and at most 1.
+
+        Returns:
+            What was found, the same on all ranks.
+
+        Raises:
+            UsageError: a step is open, the guard is closed, the ranks call it differently, or this is a
+                job of one rank, which has no parity.
+            ConfigurationError: no such fraction.
+            StepFailed: a step failed; the guard takes no more.
+            UndeclaredWrite: a protected table was written without being declared.
+            PeerFailure: a peer died or failed; what was repaired until then stays so.
+        """
+        self._check_usable()
+        if self._is_open():
+            raise UsageError("guard.scrub() inside guard.step(): leave the with block first")
+        return self._scrubber.scrub(fraction, self._tables.check)
+
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of this rank as a plain dict.
 
         Returns:
             `next_step`; `steps` committed by this process, of them `aborted_steps`; `captured_rows`;
-            `sent_bytes` over the network for protection; `seconds` by phase; `bytes`: memory by what it holds
+            `sent_bytes` over the network for protection; `scrubbed_words` of every block, `wrong_words` that
+            scrubs found, of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds
             (`tables` is the protected tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with
             the step).
         """
@@ -196,6 +234,9 @@ class Guard:
             "aborted_steps": self._aborted,
             "captured_rows": self._transactions.captured_rows,
             "sent_bytes": self._transport.sent_bytes,
+            "scrubbed_words": self._scrubber.scrubbed_words,
+            "wrong_words": self._scrubber.wrong_words,
+            "repaired_words": self._scrubber.repaired_words,
             "seconds": dict(self._transactions.seconds),
             "bytes": {"tables": size, **reserved},
         }

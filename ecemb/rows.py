@@ -166,6 +166,55 @@ def cut(layouts: Sequence[TableLayout], k: int) -> tuple[int, ...]:
     return (*bounds, total)
 
 
+class Addresses:
+    """What the words of a rank's row space are, by its layouts alone: any rank can say it of any other.
+
+    Args:
+        layouts: the rank's tables, in the order of their addresses.
+        k: number of data blocks.
+
+    Attributes:
+        bases: the first word of each table, and the end of the last one.
+        bounds: k + 1 words; block i is [bounds[i], bounds[i+1]).
+    """
+
+    def __init__(self, layouts: Sequence[TableLayout], k: int) -> None:
+        self._layouts = list(layouts)
+        self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
+        self.bounds = cut(layouts, k)
+
+    def mask(self, block: int, offsets: Ids) -> Words:
+        """The bits of words that lie in rows, the rest being padding, or beyond the block's end.
+
+        Args:
+            block: the data block.
+            offsets: int64 [m], words counted from the block's start; read.
+
+        Returns:
+            uint64 [m], new.
+        """
+        masks = np.zeros(len(offsets), np.uint64)
+        at = offsets + self.bounds[block]
+        inside = at < self.bounds[block + 1]
+        for layout, base in zip(self._layouts, self.bases, strict=False):
+            here = inside & (at >= base) & (at < base + layout.words)
+            masks[here] = np.iinfo(np.uint64).max
+            if tail := sum(column.row_bytes for column in layout.columns) % WORD_BYTES:
+                last = here & ((at - base) % max(layout.record_words, 1) == layout.record_words - 1)
+                masks[last] = (1 << 8 * tail) - 1
+        return masks
+
+    def rows(self, block: int, start: int, stop: int) -> tuple[tuple[str, range], ...]:
+        """The tables, with their rows, under words start..stop-1 of a data block; empty beyond its end."""
+        low, high = self.bounds[block] + start, min(self.bounds[block] + stop, self.bounds[block + 1])
+        return tuple(
+            (layout.name, range((first - base) // width, -(-(last - base) // width)))
+            for layout, base in zip(self._layouts, self.bases, strict=False)
+            if (first := max(low, base)) < (last := min(high, base + layout.words))
+            and (width := layout.record_words)
+        )
+
+
 class RowSpace:
     """A rank's tables in one address space of 8-byte words, cut into the code's k data blocks.
 
@@ -180,8 +229,8 @@ class RowSpace:
             raise ConfigurationError(f"tables need distinct names; got {names}: rename one in tables=")
         self.tables = list(tables)
         layouts = [table.layout for table in tables]
-        self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
-        self.bounds = cut(layouts, k)
+        addresses = Addresses(layouts, k)
+        self.bases, self.bounds = addresses.bases, addresses.bounds
         self.words = self.bases[-1]
 
     def read(self, start: int, stop: int) -> Words:

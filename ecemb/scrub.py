@@ -1,0 +1,411 @@
+"""Scrubbing: compares parity with rows while the job lives, and repairs what one block's error explains.
+
+Memory rots silently, and a rotten word is found at the worst moment: when a lost block is rebuilt from it.
+`Scrubber` compares every parity block with the rows under it, in slices between steps. All ranks see the same
+differences and decide alike, by `Code.locate`; who holds the wrong block writes.
+
+Why a repair outside of any transaction is safe, whenever a rank dies:
+
+- It begins only when every rank has come here, so all have committed the same transaction t, and nobody has
+  prepared t + 1: a start would stand on t, undo nothing and redo nothing. All journals are void.
+- It puts back the committed bytes of t, and every byte is a stripe's affair of its own: a repair that is cut
+  off anywhere leaves each byte either wrong as before, or right. The next scrub finds the rest.
+- No header word changes: to a start, an arena that was being repaired is one between two steps.
+- Every chunk ends with another comparison, for which each rank reads its rows after it has written: nobody
+  begins step t + 1 while another still repairs, so what step t + 1 captures, and would undo to, is repaired.
+
+Must not know: torch's tensors, and who calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .code import Code
+from .errors import ConfigurationError, InconsistentArenas, UsageError
+from .memory import RankMemory
+from .parity import Syndrome
+from .placement import Placement
+from .rows import Addresses, TableLayout
+from .stripes import chunks, compare, longest_block
+from .transport import Transport
+
+logger = logging.getLogger("ecemb")
+
+Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+
+SHARED_WORDS = 1 << 14
+"""Differing words that a keeper tells the others at a time; at least r, so that there is progress."""
+MAX_FINDINGS = 1000
+_LOGGED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """A block that may be wrong.
+
+    Attributes:
+        rank: who holds it.
+        block: its number in its stripe: data 0..k-1, parity k..n-1.
+        rows: the tables' keys, with the rows of this rank's shards that lie under the finding's words;
+            empty for parity.
+    """
+
+    rank: int
+    block: int
+    rows: tuple[tuple[str, range], ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"rank {self.rank}, block {self.block}"
+        held = ", ".join(f"{_span('row', rows)} of {name!r}" for name, rows in self.rows)
+        return f"rank {self.rank}, block {self.block} ({held})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A run of words in which a stripe's parity and rows did not fit.
+
+    Attributes:
+        stripe_class: the class.
+        words: the words, counted from the start of the class's blocks.
+        suspects: the blocks that may be wrong; just one if it is known which.
+        repaired: whether they fit now.
+    """
+
+    stripe_class: int
+    words: range
+    suspects: tuple[Suspect, ...]
+    repaired: bool
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that holds the wrong block, if it is known which."""
+        return self.suspects[0].rank if len(self.suspects) == 1 else None
+
+    @property
+    def block(self) -> int | None:
+        """The wrong block's number in its stripe, if it is known which."""
+        return self.suspects[0].block if len(self.suspects) == 1 else None
+
+    def __str__(self) -> str:
+        words = f"{_span('word', self.words)} of stripe class {self.stripe_class}"
+        named = "; ".join(map(str, self.suspects))
+        if self.rank is None:
+            return f"{words}: NOT repaired, wrong in one or more of {named}"
+        state = "repaired" if self.repaired else "NOT repaired, the write did not hold (defective memory?)"
+        return f"{words}: {state}, {named}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScrubReport:
+    """What a scrub saw and did; the same on all ranks, but for `seconds`.
+
+    Attributes:
+        checked_words: words of every block that were compared in this call.
+        total_words: words of the longest block, so of a whole pass.
+        complete: whether this call came to the end of a pass.
+        wrong_words: words in which parity and rows did not fit.
+        repaired_words: those of them that fit now.
+        findings: the wrong words in runs, at most the first 1000 runs of the call.
+        seconds: wall time on this rank.
+    """
+
+    checked_words: int
+    total_words: int
+    complete: bool
+    wrong_words: int
+    repaired_words: int
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        outcome = "parity and rows fit"
+        if self.wrong_words:
+            outcome = f"{self.wrong_words} words were wrong, {self.repaired_words} of them are repaired"
+        done = f"{self.checked_words} of {self.total_words} words of every block compared"
+        ended = ", which ends a pass" if self.complete else ""
+        return "\n  ".join(
+            [f"scrub: {done}{ended}: {outcome} ({self.seconds:.3f} s)", *map(str, self.findings)]
+        )
+
+
+class Scrubber:
+    """Compares and repairs, and remembers where it stopped.
+
+    Args:
+        memory: this rank's arena, opened; wrong words in it are overwritten.
+        transport: the control group.
+
+    Attributes:
+        scrubbed_words: words of every block that were compared so far.
+        wrong_words: those in which parity and rows did not fit.
+        repaired_words: those of them that were repaired.
+    """
+
+    def __init__(self, memory: RankMemory, transport: Transport) -> None:
+        self.scrubbed_words = self.wrong_words = self.repaired_words = 0
+        self._memory = memory
+        self._transport = transport
+        self._cursor = self._calls = 0
+        self._addresses: list[Addresses] = []
+        self._total = longest_block(memory)
+
+    def scrub(self, fraction: float, check: Callable[[], None]) -> ScrubReport:
+        """Compares the next `fraction` of all words, and repairs what can be. All ranks, between steps.
+
+        Args:
+            fraction: above 0, at most 1; the same on all ranks.
+            check: raises if this rank is not fit for it; then it fails on all ranks.
+
+        Raises:
+            UsageError: this is a world of one rank, which has no parity; or the ranks call it differently.
+            ConfigurationError: no such fraction.
+            PeerFailure: a peer died or failed.
+        """
+        began = time.perf_counter()
+        placement = self._memory.geometry.placement
+        if placement is None:
+            raise UsageError(
+                "guard.scrub() compares rows with their parity, and a job of one rank keeps none: start "
+                "it with n or more ranks"
+            )
+        self._transport.together("beginning a scrub", lambda: _checked(fraction, check))
+        self._agree(fraction)
+        found = _Found(placement, self._addresses, self._total)
+        checked = left = min(self._total, math.ceil(self._total * fraction))
+        at, complete = self._cursor, False
+        while left:
+            _, stop = next(chunks(at, min(at + left, self._total)))
+            stop = self._scrub_chunk(placement, at, stop, found)
+            left -= stop - at
+            at = stop
+            if at == self._total:
+                at, complete = 0, True
+        self._cursor = at
+        self._calls += 1
+        self.scrubbed_words += checked
+        self.wrong_words += found.wrong_words
+        self.repaired_words += found.repaired_words
+        report = ScrubReport(
+            checked,
+            self._total,
+            complete,
+            found.wrong_words,
+            found.repaired_words,
+            tuple(found.findings),
+            time.perf_counter() - began,
+        )
+        self._log(report)
+        return report
+
+    def _agree(self, fraction: float) -> None:
+        """Makes sure that all ranks are in the same call, and learns in the first one what they hold."""
+        tables = [table.layout.to_json() for table in self._memory.space.tables]
+        mine: dict[str, Any] = {
+            "the fraction": fraction,
+            "the word to begin with": self._cursor,
+            "the number of scrubs before it": self._calls,
+            "the next step": self._memory.committed,
+            "tables": [] if self._addresses else tables,
+        }
+        texts = self._transport.gather(json.dumps(mine).encode(), "agreeing on a scrub")
+        told = [json.loads(text) for text in texts]
+        for name in list(mine)[:-1]:
+            values = {rank: one[name] for rank, one in enumerate(told)}
+            if len(set(values.values())) > 1:
+                raise UsageError(
+                    f"guard.scrub() was called differently by the ranks: {name} is {values} (rank: value); "
+                    f"every rank calls it after the same step, as often, with the same fraction"
+                )
+        if not self._addresses:
+            k = self._memory.geometry.generator.shape[1]
+            layouts = [[TableLayout.from_json(fields) for fields in one["tables"]] for one in told]
+            self._addresses = [Addresses(one, k) for one in layouts]
+
+    def _scrub_chunk(self, placement: Placement, start: int, stop: int, found: _Found) -> int:
+        """Works on words start..stop-1 of all blocks, or on fewer where many differ.
+
+        Returns:
+            The end of the words that were worked on.
+        """
+        stop, keys, syndromes = self._compare(placement, start, stop, SHARED_WORDS)
+        if not len(keys):
+            return stop
+        code, generator = Code(placement.n, placement.k), self._memory.geometry.generator
+        blocks, errors = code.locate(syndromes, found.possible(keys), generator)
+        repaired = blocks >= 0
+        if repaired.any():
+            self._repair(placement, keys, blocks, errors)
+            _, left, _ = self._compare(placement, start, stop, None)
+            repaired &= ~np.isin(keys, left)
+            new = np.setdiff1d(left, keys)  # went wrong meanwhile
+            found.add(new, np.full(len(new), -1, np.int64), np.zeros(len(new), np.bool_))
+        found.add(keys, blocks, repaired)
+        return stop
+
+    def _compare(
+        self, placement: Placement, start: int, stop: int, limit: int | None
+    ) -> tuple[int, Ids, Words]:
+        """Tells all ranks where parity differs from rows. All ranks; the same on all.
+
+        Args:
+            placement: who keeps what.
+            start: first word.
+            stop: end of the words.
+            limit: words that a keeper may tell; where there are more, all stop before them.
+
+        Returns:
+            The end of the words that it tells of; keys, int64 [m] ascending, one for each class and word
+            (`_Found.place`); uint64 [r, m], the syndromes there.
+        """
+        own = compare(self._memory, self._transport, start, stop, "scrubbing")
+        message = _packed(own, stop, limit).tobytes()
+        texts = self._transport.gather(message, "scrubbing")
+        told = [_unpacked(text, rank, placement, start, stop) for rank, text in enumerate(texts)]
+        stop = min(int(one[0]) for one in told)
+        classes, rows, offsets, words = np.concatenate([one[1:].reshape(4, -1) for one in told], axis=1)
+        near = offsets < stop
+        every = classes[near] * (self._total + 1) + offsets[near]
+        keys = np.unique(every)
+        syndromes = np.zeros((placement.r, len(keys)), np.uint64)
+        syndromes[rows[near], np.searchsorted(keys, every)] = words[near].view(np.uint64)
+        return stop, keys, syndromes
+
+    def _repair(self, placement: Placement, keys: Ids, blocks: Ids, errors: Words) -> None:
+        """XORs errors into this rank's words of the blocks that have them."""
+        for a, b in _runs(keys, blocks):
+            c, start = divmod(int(keys[a]), self._total + 1)
+            block = int(blocks[a])
+            if block >= 0 and placement.members(c)[block] == self._memory.rank:
+                words = self._memory.read_block(c, block, start, start + b - a)
+                self._memory.write_block_(c, block, start, words ^ errors[a:b])
+
+    def _log(self, report: ScrubReport) -> None:
+        head, *_ = str(report).splitlines()
+        rank = self._memory.rank
+        mine = [
+            finding
+            for finding in report.findings
+            if rank == 0 or any(suspect.rank == rank for suspect in finding.suspects)
+        ]
+        logger.log(logging.WARNING if mine else logging.DEBUG, "rank %d: %s", rank, head)
+        for finding in mine[:_LOGGED]:
+            logger.warning("rank %d: %s", rank, finding)
+        if len(mine) > _LOGGED:
+            logger.warning("rank %d: and %d more, in the scrub's report", rank, len(mine) - _LOGGED)
+
+
+class _Found:
+    """What one call has found so far.
+
+    A class's word has a key: class * (total + 1) + word, so that keys in a row are words in a row.
+    """
+
+    def __init__(self, placement: Placement, addresses: list[Addresses], total: int) -> None:
+        self._placement = placement
+        self._addresses = addresses
+        self._stride = total + 1
+        self.wrong_words = self.repaired_words = 0
+        self.findings: list[Finding] = []
+
+    def possible(self, keys: Ids) -> Words:
+        """The bits that each block of the keys' classes has at all, uint64 [n, m], for `Code.locate`."""
+        classes, offsets = np.divmod(keys, self._stride)
+        masks = np.full((self._placement.n, len(keys)), np.iinfo(np.uint64).max, np.uint64)
+        for c in np.unique(classes).tolist():
+            here = np.flatnonzero(classes == c)
+            for block, rank in enumerate(self._placement.members(c)[: self._placement.k]):
+                masks[block, here] = self._addresses[rank].mask(block, offsets[here])
+        return masks
+
+    def add(self, keys: Ids, blocks: Ids, repaired: NDArray[np.bool_]) -> None:
+        """Takes words with the block that is wrong (-1: not known) and whether it is repaired, all [m]."""
+        self.wrong_words += len(keys)
+        self.repaired_words += int(repaired.sum())
+        for a, b in _runs(keys, blocks, repaired.astype(np.int64)):
+            if len(self.findings) == MAX_FINDINGS:
+                break
+            c, start = divmod(int(keys[a]), self._stride)
+            stop = start + b - a
+            suspects = self._suspects(c, start, stop, int(blocks[a]))
+            self.findings.append(Finding(c, range(start, stop), suspects, bool(repaired[a])))
+
+    def _suspects(self, c: int, start: int, stop: int, block: int) -> tuple[Suspect, ...]:
+        suspects: list[Suspect] = []
+        for one, rank in enumerate(self._placement.members(c)):
+            is_data = one < self._placement.k
+            rows = self._addresses[rank].rows(one, start, stop) if is_data else ()
+            if one == block or (block < 0 and (rows or not is_data)):
+                suspects.append(Suspect(rank, one, rows))
+        return tuple(suspects)
+
+
+def _checked(fraction: float, check: Callable[[], None]) -> None:
+    given = cast(object, fraction)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
+        raise ConfigurationError(
+            f"fraction= of guard.scrub() is the part of all words to compare in this call, above 0 and at "
+            f"most 1; it is {fraction!r}"
+        )
+    check()
+
+
+def _packed(syndromes: list[Syndrome], stop: int, limit: int | None) -> Ids:
+    """A message: the end of the words told of, then classes, rows, offsets and words that differ."""
+    columns = [
+        np.stack([np.full(m, one.stripe_class), np.full(m, one.row), one.offsets, one.words.view(np.int64)])
+        for one in syndromes
+        if (m := len(one.offsets))
+    ]
+    told = np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1)
+    if limit is not None and told.shape[1] > limit:
+        stop = int(np.partition(told[2], limit)[limit])
+        told = told[:, told[2] < stop]
+    return np.concatenate([np.array([stop], np.int64), told.reshape(-1)])
+
+
+def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: int) -> Ids:
+    """Reads a rank's message back; nothing in it is taken on trust.
+
+    Raises:
+        InconsistentArenas: no rank of this job sends it.
+    """
+    told = np.frombuffer(text, np.int64) if len(text) % 32 == 8 else np.zeros(1, np.int64)
+    classes, rows, offsets, _ = told[1:].reshape(4, -1)
+    kept = np.zeros((placement.world_size, placement.r), np.bool_)
+    kept[tuple(np.array(placement.kept(rank)).T)] = True
+    known = (classes >= 0) & (classes < len(kept)) & (rows >= 0) & (rows < placement.r)
+    near = (offsets >= start) & (offsets < told[0])
+    if not (start < told[0] <= stop and known.all() and near.all() and kept[classes, rows].all()):
+        raise InconsistentArenas(
+            f"rank {rank} told of differences in words {start} to {stop - 1} in {len(text)} bytes that no "
+            f"rank of this job sends: the network is damaged, or the ranks run different versions of ecemb; "
+            f"restart the job"
+        )
+    return told
+
+
+def _runs(keys: Ids, *marks: Ids) -> list[tuple[int, int]]:
+    """Cuts keys, int64 [m] ascending, into runs without a gap, in which each of the marks [m] is constant."""
+    if not len(keys):
+        return []
+    cuts = np.diff(keys) != 1
+    for mark in marks:
+        cuts |= np.diff(mark) != 0
+    return list(itertools.pairwise([0, *(np.flatnonzero(cuts) + 1).tolist(), len(keys)]))
+
+
+def _span(name: str, numbers: range) -> str:
+    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]} to {numbers[-1]}"
