@@ -205,6 +205,14 @@ def _store(index: int, timeout: datetime.timedelta) -> dist.Store:
             f"the environment has no usable {error}: torchrun sets it; launchers of your own must, too"
         ) from error
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # Surviving agents keep the address of the first round's store and don't tell it to a new agent
+        # (torch 2.13); if its host is the one that is lost, they even go on with a dead address.
+        logger.warning(
+            "torchrun was launched so that a lost host can't be replaced: a new agent gets no address of "
+            "the store that the others share with their workers. Launch with --rdzv-backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every agent"
+        )
     try:
         return dist.TCPStore(
             address,

@@ -301,3 +301,30 @@ def test_torch_distributed_must_not_be_initialised_before(tmp_path: Path) -> Non
             begin(tmp_path)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("agents", "shared", "index", "warns"),
+    [
+        (3, "True", 0, True),
+        (3, "True", 1, False),
+        (3, "False", 0, False),
+        (1, "True", 0, False),
+    ],
+)
+def test_agents_that_share_their_store_are_warned_that_none_can_be_replaced(
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    agents: int,
+    shared: str,
+    index: int,
+    warns: bool,
+) -> None:
+    timeout = timedelta(seconds=DEADLINE_S)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    port = server.port if shared == "True" or index else 0
+    environment.setenv("MASTER_PORT", str(port))
+    environment.setenv("GROUP_WORLD_SIZE", str(agents))
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    rendezvous._store(index, timeout)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
