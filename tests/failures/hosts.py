@@ -42,7 +42,7 @@ HELD = 30  # the step past which a run does not go before its hosts have been ki
 WARNS = "would be more than the code survives"
 
 # By default an agent counts as dead after 15 s, and until then no other takes its place.
-RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4, "join_timeout": 120, "read_timeout": 20}
+RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "join_timeout": 120, "read_timeout": 20}
 
 # Agents share the rendezvous' store with their workers, and keep the address of the first round's: a new
 # agent then waits in vain for an address, and the workers of a lost one's peers for a store that is gone.
