@@ -335,12 +335,25 @@ def _generator(code: Code, session: Session, transport: Transport, plan: Recover
         if session.rank != source:
             return b""
         if plan.kind == "fresh" or session.arena is None:
-            return code.generator().tobytes()
+            return _built(code)
         return session.arena.region("generator").tobytes()
 
     told = transport.gather(transport.together("building the generator", own), "sharing the generator")
     flat = np.frombuffer(told[source], np.uint8)
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
+
+
+def _built(code: Code) -> bytes:
+    """The generator's bytes, built here.
+
+    The threads that galois starts change torch's number of them, and so what the sums of this training
+    round to; a restart, which builds nothing, would end elsewhere.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return code.generator().tobytes()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _create(session: Session, world: _World, geometry: Geometry, replicated: ReplicatedState) -> Arena:

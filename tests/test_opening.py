@@ -466,3 +466,15 @@ def test_without_enough_hosts_auto_says_what_is_survived(
             opening._placement(code, session, "host")
     else:
         assert opening._placement(code, session, "host") == placement
+
+
+def torchs_threads(rank: int, code: ecemb.Code) -> tuple[int, int]:
+    before = torch.get_num_threads()
+    opening._built(code)
+    return before, torch.get_num_threads()
+
+
+def test_building_the_generator_leaves_torch_its_number_of_threads() -> None:
+    """Rank 0 builds it at a fresh start only: its sums must round as they will after a restart."""
+    [(before, after)] = run_ranks(1, torchs_threads, ecemb.Code(4, 2), group=False)
+    assert after == before == 1
