@@ -681,7 +681,6 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
 
 def main(names: Sequence[str]) -> int:
     """Run scenarios by name, or all; returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all is ended and cleared away
     failed = 0
     for name in names or SCENARIOS:
         began = time.monotonic()
@@ -703,4 +702,5 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all is ended and cleared away
     sys.exit(main(sys.argv[1:]))
