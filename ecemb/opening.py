@@ -150,7 +150,10 @@ def open_memory(session: Session, request: Request) -> Opened:
     transport.barrier("the start of training")  # nobody trains before all have finished
     if world.plan.kind != "fresh":
         _warn_of_next_loss(session, world)
-        rank_state.unpack(rankstate.read(memory.rank_state))  # last: nothing may draw after it
+        # Last: nothing may draw after it.
+        transport.together(
+            "restoring rank state", lambda: rank_state.unpack(rankstate.read(memory.rank_state))
+        )
     return Opened(memory, transport, tables, replicated, rank_state, report)
 
 
@@ -327,18 +330,24 @@ def _memory(
 def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
     """The code's generator, from one rank: built by rank 0 at a fresh start, else from the donor's arena.
 
-    Building it imports galois, which would keep all ranks of a host busy for seconds.
+    Building it imports galois, which would keep all ranks of a host busy for seconds. All survivors show
+    theirs: wrong coefficients would spoil all parity.
     """
     source = max(plan.donor, 0)
 
     def own() -> bytes:
-        if session.rank != source:
-            return b""
-        if plan.kind == "fresh" or session.arena is None:
-            return _built(code)
-        return session.arena.region("generator").tobytes()
+        if session.arena is not None:
+            return session.arena.region("generator").tobytes()
+        return _built(code) if plan.kind == "fresh" and session.rank == source else b""
 
     told = transport.gather(transport.together("building the generator", own), "sharing the generator")
+    differing = [rank for rank, text in enumerate(told) if text and text != told[source]]
+    if differing:
+        raise InconsistentArenas(
+            f"the code's generator in the arenas of ranks {differing} is not that of rank {source}: memory "
+            f"is damaged; nothing was written. Remove the arena that is wrong (python -m ecemb arenas rm "
+            f"PATH): it counts as lost then, and is rebuilt"
+        )
     flat = np.frombuffer(told[source], np.uint8)
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
 

@@ -133,15 +133,18 @@ def recover(
         watch: takes the time.
 
     Raises:
-        InconsistentArenas: the rebuilt bytes don't fit the parity.
+        InconsistentArenas: the rebuilt bytes don't fit the parity, or what a rank has to undo or redo from is
+            damaged: an error on all ranks.
         PeerFailure: a peer died; the next start recovers again.
     """
     newcomer = memory.rank in plan.lost
-    undone, redone, received = 0, False, 0
+    received = 0
+
+    def decide() -> tuple[int, bool]:
+        return (0, False) if newcomer else memory.decide(plan.transaction)
+
     with watch.phase("decide"):
-        if not newcomer:
-            undone, redone = memory.decide(plan.transaction)
-        transport.barrier("undo and redo")
+        undone, redone = transport.together("undo and redo", decide)
     if plan.encode:
         with watch.phase("encode"):
             _encode_again(memory, transport)
