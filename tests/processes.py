@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,33 @@ def run_ranks(
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+def launch(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """Calls `function(folder, meet, *args)` on each worker, as a launcher without an agent would.
+
+    No worker ends before all others have returned, unless one fails.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    meet = multiprocessing.get_context("forkserver").Barrier(world_size)
+    return run_ranks(
+        world_size, _launched, world_size, port, meet, function, folder, *args, group=False, deadline_s=120
+    )
+
+
+def _launched(
+    index: int, world_size: int, port: int, meet: Barrier, function: Callable[..., Any], *args: Any
+) -> Any:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
+    os.environ.update(
+        RANK=str(index), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    folder, *others = args
+    result = function(folder, meet, *others)
+    meet.wait(60)
+    return result
 
 
 def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from processes import RankFailed, launch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,8 +34,11 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+import ecemb
 from ecemb import batches as module
+from ecemb import rankstate
 from ecemb.batches import Batches
+from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed, UsageError
 from ecemb.rankstate import RankState
 
 pytestmark = [
@@ -91,8 +103,8 @@ class Rank:
         self.is_open = False
 
 
-def _numbers(batch: Any) -> list[int]:
-    return batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+def _numbers(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 def seed_all(seed: int) -> None:
@@ -333,3 +345,390 @@ def test_nor_with_workers_that_read_ahead(name: str, persistent: bool, seed: int
     if name == "iterable":  # two workers, each with a last batch of its own
         steps = EPOCHS * 2 * -(-SAMPLES // 2 // BATCH)
     check(make, seed, some_deaths(seed, 2), steps)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "generator", "buckets", "torchdata generator"])
+def test_the_order_is_the_one_that_a_plain_loop_has(name: str, seed: int) -> None:
+    seed_all(seed)
+    loader = MAP_LOADERS[name]()
+    expected = [(epoch, batch.tolist()) for epoch in range(EPOCHS) for batch in loader]
+    seed_all(seed)
+    rank = Rank([MAP_LOADERS[name]()])
+    rank.is_open = True
+    drawn = [(rank.batches[0].epoch, batch.tolist()) for batch in (next(rank.batches[0]) for _ in expected)]
+    assert drawn == expected
+
+
+def test_what_the_dataset_draws_comes_back_without_workers(seed: int) -> None:
+    def make() -> Any:
+        return map_loader(dataset=Noisy(), shuffle=True)
+
+    assert train(make, seed, deaths=some_deaths(seed, 5)) == train(make, seed)
+
+
+def test_a_sampler_with_replacement_goes_on(seed: int) -> None:
+    """Not every sample once, and more than the 32 that it draws at a time."""
+
+    def make() -> Any:
+        sampler = RandomSampler(Numbers(), replacement=True, num_samples=80, generator=seeded())
+        return map_loader(sampler=sampler, batch_size=3)
+
+    assert train(make, seed, deaths=[5, 20, 31], steps=60) == train(make, seed, steps=60)
+
+
+def test_a_sampler_without_batches_goes_on(seed: int) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(), batch_size=None, shuffle=True)
+
+    def drawn(committed: list[list[Any]]) -> list[int]:
+        return [number for (_, number), *_ in committed]
+
+    steps = 2 * SAMPLES
+    committed = train(make, seed, deaths=[3, SAMPLES], steps=steps)
+    assert drawn(committed) == drawn(train(make, seed, steps=steps))
+    assert Counter(drawn(committed)) == Counter(2 * list(range(SAMPLES)))
+
+
+def test_several_loaders_each_have_a_position(seed: int) -> None:
+    """Also if they share a generator, and are not drawn from in every step."""
+
+    def run(deaths: set[int]) -> list[Any]:
+        left, committed, record = set(deaths), [], None
+        while len(committed) < 30:
+            seed_all(seed)
+            shared = seeded()
+            loaders = [map_loader(shuffle=True, generator=shared), map_loader(shuffle=True, generator=shared)]
+            rank = Rank([*loaders, OTHERS["list"](), Shuffled()], record)
+            while len(committed) < 30:
+                step = len(committed)
+                drawn = rank.step([0, *[1] * (step % 3), *[2] * (step > 4), *[3] * (step % 2)])
+                if step in left:
+                    left.remove(step)
+                    break
+                record = rank.commit()
+                committed.append(drawn)
+        return committed
+
+    assert run({1, 4, 5, 12, 13, 29}) == run(set())
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_no_sample_is_read_to_find_the_position(kind: type[DataLoader[Any]], seed: int) -> None:
+    seed_all(seed)
+    rank = Rank([map_loader(kind, shuffle=True)])
+    for _ in range(4):
+        rank.step()
+        rank.commit()
+    dataset = Numbers()
+    again = Rank([map_loader(kind, dataset=dataset, shuffle=True)], rank.record)
+    again.step()
+    assert dataset.reads == BATCH
+
+
+def test_a_failed_step_puts_the_position_back_and_an_aborted_one_does_not(seed: int) -> None:
+    seed_all(seed)
+    rank = Rank([map_loader(shuffle=True, generator=seeded())])
+    drawn = [rank.step()]
+    rank.fail()  # the first step of all: nothing was bound when the record was written
+    assert rank.step() == drawn[0]
+    rank.commit()
+    for number in range(1, STEPS):
+        drawn.append(rank.step())
+        if number % 4 == 1:
+            rank.fail()
+            assert rank.step() == drawn[-1]
+        rank.commit()
+    assert per_epoch(drawn) == [Counter(range(SAMPLES))] * EPOCHS
+
+    rank.step()
+    rank.commit()
+    first = rank.step()
+    rank.state.unpack(rank.record, positions=False)
+    rank.commit()
+    second = rank.step()
+    assert first[0] != second[0] and first[1] == second[1]  # other samples, the same random numbers
+    rank.commit()
+    again = Rank([map_loader(shuffle=True, generator=seeded())], rank.record)
+    assert again.step()[0] == rank.step()[0]
+
+
+def test_a_position_waits_for_its_loader(seed: int) -> None:
+    """Steps may be committed before the loaders are bound again."""
+    rank = Rank([OTHERS["list"](), Counting()])
+    rank.step([0, 1])
+    rank.step([0])
+    rank.commit()
+    for _ in range(2):
+        again = Rank([], rank.record)
+        again.commit()
+        again.bind(OTHERS["list"]())
+        again.commit()
+        rank.record = again.record
+    again = Rank([OTHERS["list"](), Counting()], rank.record)
+    assert again.step([0, 1])[:2] == [(0, [8, 9, 10, 11]), (0, [4, 5, 6, 7])]
+
+
+def test_epochs_are_told_to_who_asks(seed: int) -> None:
+    class Told(Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = Told()
+    distributed = DistributedSampler(dataset, 2, 1, seed=seed)
+    rank = Rank([DataLoader(dataset, batch_sampler=BatchSampler(distributed, BATCH, drop_last=True))])
+    for _ in range(5):
+        rank.step()
+    assert rank.batches[0].epoch == distributed.epoch == 2
+    assert dataset.epochs == [0, 1, 2]
+    rank.commit()
+    dataset = Told()
+    again = Rank(
+        [DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset, 2, 1, seed=seed))]
+    )
+    assert again.batches[0].epoch == 0 and dataset.epochs == []
+
+
+def test_the_users_loader_stays_as_it_is() -> None:
+    loader = map_loader(shuffle=True)
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    rank = Rank([loader])
+    rank.step()
+    assert loader.sampler is sampler and loader.batch_sampler is batch_sampler and len(loader) == 6
+
+
+# --- what is refused, and what is told ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda: DataLoader(Stream()), "DataLoader over Stream.*IterableDataset.*StatefulDataLoader"),
+        (lambda: DataLoader(StatefulStream()), "DataLoader over StatefulStream.*torchdata's Stateful"),
+        (lambda: iter([1, 2]), "list_iterator.*gives its batches once.*give the list"),
+        (lambda: (i for i in range(3)), "generator.*gives its batches once"),
+        (lambda: 7, "takes a loader.*int can't"),
+        (lambda: map_loader(num_workers=2, in_order=False), "in_order=False"),
+        (
+            lambda: map_loader(StatefulDataLoader, dataset=Kept(), sampler=RandomSampler(Kept())),
+            "keeps the state of its Kept, and its sampler, a RandomSampler, has none",
+        ),
+    ],
+)
+def test_loaders_without_a_position_are_refused(loader: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Rank([loader()])
+
+
+class Kept(Numbers):
+    """A map-style dataset that has a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_map_style_dataset_with_a_state_keeps_it(shuffle: bool, seed: int) -> None:
+    seed_all(seed)
+    rank = Rank([map_loader(StatefulDataLoader, dataset=Kept(), shuffle=shuffle)])
+    for _ in range(4):
+        rank.step()
+    rank.commit()
+    dataset = Kept()
+    again = Rank([map_loader(StatefulDataLoader, dataset=dataset, shuffle=shuffle)], rank.record)
+    assert again.step()[0] == rank.step()[0]
+    assert dataset.reads == 5 * BATCH
+
+
+def test_a_stream_without_state_is_refused_when_it_shows() -> None:
+    rank = Rank([StatefulDataLoader(Stream(), batch_size=BATCH)])
+    with pytest.raises(ConfigurationError, match="Stream, an IterableDataset without state"):
+        rank.step()
+
+
+@pytest.mark.parametrize("loader", [[], map_loader(dataset=Numbers(3), drop_last=True)], ids=str)
+def test_a_loader_that_gives_nothing_is_an_error(loader: Any) -> None:
+    with pytest.raises(ConfigurationError, match="loader 0 of guard.batches.*gives no batches in epoch 0"):
+        Rank([loader]).step()
+
+
+def test_a_loader_that_makes_its_iterator_late_is_refused() -> None:
+    class Late(DataLoader[int]):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+
+    with pytest.raises(ConfigurationError, match="Late.__iter__ makes no iterator"):
+        Rank([Late(Numbers())]).step()
+
+
+def test_a_batch_is_drawn_inside_a_step() -> None:
+    rank = Rank([[[1]]])
+    with pytest.raises(UsageError, match="outside of a step.*lost at a failure"):
+        next(rank.batches[0])
+
+
+def test_a_loader_is_bound_once() -> None:
+    loader = map_loader()
+    rank = Rank([loader])
+    with pytest.raises(UsageError, match=r"loader 0 of guard.batches\(\) \(a DataLoader.*bound already"):
+        rank.bind(loader)
+    assert len(rank.state.positions) == 1
+
+
+def test_another_loader_in_its_place_is_noticed(seed: int) -> None:
+    rank = Rank([map_loader(), OTHERS["list"]()])
+    rank.step()
+    rank.commit()
+    others: list[Sequence[Any]] = [
+        [OTHERS["list"](), map_loader()],
+        [map_loader(dataset=Numbers(SAMPLES + 1))],
+        [map_loader(batch_size=5)],
+        [map_loader(StatefulDataLoader)],
+        [map_loader(sampler=RandomSampler(Numbers(), generator=seeded()))],
+    ]
+    for loaders in others:
+        with pytest.raises(
+            LayoutMismatch, match=r"loader 0 .* was a DataLoader over Numbers, 22 samples, 6 b"
+        ):
+            Rank(loaders, rank.record)
+    assert Rank([map_loader(), OTHERS["list"]()], rank.record).step()[0] == (0, [4, 5, 6, 7])
+
+
+def test_a_sampler_that_gives_fewer_than_before_is_an_error() -> None:
+    class Shrinking(Sampler[int]):
+        def __init__(self, samples: int) -> None:
+            self.samples = samples
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.samples))
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+    rank = Rank([map_loader(sampler=Shrinking(SAMPLES))])
+    for _ in range(3):
+        rank.step()
+    rank.commit()
+    with pytest.raises(LayoutMismatch, match="ends before batch 3 of epoch 0"):
+        Rank([map_loader(sampler=Shrinking(8))], rank.record).step()
+
+
+def test_an_order_that_does_not_come_back_is_told(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    """The sampler's generator is hidden where nobody finds it."""
+
+    class Hidden(Sampler[int]):
+        def __init__(self, seed: int) -> None:
+            self.generators = [random.Random(seed)]
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.generators[0].sample(range(SAMPLES), SAMPLES))
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+    rank = Rank([map_loader(sampler=Hidden(seed))])
+    rank.step()
+    rank.step()
+    rank.commit()
+    with caplog.at_level(logging.ERROR, "ecemb"):
+        Rank([map_loader(sampler=Hidden(seed))], rank.record).step()
+        assert not caplog.records
+        Rank([map_loader(sampler=Hidden(seed + 1))], rank.record).step()
+    [message] = caplog.messages
+    assert "loader 0" in message and "other samples for batch 1 of epoch 0" in message
+
+
+def test_a_position_that_does_not_fit_names_its_loader() -> None:
+    loaders = [
+        map_loader(shuffle=True, generator=seeded()),
+        Counting(10_000),
+        Counting(10_000),
+        Counting(40_000),
+    ]
+    rank = Rank(loaders)
+    rank.state.room_bytes = rankstate.room(len(RankState([], dict, lambda _: None).pack()))
+    rank.step([0, 1, 2])
+    rank.commit()
+    rank.step([0, 3])
+    with pytest.raises(
+        StepFailed, match=r"largest part is loader 3 of guard.batches\(\) \(a Counting with"
+    ) as e:
+        rank.commit()
+    assert "were reserved by ecemb.protect()" in str(e.value)
+
+
+def test_a_state_that_is_no_plain_data_names_its_loader() -> None:
+    rank = Rank([Counting()])
+    rank.batches[0].source.loader.ballast = object()
+    rank.step()
+    with pytest.raises(ConfigurationError, match=r"the state of loader 0 .*'ballast'\].*weights_only"):
+        rank.commit()
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+ABORTED = 9
+
+
+def count(folder: Path, meet: Barrier, deaths: dict[int, int]) -> list[list[int]]:
+    """Each rank's own table counts how often each of its samples was trained on."""
+    ecemb.init_process_group("gloo", job="count", arena_dir=folder, timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    table = nn.Embedding(2 * SAMPLES, 1, sparse=True, dtype=torch.float64)
+    nn.init.zeros_(table.weight)
+    optimizer = torch.optim.SGD([table.weight], lr=1.0)
+    dataset = Numbers(2 * SAMPLES)
+    ahead = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, 2, rank), num_workers=1)
+    every = StatefulDataLoader(StatefulStream(), batch_size=BATCH)
+    seed_all(0)
+    head = nn.Linear(1, 1)
+    seed_all(rank)
+    guard = ecemb.protect(head, optimizers=optimizer, tables={"count": table}, code=ecemb.Code(2, 1))
+    batches, others = guard.batches(ahead), guard.batches(every)
+    with pytest.raises(UsageError, match="bound already"):
+        guard.batches(every)
+    with pytest.raises(UsageError, match="outside of a step"):
+        next(batches)
+    aborted: list[int] = []
+    for _ in range(guard.next_step, STEPS):
+        with guard.step() as step:
+            if step.number == ABORTED:
+                with pytest.raises(UsageError, match="inside guard.step()"):
+                    guard.batches([1])
+            drawn = torch.cat([next(batches), next(others)])
+            optimizer.zero_grad()
+            table(drawn).sum().backward()
+            optimizer.step()
+            if deaths.get(step.number) == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step.number == ABORTED and rank == 1:
+                step.abort("a poisoned batch")
+        if step.aborted:
+            aborted = drawn.tolist()
+    assert batches.epoch == others.epoch == EPOCHS - 1
+    counts = [-int(one) for one in table.weight.detach().flatten()]
+    guard.close()
+    with pytest.raises(UsageError, match="closed"):
+        guard.batches([1])
+    return [counts, aborted, [guard.recovery.step]]
+
+
+def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path: Path) -> None:
+    """Ranks are killed in an epoch's middle and in its first step; one step is aborted."""
+    for deaths in ({3: 1}, {6: 0}):
+        with pytest.raises(RankFailed, match="died|PeerFailure|StepFailed"):
+            launch(2, count, tmp_path, deaths)
+    own: Counter[int] = Counter()
+    for counts, aborted, began in launch(2, count, tmp_path, {}):
+        assert began == [6]
+        assert len(aborted) == 2 * BATCH
+        found = Counter(dict(enumerate(counts))) + Counter(aborted)
+        shared = Counter(range(SAMPLES))
+        own += found - Counter({number: EPOCHS * times for number, times in shared.items()})
+    assert own == Counter(dict.fromkeys(range(2 * SAMPLES), EPOCHS))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RankFailed, run_ranks
+from processes import RankFailed, launch
 from torch import Tensor, nn
 
 import ecemb
@@ -44,38 +42,10 @@ from ecemb.errors import (
 )
 from ecemb.header import Header, State
 
-CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT_S = 60
 
 
 # --- starts -------------------------------------------------------------------------------------
-
-
-def launch(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
-    """Calls `function(folder, meet, *args)` on each worker, as a launcher without an agent would.
-
-    No worker ends before all others have returned, unless one fails.
-    """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    meet = CONTEXT.Barrier(world_size)
-    return run_ranks(
-        world_size, _work, world_size, port, meet, function, folder, *args, group=False, deadline_s=120
-    )
-
-
-def _work(
-    index: int, world_size: int, port: int, meet: Barrier, function: Callable[..., Any], *args: Any
-) -> Any:
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
-    os.environ.update(
-        RANK=str(index), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    folder, *others = args
-    result = function(folder, meet, *others)
-    meet.wait(TIMEOUT_S)
-    return result
 
 
 def initialise(folder: Path) -> None:
