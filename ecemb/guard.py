@@ -188,10 +188,11 @@ class Guard:
         - r = 2 repairs one wrong block in each word. Two in the same byte of a stripe may look like a third:
           (n - 2) / 255 of such pairs would be "repaired" in the wrong place. r >= 3 doesn't fall for that.
 
-        Scrub often: what is put right is what parity stands for. If a step has changed a rotten row since,
-        its parity took the difference, and the repair flips the rotten bits back in the row as it is now.
         Writes that nobody noticed, such as `weight.data[i] = x` or through numpy, look like rot: with
-        r >= 2 they are taken back, and reported. Those that are noticed raise here as in a step.
+        r >= 2 they are taken back, and reported. Those that are noticed raise here as in a step. Scrub often:
+        rows are put right bit by bit. Of a row that was changed by a step since, parity took the difference
+        alone, so a flipped bit is flipped back in the row as it is now, and one that was overwritten, then
+        trained, ends as neither of the two.
 
         Args:
             fraction: part of all words to compare in this call, above 0 and at most 1.

@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.profiler import record_function
 
 from .code import Code
 from .errors import ConfigurationError, InconsistentArenas, UsageError
@@ -188,7 +189,8 @@ class Scrubber:
         at, complete = self._cursor, False
         while left:
             _, stop = next(chunks(at, min(at + left, self._total)))
-            stop = self._scrub_chunk(placement, at, stop, found)
+            with record_function("ecemb.scrub"):
+                stop = self._scrub_chunk(placement, at, stop, found)
             left -= stop - at
             at = stop
             if at == self._total:

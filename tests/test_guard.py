@@ -41,6 +41,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.header import Header, State
+from ecemb.rankstate import NAME as RANK_STATE
 
 TIMEOUT_S = 60
 
@@ -497,6 +498,88 @@ def test_restarts_of_a_killed_job(tmp_path: Path) -> None:
     assert {rank: header.undeclared for rank, header in headers(tmp_path).items()} == {0: 0, 1: 1}
     launch(2, make_parity_anew, tmp_path, before)
     assert headers(tmp_path) == {}
+
+
+# --- memory that rots ---------------------------------------------------------------------------
+
+
+def train_on_rotting_memory(folder: Path, meet: Barrier, rot: bool) -> dict[str, str]:
+    initialise(folder)
+    rank = dist.get_rank()
+    training = bags(users=12)
+    guard = training.protect(4, 2)
+
+    def train() -> None:
+        with guard.step():
+            training.body()
+
+    if rot:
+        for wrong in (0, 1.5):
+            with refused(ConfigurationError, "fraction=", repr(wrong)):
+                guard.scrub(wrong)
+    for _ in range(2):
+        train()
+    if rot:
+        before = training.snapshot()
+        users, _ = training.weights
+        if rank == 1:
+            users.data[1] = 7.0  # unnoticed
+            assert training.snapshot() != before
+        if rank == 2:
+            guard._memory.rank_state[100] ^= 1
+            guard._memory.arena.region("parity")[11] ^= 4
+        if rank == 3:
+            training.sparse.state[users]["sum"].numpy()[0, 2] += 1  # unnoticed, too
+        report = guard.scrub()
+        assert report.complete and report.checked_words == report.total_words
+        assert report.wrong_words == report.repaired_words >= 4
+        assert {one.rank for one in report.findings} == {1, 2, 3}
+        held = {
+            (one.rank, name, row)
+            for one in report.findings
+            for name, rows in one.suspects[0].rows
+            for row in rows
+        }
+        assert held == {(1, "table.users", 1), (2, RANK_STATE, 0), (3, "table.users", 0)}
+        assert training.snapshot() == before
+        again = guard.scrub()
+        assert again.wrong_words == 0 and again.findings == ()
+        stats = guard.stats()
+        assert stats["scrubbed_words"] == report.checked_words + again.checked_words
+        assert stats["wrong_words"] == stats["repaired_words"] == report.wrong_words
+    train()
+    if rot:
+        with guard.step():
+            with refused(UsageError, "guard.scrub() inside guard.step()"):
+                guard.scrub()
+            training.body()
+        for _ in range(4):
+            assert guard.scrub(0.25).wrong_words == 0
+    else:
+        train()
+    train()
+    if rot:
+        assert guard.scrub().wrong_words == 0
+    result = training.snapshot()
+    if rot:
+        with torch.no_grad():
+            if rank == 0:
+                users[1] = 1.0  # noticed: not taken back, but refused
+        if rank == 0:
+            with refused(UndeclaredWrite, "'table.users'", "guard.touch"):
+                guard.scrub()
+        else:
+            with refused(PeerFailure, "rank 0", "'table.users'"):
+                guard.scrub()
+    return result
+
+
+def test_training_goes_on_bit_identically_after_a_scrub(tmp_path: Path) -> None:
+    for name in ("disturbed", "undisturbed"):
+        (tmp_path / name).mkdir()
+    disturbed = launch(4, train_on_rotting_memory, tmp_path / "disturbed", True)
+    undisturbed = launch(4, train_on_rotting_memory, tmp_path / "undisturbed", False)
+    assert disturbed == undisturbed
 
 
 # --- starts that are refused --------------------------------------------------------------------
