@@ -458,6 +458,8 @@ def end() -> None:
     session = rendezvous.current()
     if session.arena is not None:
         session.arena.close()
+    if (watch := getattr(session, "watch", None)) is not None:
+        watch.close()
     rendezvous._session = None
     dist.destroy_process_group()
 
