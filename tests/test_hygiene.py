@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -32,7 +33,6 @@ import torch.distributed as dist
 from holders import constants, create, holding
 from processes import run_ranks
 from simulation import Machines, job_of
-from test_guard import CONTEXT
 from test_opening import Place, Training, life, refused
 
 import ecemb
@@ -527,7 +527,7 @@ def free_ports(count: int) -> Iterator[dist.TCPStore]:
 
 
 def test_two_jobs_side_by_side_and_one_job_launched_twice(tmp_path: Path) -> None:
-    meet = CONTEXT.Barrier(4)
+    meet = multiprocessing.get_context("forkserver").Barrier(4)
     stores = list(free_ports(5))
     ports = [store.port for store in stores]
     told = run_ranks(4, side_by_side, meet, ports, tmp_path, deadline_s=200, group=False)
