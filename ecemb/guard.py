@@ -273,6 +273,8 @@ class Guard:
             )
         self._tables.unwatch()
         self._transport.close()
+        if self._session.watch is not None:
+            self._session.watch.close()
         self._closed = True
 
     def _is_open(self) -> bool:

@@ -106,9 +106,9 @@ def open_memory(session: Session, request: Request) -> Opened:
     """
     watch = Stopwatch()
     with watch.phase("agree"):
-        timeout = datetime.timedelta(seconds=session.timeout_s)
-        group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
-        transport = Transport(group, session.timeout_s)
+        patience = datetime.timedelta(seconds=session.patience_s)
+        group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
+        transport = Transport(group, session.patience_s)
         tables, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )

@@ -40,11 +40,15 @@ from .errors import (
     RendezvousError,
     UsageError,
 )
+from .links import own_addresses
+from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
+from .watch import Watch
 
 logger = logging.getLogger("ecemb")
 
 _POLL_S = 0.005
+_PATIENCE_S = 1800.0  # torch's own default
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,7 +65,9 @@ class Session:
         roster: what all workers agreed on.
         arena: this rank's arena, locked; None for a newcomer.
         marks: the part of the store that outlives this start.
-        timeout_s: deadline of every wait.
+        timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
+        patience_s: deadline of collectives: a peer that is not silent is only slow.
+        watch: watches the other ranks; None if there are none.
         protected: whether a guard has been made.
     """
 
@@ -74,6 +80,8 @@ class Session:
     arena: Arena | None
     marks: dist.Store
     timeout_s: float
+    patience_s: float
+    watch: Watch | None
     protected: bool = False
 
 
@@ -115,7 +123,11 @@ def init_process_group(
         arena_dir: where arenas lie; must outlive the workers and be local to the host.
         host: name of the failure domain and of the arenas' folder; the hostname by default. Several
             torchrun agents on one machine stand for hosts by passing different ones.
-        timeout: deadline of the rendezvous and of the collectives.
+        timeout: deadline of the rendezvous; from then on, a peer of which nothing was heard for so long
+            counts as dead. A peer that is only slow doesn't: its process says every second that it is there,
+            whatever its main thread does, and collectives wait for it for half an hour, or for `timeout` if
+            that is longer. A process that dies is noticed at once; one on a host that lost its power or its
+            network, or that is stopped, after `timeout`.
 
     Raises:
         ConfigurationError: no torchrun environment, or a bad name or path.
@@ -140,20 +152,30 @@ def init_process_group(
     store = _store(index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
     marks = dist.PrefixStore(f"ecemb/{job}", store)
-    worker = Worker(directory.host, secrets.token_hex(8), tuple(_report(directory, f) for f in found))
-    roster = _agree(marks, worker, index, world_size, deadline)
-    seats = assign(roster.workers, roster.reports)
+    reports = tuple(_report(directory, one) for one in found)
+    with Listener() as listener:
+        addresses = own_addresses(os.environ["MASTER_ADDR"])
+        worker = Worker(directory.host, secrets.token_hex(8), reports, os.getpid(), addresses, listener.port)
+        roster = _agree(marks, worker, index, world_size, deadline)
+        seats = assign(roster.workers, roster.reports)
+        watch = _watch(listener, roster, seats, index, timeout_s, deadline)
     seat = seats[index]
-    arena = _claim(found, seat, timeout_s) if seat.arena_id is not None else None
     hosts = {s.rank: w.host for s, w in zip(seats, roster.workers, strict=True)}
-    os.environ["RANK"] = str(seat.rank)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store),
-        rank=seat.rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    patience_s = max(timeout_s, _PATIENCE_S)
+    try:
+        arena = _claim(found, seat, timeout_s) if seat.arena_id is not None else None
+        os.environ["RANK"] = str(seat.rank)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store),
+            rank=seat.rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=patience_s),
+        )
+    except BaseException:
+        if watch is not None:
+            watch.fail()
+        raise
     _pid = os.getpid()
     atexit.register(_leave)
     _session = Session(
@@ -166,6 +188,8 @@ def init_process_group(
         arena=arena,
         marks=marks,
         timeout_s=timeout_s,
+        patience_s=patience_s,
+        watch=watch,
     )
     logger.log(
         logging.INFO if seat.rank == 0 else logging.DEBUG,
@@ -177,6 +201,23 @@ def init_process_group(
     )
     if seat.rank != index:
         logger.info("torchrun's rank %d is rank %d, to follow its memory", index, seat.rank)
+
+
+def _watch(
+    listener: Listener,
+    roster: Roster,
+    seats: Sequence[Seat],
+    index: int,
+    timeout_s: float,
+    deadline: float,
+) -> Watch | None:
+    """Links this worker with its neighbours, and begins to watch them."""
+    peers = [
+        Peer(f"rank {seat.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
+        for seat, worker in zip(seats, roster.workers, strict=True)
+    ]
+    links = connect(listener, index, peers, bytes.fromhex(roster.secret), deadline)
+    return Watch(links, index, [peer.name for peer in peers], timeout_s) if links else None
 
 
 def _leave() -> None:
@@ -311,6 +352,7 @@ def _propose(store: dist.Store, prefix: str, texts: Sequence[bytes]) -> Roster:
         started=store.check(["started"]),
         finished=store.check(["finished"]),
         workers=workers,
+        secret=secrets.token_hex(16),
     )
 
 

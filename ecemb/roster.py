@@ -8,6 +8,7 @@ or the network; values travel as JSON.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -54,11 +55,30 @@ class Worker:
         host: the host it named.
         nonce: random; tells it from the workers of earlier starts.
         arenas: what it found on its host.
+        pid: of its process.
+        addresses: where its watch is reached, the likeliest first.
+        port: where its watch is reached.
     """
 
     host: str
     nonce: str
     arenas: tuple[Report, ...]
+    pid: int = 0
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Worker:
+        """From the plain values in `Roster.to_json`.
+
+        Raises:
+            ValueError: an address or the port is none; others, if the values are not of such a worker.
+        """
+        arenas = tuple(Report.from_json(report) for report in fields.pop("arenas"))
+        addresses = tuple(str(ipaddress.ip_address(str(one))) for one in fields.pop("addresses"))
+        if not 0 <= int(fields["port"]) < 1 << 16:
+            raise ValueError(f"there is no port {fields['port']}")
+        return cls(**fields, arenas=arenas, addresses=addresses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +100,7 @@ class Roster:
         started: the job's `started` mark stands in the store.
         finished: its `finished` mark does.
         workers: in the order of torchrun's RANK.
+        secret: random, in hex; known to the workers of this start only.
     """
 
     generation: int
@@ -88,6 +109,7 @@ class Roster:
     started: bool
     finished: bool
     workers: tuple[Worker, ...]
+    secret: str = dataclasses.field(default="", repr=False)
 
     @property
     def reports(self) -> list[Report]:
@@ -101,10 +123,7 @@ class Roster:
 
     def to_json(self) -> str:
         """As JSON text."""
-        workers = [
-            {"host": w.host, "nonce": w.nonce, "arenas": [r.to_json() for r in w.arenas]}
-            for w in self.workers
-        ]
+        workers = [{**dataclasses.asdict(w), "arenas": [r.to_json() for r in w.arenas]} for w in self.workers]
         return json.dumps({**dataclasses.asdict(self), "workers": workers})
 
     @classmethod
@@ -116,10 +135,8 @@ class Roster:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            workers = tuple(
-                Worker(w["host"], w["nonce"], tuple(Report.from_json(r) for r in w["arenas"]))
-                for w in fields.pop("workers")
-            )
+            workers = tuple(Worker.from_json(w) for w in fields.pop("workers"))
+            bytes.fromhex(fields["secret"])
             return cls(**fields, workers=workers)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArenaDamaged) as error:
             raise RendezvousError(

@@ -30,11 +30,11 @@ from .memory import RankMemory
 from .rankstate import RankState, read, write_
 from .replicated import ReplicatedState
 from .transport import Transport
+from .watch import EXIT_UNDECIDED
 
 logger = logging.getLogger("ecemb")
 
 DIGEST_EVERY = 1000
-EXIT_UNDECIDED = 75
 _FINE, _FAILED, _ABORTED = range(3)
 
 

@@ -17,8 +17,8 @@ errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
 rows arena delta packing generators
-journal parity transport replicated rankstate loaders plan roster
-memory
+journal parity transport replicated rankstate loaders plan roster links
+memory meeting watch
 stripes
 transaction recovery rendezvous scrub
 adapters adapters.nn adapters.sparse checkpoint batches

@@ -88,6 +88,7 @@ def life(place: Place) -> Iterator[None]:
         session = rendezvous.current()
         if session.arena is not None:
             session.arena.close()
+        session.watch.close()
         rendezvous._session = None
         dist.destroy_process_group()
 

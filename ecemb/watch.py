@@ -1,0 +1,274 @@
+"""The watch: notices a peer's end at once, whatever the main thread waits for, and ends this process (D7).
+
+gloo tells only some ranks that a peer is gone; the rest would wait for the group's timeout, and nobody tells
+the workers of another host. So a thread of every worker listens to its neighbours on links of its own. Each
+says every second that it is there. A link that ends without a goodbye is a death, and so is a silence longer
+than the deadline; the news goes from neighbour to neighbour and names whom it began with.
+
+The process then ends, so that torchrun restarts the job: the arena is safe at any instant. Only silence
+counts, never slowness: a rank that computes for minutes goes on saying that it is there. A silence counts
+while this thread was awake itself, so that one who was stopped does not take the others for dead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import select
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+
+from .links import Link, drop, pair
+
+logger = logging.getLogger("ecemb")
+
+EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
+GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that says where it was
+_BEAT_S = 1.0
+_BEATS = 10  # at least, within the deadline
+_GOODBYE_S = 1.0  # for neighbours to take a goodbye in
+
+_MESSAGE = struct.Struct("!BBxxII")  # kind; of a death: why, who, silence in ms
+_BEAT, _BYE, _DEAD = 1, 2, 3
+_DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Death:
+    """That a worker is gone.
+
+    Attributes:
+        index: of the worker.
+        why: one of the codes above.
+        silence_s: how long nothing was heard of it.
+    """
+
+    index: int
+    why: int
+    silence_s: float = 0.0
+
+    def pack(self) -> bytes:
+        """As a message."""
+        return _MESSAGE.pack(_DEAD, self.why, self.index, min(int(self.silence_s * 1000), 2**32 - 1))
+
+    def told(self, name: str) -> str:
+        """In words."""
+        return {
+            _DIED: f"{name} died",
+            _SILENT: f"{name} was silent for {self.silence_s:.1f} s",
+            _GAVE_UP: f"{name} ended by an exception (see its log)",
+            _GARBLED: f"{name} sent what is no message",
+        }[self.why]
+
+
+class Watch:
+    """Watches the neighbours from a thread of its own, from construction to `close`, `fail`, or a death.
+
+    Says goodbye by itself when the process ends without an exception.
+
+    Args:
+        links: with all neighbours; consumed.
+        index: this worker's.
+        names: of all workers, by index, for messages.
+        timeout_s: a longer silence is a death.
+        end: called in the watch's thread with what happened; it ends the process.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        index: int,
+        names: Sequence[str],
+        timeout_s: float,
+        end: Callable[[str], None] | None = None,
+    ) -> None:
+        self._links = {link.fileno(): link for link in links}
+        self._silence_s = {link.peer: 0.0 for link in links}
+        self._index, self._names, self._timeout_s = index, names, timeout_s
+        self._end = end_process if end is None else end
+        self._beat_s = min(_BEAT_S, timeout_s / _BEATS)
+        self._last_word: bytes | None = None
+        self._death: _Death | None = None
+        self._decided = threading.Event()
+        self._pid = os.getpid()
+        self._wake, self._alarm = pair()
+        self._at_exit = Finalize(None, self._leave, exitpriority=0)
+        self._thread = threading.Thread(target=self._run, name="ecemb-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says goodbye: this worker is done, and its end is no failure. May be called twice."""
+        self._stop(_MESSAGE.pack(_BYE, 0, self._index, 0))
+
+    def fail(self) -> None:
+        """Tells the others that this worker is not coming. May be called twice."""
+        self._stop(_Death(self._index, _GAVE_UP).pack())
+
+    def _leave(self) -> None:
+        """At the end of the process."""
+        if _last_exception() is None and sys.exc_info()[0] is None:
+            self.close()
+        else:
+            self.fail()
+
+    def _stop(self, last_word: bytes) -> None:
+        if os.getpid() != self._pid or not self._thread.is_alive():
+            return
+        self._last_word = last_word
+        self._at_exit.cancel()
+        drop(self._alarm)  # which wakes the thread, if it has not looked yet
+        self._decided.wait(_GOODBYE_S)
+        if self._death is None:  # else it is about to end the process, and the caller may be faster
+            self._thread.join(2 * _GOODBYE_S)
+
+    def _run(self) -> None:
+        try:
+            self._death = self._watch()
+            self._decided.set()
+            if self._death is not None:
+                self._tell(self._death.pack())
+                self._end(self._verdict(self._death))
+            elif self._last_word is not None:
+                self._tell(self._last_word)
+                self._say_goodbye()
+        except BaseException:  # noqa: BLE001 - nobody else would hear of it
+            self._decided.set()
+            self._end(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
+        finally:
+            for link in self._links.values():
+                link.close()
+            drop(self._wake)
+            drop(self._alarm)
+
+    def _watch(self) -> _Death | None:
+        """Listens until somebody is gone, or this worker is to stop."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for descriptor in self._links:
+            poll.register(descriptor, select.POLLIN)
+        last = beat_at = time.monotonic()
+        while True:
+            if (now := time.monotonic()) >= beat_at:
+                beat_at = now + self._beat_s
+                self._tell(_MESSAGE.pack(_BEAT, 0, self._index, 0), beat=True)
+            ready = [descriptor for descriptor, _ in poll.poll(max(1.0, (beat_at - now) * 1000))]
+            awake_s = min(time.monotonic() - last, 2 * self._beat_s)  # not what it was stopped for
+            last = time.monotonic()
+            for link in self._links.values():
+                self._silence_s[link.peer] += awake_s
+            found = [self._listen(self._links[one]) for one in ready if one in self._links]
+            for descriptor in [one for one, link in self._links.items() if link.fileno() < 0]:
+                poll.unregister(descriptor)
+                del self._links[descriptor]
+            heard = [death for death in found if death is not None]
+            if heard:
+                return min(heard, key=lambda death: death.why == _DIED)  # who tells of another knows more
+            for peer in (link.peer for link in self._links.values()):
+                if self._silence_s[peer] > self._timeout_s:
+                    return _Death(peer, _SILENT, self._silence_s[peer])
+            if self._last_word is not None:
+                return None
+            if _main_thread_failed():
+                logger.error("the main thread has ended by an exception: telling the other ranks")
+                self._last_word = _Death(self._index, _GAVE_UP).pack()
+                return None
+
+    def _listen(self, link: Link) -> _Death | None:
+        """Takes in what a neighbour says. Closes its link after a goodbye."""
+        there = link.read()
+        while (message := link.take(_MESSAGE.size)) is not None:
+            kind, why, index, silence_ms = _MESSAGE.unpack(message)
+            self._silence_s[link.peer] = 0.0
+            if kind == _BYE:
+                link.close()
+                return None
+            if kind == _DEAD and index < len(self._names) and _DIED <= why <= _GARBLED:
+                return _Death(index, why, silence_ms / 1000)
+            if kind != _BEAT:
+                return _Death(link.peer, _GARBLED)
+        return None if there else _Death(link.peer, _DIED)
+
+    def _tell(self, message: bytes, *, beat: bool = False) -> None:
+        for link in self._links.values():
+            if not (beat and link.clogged):
+                link.send(message)
+
+    def _say_goodbye(self) -> None:
+        """Waits until the neighbours have hung up: unread beats would turn the last word into a reset."""
+        deadline = time.monotonic() + _GOODBYE_S
+        poll = select.poll()
+        for descriptor, link in self._links.items():
+            link.finish()
+            poll.register(descriptor, select.POLLIN)
+        waiting = dict(self._links)
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(math.ceil(left_s * 1000)):
+                if not waiting[descriptor].read():
+                    poll.unregister(descriptor)
+                    del waiting[descriptor]
+
+    def _verdict(self, death: _Death) -> str:
+        name = self._names[death.index]
+        if death.index == self._index:
+            return f"the other ranks count this one out: {death.told(name)}"
+        return death.told(name)
+
+
+def end_process(why: str) -> None:
+    """Ends this process, unless its main thread is faster; does not return.
+
+    Args:
+        why: for the log, and for torchrun's summary of failures.
+    """
+    text = f"PeerFailure: {why}; ending this process so that torchrun restarts the job from its arenas"
+    try:  # in a thread: logs may block, on a pipe or on a lock of the main thread's
+        threading.Thread(target=_report, args=(text,), daemon=True).start()
+    except RuntimeError:  # no more threads: the interpreter is ending
+        _report(text)
+    time.sleep(GRACE_S)
+    os._exit(EXIT_UNDECIDED)
+
+
+def _report(text: str) -> None:
+    try:
+        _write_error_file(text)
+    except OSError as error:
+        logger.warning("torchrun will not show why this process ended: %s", error)
+    logger.critical(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _write_error_file(text: str) -> None:
+    """Leaves a message where torchrun looks for one, in the form of torch.distributed.elastic's `record`."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames.get(threading.main_thread().ident or 0)
+    place = "" if frame is None else "".join(traceback.format_stack(frame))
+    ends_at = math.ceil(time.time() + GRACE_S)  # later than the victim did, who is the root cause
+    extra = {"py_callstack": f"{text}\nThe main thread was here:\n{place}", "timestamp": str(ends_at)}
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    except FileExistsError:  # the main thread's own exception says more
+        return
+
+
+def _last_exception() -> BaseException | None:
+    """What the main thread ended by, if it has."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _main_thread_failed() -> bool:
+    """Whether the main thread has ended by an exception, though other threads keep the process alive."""
+    return not threading.main_thread().is_alive() and _last_exception() is not None
