@@ -616,7 +616,9 @@ def test_killed_at_every_moment_of_a_scrub_nothing_is_lost(tmp_path: Path, seed:
     base = Machines(tmp_path / "base", job)
     assert not base.run(DONE).failures
     with base.memories() as memories:
-        flips = some_bits(Scrubs(memories), job.placement, 6, rng)
+        flips = some_bits(Scrubs(memories), job.placement, 9, rng)
+        # A start refuses rank state that doesn't fit its checksum: only a scrub before it can help.
+        flips = [flip for flip in flips if flip.kind != "rank state"]
         before = Scrubs(memories).contents()
         for flip in flips:
             flip.turn()
