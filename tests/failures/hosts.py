@@ -331,13 +331,18 @@ class Hosts:
         while not done():
             ended = {name: a.process.returncode for name, a in self.agents.items() if a.process.poll()}
             if ended:
-                raise Unexpected(f"{what}: agents ended with {ended}; see {self.folder}")
+                raise Unexpected(f"{what}: agents ended with {ended}; {self._last_error()}see {self.folder}")
             if time.monotonic() > deadline:
                 for pid in self.processes():
                     _show_stack(pid)
                 time.sleep(1.0)
-                raise Unexpected(f"{what} within {seconds:.0f} s; see {self.folder}")
+                raise Unexpected(f"{what} within {seconds:.0f} s; {self._last_error()}see {self.folder}")
             time.sleep(POLL_S)
+
+    def _last_error(self) -> str:
+        logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+        return next((f"{line}; " for line in reversed(lines) if "ecemb.errors." in line), "")
 
 
 @functools.cache
@@ -470,7 +475,11 @@ def scenario_returned_home() -> Result:
 
 
 def _returned(name: str, victim: str) -> Result:
-    """The old arenas count for nothing and are removed, even if they were of the very ranks that are lost."""
+    """The old arenas count for nothing and are removed, even if they were of the very ranks that are lost.
+
+    Guards the rule that an arena is stale when its `joined` is below the highest `opened`: without it, the
+    job comes to no plan from arenas of different times.
+    """
     with Hosts() as job:
         agents = _started(job)
         seats = by_host(job.reach(12))
@@ -564,7 +573,8 @@ def scenario_first() -> Result:
 def scenario_orphans() -> Result:
     """Only a host's agent is killed: its workers end, and their forked loaders are no second writers.
 
-    The loaders are stopped, so that they outlive their parents for as long as this takes.
+    The loaders are stopped, so that they outlive their parents for as long as this takes. Guards that workers
+    die with their agent, and that a claim on an arena does not live on in forked processes.
     """
     with Hosts(dataclasses.replace(TRAINING, workers=2)) as job:
         agents = _started(job)
