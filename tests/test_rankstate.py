@@ -162,6 +162,80 @@ def test_another_number_of_objects_than_was_packed_is_an_error() -> None:
         state_of(Counter(), Counter()).unpack(data)
 
 
+class At(Counter):
+    """A position."""
+
+    def __init__(self, name: str, at: int = 0) -> None:
+        super().__init__(at=at)
+        self.name = name
+
+
+def test_positions_go_on_where_they_were_packed_in_the_order_they_are_bound() -> None:
+    state = state_of(Counter(a=1))
+    for name, at in (("first", 1), ("second", 2)):
+        state.bind(At(name, at))
+    state.positions[0].load_state_dict({"at": 5})
+    fresh = state_of(Counter())
+    fresh.unpack(state.pack())
+    data = fresh.pack()  # positions that are not bound yet are kept
+    again = state_of(Counter())
+    again.unpack(data)
+    assert again.pack() == data
+    first, second = At("first"), At("second")
+    again.bind(first)
+    assert again.pack() == data
+    again.bind(second)
+    assert (first.state, second.state) == ({"at": 5}, {"at": 2})
+    assert again.pack() == data and again.positions == [first, second]
+    third = At("third", 7)
+    again.bind(third)
+    third.state["at"] = 8
+    again.unpack(data)
+    assert third.state == {"at": 7}  # bound since: as it was then
+
+
+def test_positions_may_be_left_where_they_are() -> None:
+    counter, position = Counter(a=1), At("one", 1)
+    state = state_of(counter)
+    state.bind(position)
+    data = state.pack()
+    counter.state, position.state = {"a": 2}, {"at": 2}
+    state.unpack(data, positions=False)
+    assert (counter.state, position.state) == ({"a": 1}, {"at": 2})
+    state.unpack(data)
+    assert position.state == {"at": 1}
+
+
+def test_a_position_that_is_refused_is_still_there_for_another() -> None:
+    class Picky(At):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise LayoutMismatch("another's")
+
+    state, again = state_of(), state_of()
+    state.bind(At("one", 1))
+    again.unpack(state.pack())
+    with pytest.raises(LayoutMismatch):
+        again.bind(Picky("one"))
+    position = At("one")
+    again.bind(position)
+    assert position.state == {"at": 1} and again.positions == [position]
+
+
+def test_a_state_that_takes_more_than_its_room_names_the_largest_part() -> None:
+    state = state_of(Counter(log=torch.zeros(5000)), scalars={"t": {"step": 1}})
+    state.room_bytes = len(state.pack()) + 8
+    state.pack()
+    state.room_bytes -= 1
+    with pytest.raises(
+        StepFailed, match=r"largest part is state= object 0 \(Counter\) with 2\d{4} bytes.*logs"
+    ):
+        state.pack()
+    state.bind(At("the data"))
+    state.positions[0].load_state_dict({"at": torch.zeros(9000)})
+    with pytest.raises(StepFailed, match="largest part is the data with 3"):
+        state.pack()
+
+
 # --- its record ---------------------------------------------------------------------------------
 
 
