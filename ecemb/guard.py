@@ -325,8 +325,8 @@ def protect(
 
     Args:
         model: the whole model; what is not a protected table must be the same on all ranks.
-        optimizers: all optimizers of the training, or the only one; the same ones on every rank, with the
-            same options, also where a rank has no table for one (give it an empty group). Tables need
+        optimizers: all optimizers of the training, or the only one; those that have dense parameters are the
+            same on every rank, with the same options, others may differ. Tables need
             torch.optim.SGD, Adagrad or SparseAdam; dense parameters may have any.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.

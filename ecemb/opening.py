@@ -159,7 +159,7 @@ def open_memory(session: Session, request: Request) -> Opened:
 
 def _checked(request: Request) -> tuple[SparseTables, RankState, int]:
     tables = SparseTables(request.modules, request.optimizers)
-    rank_state = RankState(request.state, tables.scalars, tables.set_scalars)
+    rank_state = RankState(request.state, tables.state, tables.set_state)
     return tables, rank_state, rankstate.room(len(rank_state.pack()))
 
 

@@ -1,9 +1,9 @@
 """Replicated state: what is the same on every rank, kept in two slots of the arena (D6).
 
-Dense parameters, buffers, dense optimizer state and every optimizer's options. Two slots hold the last two
-transactions; a restarted rank reads its own slot, a newcomer gets a survivor's. Tensors are copied raw, one
-after another; what is left of the structure when its tensors are taken out (names, numbers, options) is the
-*outline*, saved by torch.save and read with weights_only=True.
+Dense parameters, buffers, and the state and options of optimizers that have dense parameters. Two slots hold
+the last two transactions; a restarted rank reads its own slot, a newcomer gets a survivor's. Tensors are
+copied raw, one after another; what is left of the structure when its tensors are taken out (names, numbers,
+options) is the *outline*, saved by torch.save and read with weights_only=True.
 
 Invariant: the slot of the last committed transaction is never written.
 Must not know: the network, protected rows.
@@ -73,7 +73,8 @@ class ReplicatedState:
 
     Args:
         model: its parameters and buffers are taken, but for the protected ones.
-        optimizers: their options are taken, and their state but for that of protected parameters.
+        optimizers: of those that have dense parameters, options are taken, and state but for that of
+            protected parameters.
         protected: the protected parameters.
     """
 
@@ -84,8 +85,8 @@ class ReplicatedState:
         protected: Iterable[nn.Parameter],
     ) -> None:
         self._model = model
-        self._optimizers = list(optimizers)
         self._protected = {id(parameter) for parameter in protected}
+        self._optimizers = [optimizer for optimizer in optimizers if self._dense(optimizer)]
         self._outline: object = None
         self._outline_bytes = b""
         self._outline_sum = 0

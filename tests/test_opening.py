@@ -384,14 +384,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run_ranks(WORLD, play, store.port, root, deadline_s=DEADLINE_S, group=False)
 
 
-NOT_YET = {
-    ranks_may_have_tables_and_optimizers_that_others_have_not.__name__: pytest.mark.xfail(
-        reason="the options of an optimizer of tables alone are compared between ranks, as dense state is"
-    )
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NOT_YET.get(n, ())) for n in SCENARIOS])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str, played: list[dict[str, str]]) -> None:
     for index, failures in enumerate(played):
         if name in failures:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..rows import Column, TableLayout
 
 Ids = NDArray[np.int64]
@@ -232,6 +232,12 @@ class SparseTables:
                     f"tables {other!r} and {name!r} share one weight: name it once in tables="
                 )
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
+        weights = {id(table.weight) for table in self.tables}
+        self._alone = [  # the optimizers that have no dense parameters: other ranks may not have them
+            optimizer
+            for optimizer in optimizers
+            if all(id(p) in weights for group in optimizer.param_groups for p in group["params"])
+        ]
         self._handles: list[Any] = []
         self._by_name = {table.name: index for index, table in enumerate(self.tables)}
         self._touched: set[int] = set()
@@ -310,6 +316,45 @@ class SparseTables:
         """Takes them back."""
         for table in self.tables:
             table.set_scalars(scalars[table.name])
+
+    def state(self) -> dict[str, Any]:
+        """What differs by rank and is not per row: scalars and options."""
+        return {"scalars": self.scalars(), "options": self.options()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes it back.
+
+        Raises:
+            LayoutMismatch: there are other optimizers or groups.
+        """
+        self.set_options(state["options"])
+        self.set_scalars(state["scalars"])
+
+    def options(self) -> list[list[dict[str, Any]]]:
+        """The options of optimizers that update tables alone, by optimizer and group."""
+        return [
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._alone
+        ]
+
+    def set_options(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Takes them back.
+
+        Raises:
+            LayoutMismatch: there are other optimizers or groups.
+        """
+        then, now = [len(groups) for groups in options], [len(one.param_groups) for one in self._alone]
+        if then != now:
+            raise LayoutMismatch(
+                f"the optimizers that update tables alone have {now} parameter groups, and had {then} when "
+                f"the job was started: run the script that started it, or use another job="
+            )
+        for optimizer, groups in zip(self._alone, options, strict=True):
+            for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                group.update(kept)
 
     def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:
         return [(i, table) for i, table in enumerate(self.tables) if table.optimizer is optimizer]
