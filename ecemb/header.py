@@ -363,18 +363,18 @@ def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[i
 # Which arenas count as survivors
 
 
-def valid(headers: Sequence[Header]) -> list[Header]:
+def valid(headers: Sequence[Header], opened: int = NONE) -> list[Header]:
     """The arenas that count as survivors, in the order given. All ranks get the same answer.
 
-    An arena is stale when its `joined` is below the highest `opened` that anyone reports: the
-    others went on without it. One that is not stale is valid when it is LIVE, or INIT and prepared
-    beside a LIVE one that is not stale (the crash came while transaction 0 was being made LIVE).
+    An arena is stale when its `joined` is below the last generation that was opened, by the reports
+    or by what the store knows (`opened`): the others went on without it. A current one is valid when
+    it is LIVE, or INIT and prepared beside a LIVE one (a crash while transaction 0 was made LIVE).
 
     Raises:
         InconsistentArenas: one generation with two ids, or two valid arenas of one rank.
     """
-    opened = max((header.opened for header in headers), default=NONE)
-    current = [header for header in headers if header.joined >= opened]
+    last = max([opened, *(header.opened for header in headers)])
+    current = [header for header in headers if header.joined >= last]
     _check_generations(current)
     live = any(header.state is State.LIVE for header in current)
     result = [

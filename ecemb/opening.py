@@ -36,7 +36,7 @@ from .errors import (
     StateLost,
     TooManyErasures,
 )
-from .header import Constants, State, new_arena_id, valid
+from .header import Constants, State, new_arena_id
 from .memory import Geometry, RankMemory
 from .parity import parity_words
 from .placement import Placement
@@ -119,12 +119,12 @@ def open_memory(session: Session, request: Request) -> Opened:
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)
         rank_state.room_bytes = len(memory.rank_state)
-        generation, generation_id = session.roster.generation, session.roster.generation_id
-        join(memory, transport, generation, generation_id)
+        roster = session.roster
+        join(memory, transport, roster.generation, roster.generation_id)
     if world.plan.kind == "fresh":
         try:
             transport.together(
-                "looking for another launch", lambda: session.directory.check_alone(generation)
+                "looking for another launch", lambda: session.directory.check_alone(roster.generation)
             )
             report = fill(
                 memory,
@@ -145,7 +145,7 @@ def open_memory(session: Session, request: Request) -> Opened:
                 "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
             )
     transport.barrier("the end of recovery")
-    session.marks.set("started", "1")
+    session.marks.set("started", str(session.roster.generation))
     _discard(session, stale=True)
     transport.barrier("the start of training")  # nobody trains before all have finished
     if world.plan.kind != "fresh":
@@ -171,7 +171,7 @@ def _agree(
     state_bytes: int,
 ) -> _World:
     code, roster = request.code, session.roster
-    survivors = valid(roster.headers)
+    survivors = roster.survivors
     own = {
         "tables": [table.layout.to_json() for table in tables.tables],
         "rank_state_bytes": state_bytes,
@@ -206,7 +206,13 @@ def _agree(
         raise LayoutMismatch(_difference(session, survivors[0].constants, told[session.rank]))
     damaged = [report for report in roster.reports if report.damage and report.header is None]
     try:
-        plan = plan_recovery(roster.headers, placement, started=roster.started, finished=roster.finished)
+        plan = plan_recovery(
+            roster.headers,
+            placement,
+            started=roster.started,
+            finished=roster.finished,
+            opened=roster.opened,
+        )
     except (TooManyErasures, StateLost) as error:
         if not damaged:
             raise
@@ -377,7 +383,7 @@ def _create(session: Session, world: _World, geometry: Geometry, replicated: Rep
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += (3 * words + 5 * placement.k) * WORD_BYTES
     slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
-    if survivors := valid(session.roster.headers):  # room for whatever the donor's slot holds
+    if survivors := session.roster.survivors:  # room for whatever the donor's slot holds
         slot = max(slot, dict(survivors[0].constants.regions)["slot0"])
     sizes = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
@@ -419,7 +425,7 @@ def _compare_replicas(memory: RankMemory, transport: Transport, replicated: Repl
 
 def _discard(session: Session, *, stale: bool) -> None:
     """Removes arenas of this host that count as lost: half-made ones, and with `stale` all others."""
-    kept = {header.constants.arena_id for header in valid(session.roster.headers)}
+    kept = {header.constants.arena_id for header in session.roster.survivors}
     for report in session.roster.reports:
         header = report.header
         if report.host != session.directory.host:

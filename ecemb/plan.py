@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
-from .header import Header, State, valid
+from .header import NONE, Header, State, valid
 from .placement import Placement
 
 Kind = Literal["fresh", "process", "memory"]
@@ -74,6 +74,7 @@ def plan_recovery(
     *,
     started: bool = False,
     finished: bool = False,
+    opened: int = NONE,
 ) -> RecoveryPlan:
     """Decides how the job goes on. The same on every rank.
 
@@ -82,6 +83,7 @@ def plan_recovery(
         placement: who keeps whose parity; None for a world of one rank.
         started: the job's `started` mark stands in the store.
         finished: its `finished` mark stands there.
+        opened: the last generation that was opened as far as the store knows.
 
     Returns:
         A fresh start iff no LIVE or REBUILDING arena exists and the job never started; else
@@ -98,7 +100,7 @@ def plan_recovery(
             "the job is finished: guard.close() was called. It does not train again from step 0; give "
             "job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
         )
-    survivors = {header.constants.rank: header for header in valid(headers)}
+    survivors = {header.constants.rank: header for header in valid(headers, opened)}
     if not survivors:
         return _without_survivors(headers, started)
     world_size = next(iter(survivors.values())).constants.world_size

@@ -40,6 +40,7 @@ from .errors import (
     RendezvousError,
     UsageError,
 )
+from .header import NONE
 from .links import own_addresses
 from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
@@ -157,7 +158,7 @@ def init_process_group(
         addresses = own_addresses(os.environ["MASTER_ADDR"])
         worker = Worker(directory.host, secrets.token_hex(8), reports, os.getpid(), addresses, listener.port)
         roster = _agree(marks, worker, index, world_size, deadline)
-        seats = assign(roster.workers, roster.reports)
+        seats = assign(roster.workers, roster.reports, roster.opened)
         watch = _watch(listener, roster, seats, index, timeout_s, deadline)
     seat = seats[index]
     hosts = {s.rank: w.host for s, w in zip(seats, roster.workers, strict=True)}
@@ -344,16 +345,34 @@ def _proposed(text: bytes) -> tuple[str, list[str]]:
 def _propose(store: dist.Store, prefix: str, texts: Sequence[bytes]) -> Roster:
     workers = tuple(_announced(text) for text in texts)
     headers = [r.header for w in workers for r in w.arenas if r.header is not None]
-    highest = max((max(h.joined, h.opened) for h in headers), default=0)
+    opened = _number(store, "started")
+    known = [_number(store, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
+    generation = max(1 + max(known), time.time_ns())
+    store.set("generation", str(generation))  # the next leader's clock may be behind
     return Roster(
-        generation=max(1 + highest, time.time_ns()),
+        generation=generation,
         generation_id=secrets.randbits(62),
         prefix=prefix,
-        started=store.check(["started"]),
+        started=opened != NONE,
         finished=store.check(["finished"]),
         workers=workers,
         secret=secrets.token_hex(16),
+        opened=opened,
     )
+
+
+def _number(store: dist.Store, name: str) -> int:
+    """The generation that a mark of the store tells; NONE without it."""
+    if not store.check([name]):
+        return NONE
+    text = store.get(name)
+    try:
+        return max(0, int(text))
+    except ValueError as error:
+        raise RendezvousError(
+            f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does somebody "
+            f"else use the store?"
+        ) from error
 
 
 def _missing(store: dist.Store, proposal: str, world_size: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .errors import ArenaBusy, ArenaDamaged, InconsistentArenas, RendezvousError
-from .header import Header, valid
+from .header import NONE, Header, valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Roster:
         finished: its `finished` mark does.
         workers: in the order of torchrun's RANK.
         secret: random, in hex; known to the workers of this start only.
+        opened: the last generation that was opened as far as the store knows.
     """
 
     generation: int
@@ -110,6 +111,7 @@ class Roster:
     finished: bool
     workers: tuple[Worker, ...]
     secret: str = dataclasses.field(default="", repr=False)
+    opened: int = NONE
 
     @property
     def reports(self) -> list[Report]:
@@ -120,6 +122,11 @@ class Roster:
     def headers(self) -> list[Header]:
         """Headers of the arenas that can be read."""
         return [report.header for report in self.reports if report.header is not None]
+
+    @property
+    def survivors(self) -> list[Header]:
+        """The arenas that count as survivors."""
+        return valid(self.headers, self.opened)
 
     def to_json(self) -> str:
         """As JSON text."""
@@ -145,7 +152,7 @@ class Roster:
             ) from error
 
 
-def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, ...]:
+def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = NONE) -> tuple[Seat, ...]:
     """Gives out logical ranks: ranks follow their memory, newcomers take the missing ones.
 
     One new host takes one lost host's ranks whole where the numbers allow it, so that failure domains stay
@@ -154,6 +161,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
     Args:
         workers: in the order of torchrun's RANK.
         reports: every arena that anybody found.
+        opened: the last generation that was opened as far as the store knows.
 
     Returns:
         A seat for each worker. Without valid arenas the logical rank is torchrun's.
@@ -169,7 +177,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report]) -> tuple[Seat, 
             f"living processes hold arenas of this job: {names}. Another launch of the job runs, or a "
             f"worker was orphaned: end it, or give this job another name"
         )
-    survivors = valid([report.header for report in reports if report.header is not None])
+    survivors = valid([report.header for report in reports if report.header is not None], opened)
     if not survivors:
         return tuple(Seat(index, None) for index in range(len(workers)))
     _check_copies(reports)

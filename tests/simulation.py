@@ -30,7 +30,7 @@ from ecemb.arena import Arena
 from ecemb.code import Code
 from ecemb.directory import Directory
 from ecemb.errors import PeerFailure, StepFailed
-from ecemb.header import Constants, Header, State, new_arena_id, valid
+from ecemb.header import NONE, Constants, Header, State, new_arena_id, valid
 from ecemb.kernels.reference import Reference
 from ecemb.memory import Geometry, RankMemory
 from ecemb.parity import class_words, parity_words
@@ -454,14 +454,14 @@ class Machines:
         self.root = root
         self.job = job
         self.generation = 0
-        self.started = False
+        self.opened = NONE  # the mark in the store
         self._plan: RecoveryPlan | None = None
 
     def copy(self, root: Path) -> Machines:
         """The same job, as it is now, in another place."""
         shutil.copytree(self.root, root)
         other = Machines(root, self.job)
-        other.generation, other.started = self.generation, self.started
+        other.generation, other.opened = self.generation, self.opened
         return other
 
     def directory(self, rank: int) -> Directory:
@@ -474,7 +474,9 @@ class Machines:
     def plan(self) -> RecoveryPlan:
         """What the next start would do, if nothing else were lost before it."""
         if self._plan is None:
-            self._plan = plan_recovery(self.headers(), self.job.placement, started=self.started)
+            self._plan = plan_recovery(
+                self.headers(), self.job.placement, started=self.opened != NONE, opened=self.opened
+            )
         return self._plan
 
     def lose(self, rank: int) -> None:
@@ -506,7 +508,7 @@ class Machines:
         self.generation += 1
         plan = self.plan()
         self._plan = None
-        kept = {header.constants.arena_id for header in valid(self.headers())}
+        kept = {header.constants.arena_id for header in valid(self.headers(), self.opened)}
         hub = Hub(self.job.size)
         geometry = self.job.geometry
         moments = Moments(ends or {}, interrupts)
@@ -520,7 +522,7 @@ class Machines:
                 memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
                 one = Rank(self.job, memory, Wires(hub, rank, self.job.size))
                 one.start(plan, self.generation)
-                self.started = True  # the mark in the store
+                self.opened = self.generation
                 self._discard(rank, kept)
                 one.wires.barrier("the start of training")
                 ranks[rank] = one

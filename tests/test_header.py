@@ -164,7 +164,7 @@ class TestValid:
             pytest.param([report(0), report(1)], [0, 1], id="all live"),
             pytest.param([report(0), report(1, REBUILDING)], [0], id="a newcomer, half rebuilt"),
             pytest.param([report(0), report(1, FINISHED)], [0], id="a tombstone"),
-            pytest.param([report(0, joined=6), report(1)], [1], id="cut off and replaced"),
+            pytest.param([report(0, joined=6, opened=6), report(1)], [1], id="cut off and replaced"),
             pytest.param([report(0, joined=6, opened=6), report(1, opened=6)], [0, 1], id="not opened yet"),
             pytest.param(
                 [report(0, joined=6, opened=6), report(1, REBUILDING, joined=7, opened=7)],
@@ -174,11 +174,17 @@ class TestValid:
             pytest.param([report(0), report(1, INIT, prepared=0)], [0, 1], id="crash between LIVE and LIVE"),
             pytest.param([report(0), report(1, INIT, prepared=NONE)], [0], id="INIT, and not prepared"),
             pytest.param([report(0, INIT, prepared=0), report(1, INIT, prepared=0)], [], id="nobody is LIVE"),
-            pytest.param([report(0, joined=6), report(1, INIT, prepared=0)], [], id="the LIVE one is stale"),
+            pytest.param(
+                [report(0, joined=6, opened=6), report(1, INIT, prepared=0)], [], id="the LIVE one is stale"
+            ),
         ],
     )
     def test_situations(self, reports: list[Header], survivors: list[int]) -> None:
         assert valid(reports) == [reports[i] for i in survivors]
+
+    def test_the_store_knows_of_a_generation_that_no_arena_is_left_of(self) -> None:
+        assert valid([report(0), report(1)], opened=7) == [report(0), report(1)]
+        assert valid([report(0), report(1)], opened=8) == []
 
     def test_the_order_is_kept(self) -> None:
         assert valid([report(1), report(0)]) == [report(1), report(0)]

@@ -416,6 +416,9 @@ def test_only_stale_arenas_are_not_a_fresh_start() -> None:
     newcomer = header(Said(State.REBUILDING, 2, 2, NONE, NONE), constants(0, placement, "0000ffff"))
     with pytest.raises(TooManyErasures, match="only stale or half-rebuilt arenas are left"):
         plan_recovery([stale, newcomer], placement)
+    assert plan_recovery([stale], placement, started=True, opened=1).lost == (1,)
+    with pytest.raises(TooManyErasures, match="only stale or half-rebuilt arenas are left"):
+        plan_recovery([stale], placement, started=True, opened=2)
 
 
 def test_a_stale_arena_beside_its_successor_counts_for_nothing() -> None:

@@ -144,22 +144,37 @@ def test_a_worker_that_died_during_the_rendezvous_is_replaced_by_its_successor(
 
 
 def test_the_marks_reach_the_roster(starts: Starts) -> None:
-    starts.store.set("started", "1")
+    starts.store.set("started", "12")
     starts.store.set("finished", "1")
     starts.begin(0, 1, "a")
     roster = starts.agreed("a")
     assert roster.started
+    assert roster.opened == 12
     assert roster.finished
 
 
 def test_the_generation_is_above_every_reported_one() -> None:
     """Section 2.2: also above a clock that runs ahead elsewhere, and `opened` counts as well."""
-    store = dist.HashStore()
     far = 2**62
     for words in ({"joined": far}, {"opened": far}):
+        store = dist.HashStore()
         worker = Worker("a", "n", (report(0, "a", "ab", **words),))
         roster = rendezvous._agree(store, worker, 0, 1, time.monotonic() + DEADLINE_S)
         assert roster.generation == far + 1
+
+
+def test_the_generation_is_above_every_one_that_the_store_has_seen() -> None:
+    """Also of a start that nobody survived to report, led by a host whose clock was ahead."""
+    far = 2**62
+    for mark in ("generation", "started"):
+        store = dist.HashStore()
+        store.set(mark, str(far))
+        for above in (1, 2):
+            roster = rendezvous._agree(store, Worker("a", "n", ()), 0, 1, time.monotonic() + DEADLINE_S)
+            assert roster.generation == far + above
+        store.set(mark, "soon")
+        with pytest.raises(RendezvousError, match=f"mark `{mark}` is b'soon'"):
+            rendezvous._agree(store, Worker("a", "n", ()), 0, 1, time.monotonic() + DEADLINE_S)
 
 
 @pytest.mark.parametrize(

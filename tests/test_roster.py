@@ -264,6 +264,13 @@ def test_contradicting_arenas_are_refused() -> None:
 # --- the roster ---------------------------------------------------------------------------------
 
 
+def test_memory_that_the_job_went_on_without_is_nobodys_seat() -> None:
+    """Everybody who went on without it is lost; the store still knows that they did."""
+    workers, reports = workers_on("ab"), [report(0, "a", "ab")]
+    assert assign(workers, reports, opened=1) == (Seat(0, "00000000"), Seat(1, None))
+    assert assign(workers, reports, opened=2) == (Seat(0, None), Seat(1, None))
+
+
 def test_a_roster_comes_back_from_json_as_it_was() -> None:
     arenas = (
         report(0, "a", "ab"),

@@ -34,8 +34,10 @@ class Rules:
     all_joined_before_opened: bool = True
     opened_before_changes: bool = True
     generation_by_clock: bool = True
+    store_counts_generations: bool = True
     id_void_while_joining: bool = True
     started_mark: bool = True
+    mark_tells_generation: bool = True
     rebuilding_is_evidence: bool = True
     abort_stops_prepare: bool = True
     undo_before_second: bool = True

@@ -21,6 +21,8 @@ FULL = (
     Config(n=4, k=2, size=4, crashes=1, losses=2, fresh=True),
     Config(n=2, k=1, size=4, steps=1, crashes=1, losses=1),
     Config(steps=1, crashes=2, losses=1, cuts=1),
+    Config(n=2, k=1, size=2, steps=1, crashes=2, losses=2, cuts=1),
+    Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, cuts=1, skew=True),
     Config(crashes=1, losses=1, aborts=1),
     Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
 )

@@ -46,7 +46,9 @@ class Rest(NamedTuple):
     cuts: int = 0
     aborts: int = 0
     relaunches: int = 0
-    started: bool = False  # as far as this store was told; the rules say whether it was
+    started: int = 0  # generation, as far as this store was told; the rules say whether it was
+    marked: int = 0  # the start that told it
+    proposed: int = 0  # the last start's generation, as far as this store was told
     finished: bool = False
     decided: tuple[int, ...] = ()  # of each step: 0 open, 1 trained, 2 aborted
     top: int = 0  # the last transaction that anybody returned from, in a step or in a recovery
@@ -118,7 +120,7 @@ class Model:
             )
             for i in range(self.size)
         ]
-        return (*map(self.name, ranks), self.name(rest._replace(started=True, trained=1)))
+        return (*map(self.name, ranks), self.name(rest._replace(started=1, marked=1, trained=1)))
 
     def successors(self, state: Ids) -> list[Next]:
         """All that may happen next."""
@@ -205,7 +207,8 @@ class Model:
         if not (after.others or after.cuts or self._exact) and _all_members(ranks):
             names = dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed"), 1)
             dead = [self.name(r._replace(**names) if r.state else r) for r in ranks]
-            after = after._replace(trained=min(after.trained, 1))
+            marks = ("started", "marked", "proposed", "trained")
+            after = after._replace(**{mark: min(getattr(after, mark), 1) for mark in marks})
         return (*dead, self.name(after))
 
     def _dead(self, rank: Rank) -> Rank:
@@ -255,7 +258,7 @@ class Model:
         if rest.relaunches:
             left = rest.relaunches - 1
             text = "the job is launched anew, with a new store"
-            after(text, rest._replace(relaunches=left, started=False, finished=False))
+            after(text, rest._replace(relaunches=left, started=0, marked=0, proposed=0, finished=False))
         return found + self._start(ranks, rest, state)
 
     def _start(self, ranks: Sequence[Rank], rest: Rest, state: Ids) -> list[Next]:
@@ -272,7 +275,10 @@ class Model:
             return []  # of all that there was, nothing is left anywhere: this is another job
         everything = [*reported, *((i, arena) for i, _, arena in rest.others)]
         number = 1 + max((max(a.since, a.name) for _, a in everything), default=0)
-        highest = max((max(a.joined, a.opened) for _, a in reported), default=0)
+        opened = max([self._mark(rest), *(a.opened for _, a in reported)])
+        highest = max([0, opened, *(a.joined for _, a in reported)])
+        if self.rules.store_counts_generations:
+            highest = max(highest, rest.proposed)
         generations = {max(1 + highest, CLOCK * number if self.rules.generation_by_clock else 0)}
         if self.config.skew:
             generations.add(highest + number)  # nanoseconds: lower, and never the same
@@ -293,7 +299,10 @@ class Model:
             life = Life(outcome, number, generation, number)
             kept = max(rest.top, max((arena.committed for arena in chosen.values()), default=0))
             decided = (*rest.decided[:kept], *[0] * (self.config.steps - kept))
-            after = rest._replace(running=True, life=life, others=tuple(sorted(left)), decided=decided)
+            proposed = generation if self.rules.store_counts_generations else 0
+            after = rest._replace(
+                proposed=proposed, running=True, life=life, others=tuple(sorted(left)), decided=decided
+            )
             found.append(Next(f"{text}; generation {generation}", (*map(self.name, new), self.name(after))))
         return found
 
@@ -301,16 +310,17 @@ class Model:
         self, reported: Sequence[tuple[int, Rank]], rest: Rest
     ) -> tuple[RecoveryPlan | str, dict[int, Rank]]:
         """What ecemb decides, and the arenas that it takes for survivors."""
-        started = rest.started and self.rules.started_mark
+        started = bool(rest.started) and self.rules.started_mark
+        opened = self._mark(rest)
         finished = rest.finished and self.rules.finished_mark
-        key = (tuple((i, a[:6], a.name) for i, a in reported), started, finished)
+        key = (tuple((i, a[:6], a.name) for i, a in reported), started, finished, opened)
         if key not in self._plans:
             headers = [self._header(i, arena) for i, arena in reported]
             told = self._told(headers)
             try:
-                plan = plan_recovery(told, self.placement, started=started, finished=finished)
-                self._seated(told)
-                ids = {header.constants.arena_id for header in valid(told)}
+                plan = plan_recovery(told, self.placement, started=started, finished=finished, opened=opened)
+                self._seated(told, opened)
+                ids = {header.constants.arena_id for header in valid(told, opened)}
                 self._plans[key] = plan, [h.constants.arena_id in ids for h in headers]
             except EcembError as error:
                 self._plans[key] = type(error).__name__, []
@@ -355,13 +365,18 @@ class Model:
             told.append(Header(**words))
         return told
 
-    def _seated(self, headers: Sequence[Header]) -> None:
+    def _mark(self, rest: Rest) -> int:
+        """The last generation that was opened as far as the store knows."""
+        told = self.rules.started_mark and self.rules.mark_tells_generation and self.rules.stale_is_lost
+        return rest.started if told and rest.started else NONE
+
+    def _seated(self, headers: Sequence[Header], opened: int) -> None:
         """Every survivor's arena must be given to the worker on its host."""
-        taken = valid(headers)
+        taken = valid(headers, opened)
         at = {h.constants.rank: f"host{h.constants.rank}" for h in taken}
         reports = [Report(f"host{h.constants.rank}", h.constants.arena_id, h, None, None) for h in taken]
         workers = [Worker(f"host{p}", str(p), ()) for p in range(self.size)]
-        for p, seat in enumerate(assign(workers, reports)):
+        for p, seat in enumerate(assign(workers, reports, opened)):
             if seat.rank != p and (taken or seat.arena_id):
                 raise Broken(f"seats: the worker on host{p} is given rank {seat.rank}, not its own of {at}")
 
@@ -375,13 +390,13 @@ class Model:
         outcome: RecoveryPlan | str,
         chosen: dict[int, Rank],
     ) -> str:
-        marked = rest.started or rest.finished
+        marked = bool(rest.started) or rest.finished
         if isinstance(outcome, str):
             if outcome == JobFinished.__name__:
                 return "" if rest.closed else f"false refusal: {outcome} before anybody closed the job"
             if rest.closed and marked:
                 return f"false refusal: {outcome} for a job that was closed"
-            changed = max((arena.changed for _, arena in reported), default=0)
+            changed = max([rest.marked, *(arena.changed for _, arena in reported)])
             fine = {i for i, a in reported if (a.whole or a.state == State.INIT) and a.since >= changed}
             fine |= {i for i, rank in enumerate(ranks) if rank.whole and rank.state == NOTHING}  # removed
             lost = [i for i in range(self.size) if i not in fine]
@@ -415,7 +430,9 @@ class Model:
         if event == "mark":
             others = tuple(o for o in rest.others if not o[1] or o[0] != i)
             top = max(rest.top, rest.life.plan.transaction)
-            return rest._replace(started=True, others=others, top=top)
+            return rest._replace(
+                started=rest.life.generation, marked=rest.life.number, others=others, top=top
+            )
         if event == "alive":
             self._check(i, rank, rest)
             return rest

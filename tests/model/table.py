@@ -232,11 +232,19 @@ ENTRIES = (
     ),
     Entry(
         "generation_by_clock",
-        "A generation's number is at least the clock's.",
-        "A rank joins alone and is cut off, the next start takes the same number, and the host comes back: "
-        "one generation with two ids, which every start refuses.",
+        "A generation's number is at least the clock's: a new store has not counted.",
+        "A rank joins alone and is cut off, the job is launched anew, its first start takes the same number, "
+        "and the host comes back: one generation with two ids, which every start refuses.",
         "false refusal",
-        _two(crashes=2, cuts=1),
+        _two(crashes=2, cuts=1, relaunches=1),
+    ),
+    Entry(
+        "store_counts_generations",
+        "It is higher than every number that was given out over the same store, too.",
+        "A rank joins alone and is cut off, the clock of the next start's leader is behind, and the host "
+        "comes back: it has joined a higher number than the one that the others have opened.",
+        "false refusal",
+        _two(crashes=2, cuts=1, skew=True),
     ),
     Entry(
         "id_void_while_joining",
@@ -251,6 +259,14 @@ ENTRIES = (
         "All memory is lost: the job silently begins again at step 0.",
         "restart from 0",
         _two(crashes=0, losses=2),
+    ),
+    Entry(
+        "mark_tells_generation",
+        "The mark in the store is the generation that was opened, and staleness goes by it, too.",
+        "A host is cut off, the job goes on without it, all other memory is lost, and it comes back: it "
+        "looks like the only survivor, and the job goes back to where it was cut off.",
+        "stale",
+        _two(crashes=2, losses=2, cuts=1),
     ),
     Entry(
         "rebuilding_is_evidence",
