@@ -7,10 +7,11 @@ READY := .venv/ready
 CODE ?= 4,3
 RANKS ?= 4
 QUESTION ?= kernels
+MINUTES ?= 15
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs model failures bench clean
+.PHONY: help setup demo check lint types test docs model failures soak bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,8 +44,11 @@ docs: $(READY)  ## run the code in README.md and docs/
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
 	$(BIN)/python tests/model $(ARGS)
 
-failures: $(READY)  ## kill real processes at random moments, and print where the kills fell
-	$(BIN)/python tests/failures $(ARGS)
+failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
+	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)
+
+soak: $(READY)  ## random kills every few seconds, for MINUTES=15
+	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)
 
 bench: $(READY)  ## answer one question of bench/ (QUESTION=kernels)
 	$(BIN)/python -m bench $(QUESTION) $(ARGS)

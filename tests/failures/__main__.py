@@ -1,9 +1,11 @@
-"""`make failures`: kill real processes at random moments, compare bits, print where the kills fell.
+"""`make failures`: the failure matrix with real processes; `make soak`: random kills for minutes.
 
-    python tests/failures [--kills 80] [--seed N] [--plan FILE]
+    python tests/failures [--seed N] [--cells PATTERN] [--plan FILE] [--json FILE] [--list]
+    python tests/failures soak [--minutes 15] [--seed N] [--json FILE]
 
-Ends with code 1 if any run is not bit-identical to the undisturbed one, or if leaving out a part
-of recovery goes unnoticed. What a failed run leaves behind is kept, and its path printed.
+Ends with code 1 if any run is not bit-identical to the undisturbed one, if more losses than the code
+survives are not refused, or if leaving out a part of recovery goes unnoticed. What a failed run leaves
+behind is kept, and its path printed.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from failures.campaign import main
+from failures import campaign, soak  # noqa: E402 - the path comes first
 
 if __name__ == "__main__":
-    sys.exit(main())
+    words = sys.argv[1:]
+    sys.exit(soak.main(words[1:]) if words[:1] == ["soak"] else campaign.main(words))

@@ -7,6 +7,7 @@ one 8-byte word, so that a kill leaves the old value or the new one.
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
 # What a worker does, in the order in which a job does it. The table lists them by group.
@@ -40,6 +41,7 @@ PHASES = {
     "agreement": "step",
     "apply": "step",
     "commit": "step",
+    "aborting": "step",  # undoing a step that somebody voted against
     "undoing a failed step": "step",
     "closing": "end",
     "after closing": "end",
@@ -47,9 +49,13 @@ PHASES = {
 NAMES = tuple(PHASES)
 STARTING = ("start", "fresh start", "recovery")
 
-_WORDS = ("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost", "fell")
+_WORDS = (
+    *("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost", "fell"),
+    *("fell_ns", "resumed", "committed", "went_on_ns"),
+)
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
 _SIZE_BYTES = 4096
+AWAY = ".away"  # the suffix of an arena that was put aside
 
 
 class Board:
@@ -59,7 +65,10 @@ class Board:
     `rank`, the logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines
     of code run in that phase; `event`, which of the run's events ended it; `lost`, 1 if its memory
     went with it, 0 if not, 2 if it was not killed but raised, 3 if torchrun was killed; `fell`, the
-    phase it was in then. Texts: `place`, the line at which it ended itself; `arena`, its file.
+    phase it was in then, and `fell_ns` when; `resumed`, the step at which it went on after its start;
+    `committed`, steps that it knows to be committed; `went_on_ns`, when it committed its first step in
+    this start, or found the job finished. Times are of one monotonic clock. Texts: `place`, the line at
+    which it ended itself; `arena`, its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,14 +119,29 @@ class Board:
         rank = self.get("rank")
         return rank if rank >= 0 else self.get("worker")
 
-    def fell(self, event: int, lost: bool) -> None:
-        """Write down which event killed the process; take its memory away if that is planned."""
-        arena = self.text("arena")
-        if lost and arena:
-            Path(arena).unlink(missing_ok=True)
-        self.set("lost", int(lost and arena != ""))
+    def fell(self, event: int, lost: bool, away: bool = False) -> None:
+        """Write down which event killed the process; take its memory away if that is planned.
+
+        Args:
+            event: index of the plan's event.
+            lost: whether its rank's memory goes, too.
+            away: put that aside, so that it may come back.
+        """
+        arena = memory_of(self)
+        if lost and arena is not None:
+            if away:
+                arena.rename(arena.with_suffix(AWAY))
+            else:
+                arena.unlink(missing_ok=True)
+        self.set("lost", int(lost and arena is not None))
         self.set("fell", self.get("phase"))
         self.set("event", event)
+        self.set("fell_ns", time.monotonic_ns())
+
+    def went_on(self) -> None:
+        """Write down when training went on, the first time."""
+        if self.get("went_on_ns") < 0:
+            self.set("went_on_ns", time.monotonic_ns())
 
     def raised(self, event: int) -> None:
         """Write down at which event the process was made to raise."""
@@ -137,3 +161,15 @@ class Board:
         except (FileNotFoundError, ProcessLookupError):
             return False
         return stat[stat.rindex(b")") + 2 :].split()[0] not in (b"Z", b"X")
+
+
+def memory_of(board: Board) -> Path | None:
+    """The arena of a process's rank: its own, or what an earlier start left, if it has none yet."""
+    if own := board.text("arena"):
+        return Path(own) if Path(own).exists() else None
+    boards = [Board(path) for path in board.path.parent.glob("*.board")]
+    of_rank = [other for other in boards if other.known_rank == board.known_rank and other.text("arena")]
+    for other in sorted(of_rank, key=lambda other: other.get("start"), reverse=True):
+        if (path := Path(other.text("arena"))).exists():
+            return path
+    return None

@@ -15,19 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from failures.board import NAMES, Board
-from failures.plan import Plan, Timed, Victim
+from failures.plan import Plan, Refused, Setting, Timed, Victim
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.004
-START_S = 180.0  # at most: a start, and the training after it
+START_S = 300.0  # at most: a start, and the training after it
+SOAK_START_S = 1800.0
 END_S = 120.0  # at most: what orphans take to notice that they are
 
+MANY = 10**6
 WHAT = ("process", "memory", "exception", "torchrun")
+TIMEOUT_S = 90.0  # what the workers give init_process_group
+LIVE, FINISHED = (2, 3), 4  # states of an arena: what tells that the job had started, and that it is over
 
 Digests = dict[int, dict[str, str]]
 
@@ -44,6 +50,7 @@ class Death:
         what: that died: its "process", or with it its "memory", or it with "torchrun"; or nothing, if
             it was an "exception".
         place: the line at which it killed itself; empty if somebody else did.
+        recovery_s: from then until all ranks had committed their next step; None if they never did.
     """
 
     event: int
@@ -52,6 +59,7 @@ class Death:
     step: int
     what: str
     place: str
+    recovery_s: float | None
 
     @property
     def where(self) -> str:
@@ -68,6 +76,7 @@ class Outcome:
         folder: plan, log, boards and results; `discard` removes it.
         digests: rank -> name -> digest.
         deaths: of all victims, by event.
+        refused: start -> seconds from the kill until the last rank had refused, where it was refused.
         starts: how often the job was started.
         problem: why the run did not end as it should; empty if it did.
         seconds: from launch to end.
@@ -78,6 +87,7 @@ class Outcome:
     folder: Path
     digests: Digests
     deaths: tuple[Death, ...]
+    refused: dict[int, float]
     starts: int
     problem: str
     seconds: float
@@ -101,7 +111,11 @@ def differences(reference: Digests, digests: Digests) -> list[str]:
 
 def run(plan: Plan) -> Outcome:
     """Run a plan to its end."""
-    job = _Job(plan)
+    return follow(Job(plan))
+
+
+def follow(job: Job) -> Outcome:
+    """Watch a job to its end."""
     try:
         while not job.ended:
             job.watch()
@@ -111,20 +125,21 @@ def run(plan: Plan) -> Outcome:
     return job.outcome()
 
 
-class _Job:
+class Job:
     """One torchrun, with the folders that its workers share with the driver."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.folder = Path(tempfile.mkdtemp(prefix="ecemb-failures-"))
         self.arenas = Path(tempfile.mkdtemp(prefix="ecemb-failures-", dir="/dev/shm"))
-        for name in ("boards", "results", "lines"):
+        for name in ("boards", "results", "lines", "refusals", "samples"):
             (self.folder / name).mkdir()
         plan.write(self.folder / "plan.json")
         self.problem = ""
         self.began = time.monotonic()
         self.seconds = 0.0
         self._boards: dict[Path, Board] = {}
+        self._past: list[Board] = []  # of starts long ago
         self._start = -1
         self._start_began = self.began
         self._due: float | None = None
@@ -141,10 +156,15 @@ class _Job:
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "OMP_NUM_THREADS": "1",
         }
-        ranks, restarts = self.plan.setting.ranks, len(self.plan.events) - first
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        command += [str(Path(__file__).with_name("worker.py"))]
+        ranks, restarts = self.plan.setting.ranks, max(0, len(self.plan.events) - first)
+        restarts = MANY if self.plan.soak else restarts
+        options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+        if self.plan.forked:
+            options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+            command = [sys.executable, "-m", "failures.launch", *options]
+        else:
+            script = [str(Path(__file__).with_name("worker.py"))]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *script]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -161,12 +181,18 @@ class _Job:
             self._start, self._start_began = start, now
             self._due = None
         boards = [board for board in boards if board.get("start") == start]
-        if now > self._start_began + START_S:
-            self._give_up(f"start {start} did not end within {START_S:.0f} s", boards)
-        elif 0 <= start < len(self.plan.events) and start not in self._done_events:
-            event = self.plan.events[start]
-            if isinstance(event, Timed) and len(boards) == self.plan.setting.ranks:
+        limit_s = SOAK_START_S if self.plan.soak else START_S
+        if now > self._start_began + limit_s:
+            self._give_up(f"start {start} did not end within {limit_s:.0f} s", boards)
+        elif start >= 0 and start not in self._done_events and len(boards) == self.plan.setting.ranks:
+            event = self.event(start, boards)
+            if event is not None:
                 self._maybe_kill(event, boards, now)
+
+    def event(self, start: int, boards: list[Board]) -> Timed | None:
+        """Whom to kill in this start, all of whose workers are there."""
+        event = self.plan.events[start] if start < len(self.plan.events) else None
+        return event if isinstance(event, Timed) else None
 
     def _maybe_kill(self, event: Timed, boards: list[Board], now: float) -> None:
         victims = {victim.rank: victim for victim in event.victims}
@@ -177,15 +203,19 @@ class _Job:
             return
         self._done_events.add(self._start)
         if event.agent:
-            self._kill_agent(boards, victims)
+            self._kill_agent(event, boards, victims)
             return
         alive = [board for board in here if board.alive]
         for board in alive:
-            os.kill(board.get("pid"), signal.SIGKILL)
+            self.kill(board)
         for board in alive:
-            board.fell(self._start, victims[board.known_rank].lost)
+            board.fell(self._start, victims[board.known_rank].lost, event.away)
 
-    def _kill_agent(self, boards: list[Board], victims: dict[int, Victim]) -> None:
+    def kill(self, board: Board) -> None:
+        """End a process."""
+        os.kill(board.get("pid"), signal.SIGKILL)
+
+    def _kill_agent(self, event: Timed, boards: list[Board], victims: dict[int, Victim]) -> None:
         alive = [board for board in boards if board.alive]
         if self.ended:
             return
@@ -194,7 +224,7 @@ class _Job:
         for board in alive:
             victim = victims.get(board.known_rank)
             if victim is not None and victim.lost:
-                board.fell(self._start, lost=True)
+                board.fell(self._start, lost=True, away=event.away)
             else:
                 board.orphaned(self._start)
         self.process = self._launch(self._start + 1)
@@ -245,8 +275,9 @@ class _Job:
 
     def outcome(self) -> Outcome:
         """What the run left behind."""
-        boards = self._look()
+        boards = [*self._past, *self._look()]
         starts = 1 + max((board.get("start") for board in boards), default=-1)
+        fallen = [b for b in boards if 0 <= b.get("event") < starts - 1]  # else it had ended already
         deaths = sorted(
             (
                 Death(
@@ -256,18 +287,22 @@ class _Job:
                     step=board.get("step"),
                     what=WHAT[board.get("lost")],
                     place=board.text("place"),
+                    recovery_s=_recovery_s(board, boards),
                 )
-                for board in boards
-                if 0 <= board.get("event") < starts - 1  # else it had ended already
+                for board in fallen
             ),
             key=lambda death: (death.event, death.rank),
         )
+        refused, found = _refusals(self.folder / "refusals", self.plan, boards)
         fatal = len({death.event for death in deaths})
         problem = self.problem
         if not problem and self.process.returncode:
             problem = f"torchrun ended with exit code {self.process.returncode}"
-        if not problem and starts != fatal + 1:
-            problem = f"{starts} starts, though {fatal} times somebody was killed"
+        if not problem and starts != fatal + len(refused) + 1:
+            problem = (
+                f"{starts} starts, though {fatal} times somebody was killed, and {len(refused)} were refused"
+            )
+        problem = "; ".join(filter(None, [problem, *found, *lost_steps(boards)]))
         results = (self.folder / "results").glob("*.json")
         digests = {int(path.stem): json.loads(path.read_text()) for path in results}
         counted = [json.loads(p.read_text()) for p in (self.folder / "lines").glob("*.json")]
@@ -275,7 +310,84 @@ class _Job:
         for one in counted:
             lines |= Counter(one["lines"])
             calls |= Counter(one["calls"])
-        return Outcome(self.folder, digests, tuple(deaths), starts, problem, self.seconds, lines, calls)
+        return Outcome(
+            self.folder, digests, tuple(deaths), refused, starts, problem, self.seconds, lines, calls
+        )
+
+
+def _recovery_s(fallen: Board, boards: list[Board]) -> float | None:
+    later = [b for b in boards if b.get("start") > fallen.get("event") and b.get("went_on_ns") >= 0]
+    first = min((board.get("start") for board in later), default=-1)
+    ends = [board.get("went_on_ns") for board in later if board.get("start") == first]
+    return (max(ends) - fallen.get("fell_ns")) / 1e9 if ends else None
+
+
+def lost_steps(boards: list[Board]) -> list[str]:
+    """Starts that did not go on with the step in flight, or with the one after it; none, if all is well."""
+    found: list[str] = []
+    for start in sorted({board.get("start") for board in boards}):
+        before = [board for board in boards if 0 <= board.get("start") < start]
+        committed = max((board.get("committed") for board in before), default=-1)
+        begun = 1 + max((board.get("step") for board in before), default=-1)
+        resumed = {board.get("resumed") for board in boards if board.get("start") == start} - {-1}
+        if len(resumed) > 1 or any(not committed <= step <= max(begun, 0) for step in resumed):
+            found.append(
+                f"start {start} went on from steps {sorted(resumed)}, after {begun} had been begun and "
+                f"{committed} committed"
+            )
+    return found
+
+
+def _refusals(folder: Path, plan: Plan, boards: list[Board]) -> tuple[dict[int, float], list[str]]:
+    """What became of the starts that were to be refused.
+
+    Returns:
+        Start -> seconds from the kill before it until the last rank had refused; and what was wrong.
+    """
+    seconds: dict[int, float] = {}
+    problems: list[str] = []
+    for start, event in enumerate(plan.events):
+        if not isinstance(event, Refused):
+            continue
+        told = [json.loads(path.read_text()) for path in folder.glob(f"{start}.rank*.json")]
+        before, verdict = folder / f"{start}.before.json", folder / f"{start}.verdict.json"
+        if not told:
+            states = json.loads(before.read_text())["states"] if before.exists() else []
+            live = any(state in LIVE for state in states) and FINISHED not in states
+            if not event.unless or (event.unless == "fresh" and live) or not before.exists():
+                problems.append(f"start {start} was not refused, though memory of {event.lost} was gone")
+            continue
+        killed = max((b.get("fell_ns") for b in boards if b.get("event") == start - 1), default=0)
+        seconds[start] = (max(one["at_ns"] for one in told) - killed) / 1e9
+        problems += [f"start {start}: {text}" for text in _misnamed(event, plan.setting, told)]
+        if not verdict.exists():
+            problems.append(f"start {start}: no verdict")
+            continue
+        if changed := json.loads(verdict.read_text())["changed"]:
+            problems.append(f"start {start} was refused, and yet it changed {changed}")
+    return seconds, problems
+
+
+def _misnamed(event: Refused, setting: Setting, told: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with what the ranks of a refused start said."""
+    ranks, n, lost = setting.ranks, setting.n, set(event.lost)
+    broken = [
+        c
+        for c in range(ranks)  # one host: the positions are the ranks
+        if sum((c + i) % ranks in lost for i in range(n)) > setting.tolerated
+    ]
+    wrong: list[str] = []
+    if sorted(one["rank"] for one in told) != list(range(ranks)):
+        wrong.append(f"only ranks {sorted(one['rank'] for one in told)} refused")
+    for one in told:
+        says = one["message"]
+        named = f"ranks {list(event.lost)} lost" in says and f"stripe classes {broken} " in says
+        stale = len(lost) == ranks and "only stale or half-rebuilt arenas are left" in says
+        if one["error"] != "TooManyErasures" or not (named or stale):
+            wrong.append(f"rank {one['rank']} says {one['error']}: {says}")
+        if one["seconds"] > TIMEOUT_S:
+            wrong.append(f"rank {one['rank']} took {one['seconds']:.0f} s")
+    return wrong
 
 
 def _reached(board: Board, event: Timed) -> bool:

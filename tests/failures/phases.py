@@ -3,7 +3,8 @@
 `install()` wraps functions of ecemb and torch from outside, by name, so that a worker writes to its
 board what it is doing; a function that was renamed is an error. If the plan has an exact event for
 this start of the job, lines of code are counted with `sys.settrace`, and the worker kills itself at
-the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost.
+the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Where
+the plan expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from types import FrameType
 from typing import Any
 
 import torch
-from failures import sabotage
-from failures.board import Board
-from failures.plan import Exact, Plan
+from failures import refusals, sabotage
+from failures.board import PHASES, STARTING, Board
+from failures.plan import Exact, Plan, Refused
 
 import ecemb
 from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, stripes, transaction
 from ecemb.kernels.cpu import Cpu
 
-# The environment's variables that name the run's folder, and the first start of this torchrun.
-FOLDER, FIRST = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST"
+# The environment's variables that name the run's folder, the first start of this torchrun, and where
+# arenas lie.
+FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
@@ -62,7 +64,10 @@ class Worker:
         events = self.plan.events
         event = events[self.start] if self.start < len(events) else None
         self.event = event if isinstance(event, Exact) else None
-        self.counts = event is None or self.event is not None
+        self.counts = self.event is not None or (not events and not self.plan.soak)
+        self.refusal = None
+        if isinstance(event, Refused):
+            self.refusal = refusals.Refusal(folder, self.start, self.board, Path(os.environ[ARENAS]))
         self.steps = 0
         self.total: Counter[str] = Counter()
         self._thread = threading.get_ident()
@@ -84,16 +89,34 @@ class Worker:
         self.board.phase = phase
         try:
             yield
+            self.leave()
         finally:
             self.phases.pop()
             self.board.phase = self.phases[-1]
             if self.step is None:
                 self.save("start", self.lines, self.calls)
 
+    def leave(self) -> None:
+        """A phase of the start ends, each of which comes but once: die at the latest now."""
+        phase = self.phases[-1]
+        if self._is_here(phase) and PHASES[phase] in STARTING:
+            self.die("its end")
+
+    def opened(self, next_step: int) -> None:
+        """The start is over: training goes on from this step."""
+        self.board.set("resumed", next_step)
+        self.turn("between steps")
+
+    def committed(self) -> None:
+        """A step was committed."""
+        self.board.set("committed", self.step + 1)
+        self.board.went_on()
+        self.turn("between steps")
+
     def begin(self, step: int) -> None:
         """A step has begun."""
         missed = self.event is not None and (self.event.step is None or self.event.step < step)
-        if missed and self._is_first() and self.event.phase != "closing":
+        if missed and self._is_first() and PHASES[self.event.phase] != "end":
             self.die(f"{self.event.phase!r} had fewer lines")
         if self.step is not None:
             self.steps += 1
@@ -105,9 +128,15 @@ class Worker:
         self.calls.clear()
         self.turn("in the body")
 
+    def maybe_raise(self) -> None:
+        """Raise in the body, if the death to come is one while that is undone."""
+        if self._is_here("undoing a failed step"):
+            raise OnPurpose("before the death in undoing it")
+
     def finish(self) -> None:
         """The guard is closed."""
-        if self.event is not None and self._is_first():
+        self.board.went_on()
+        if self.event is not None and self._is_first() and self.event.phase != "after closing":
             self.die(f"{self.event.phase!r} had fewer lines")
         del self.lines["between steps"]  # which this time are not
         if self.steps:
@@ -138,8 +167,8 @@ class Worker:
             here = other.get("start") == self.start and path != self.board.path
             if here and other.known_rank in victims and other.alive:
                 os.kill(other.get("pid"), signal.SIGKILL)
-                other.fell(self.start, victims[other.known_rank].lost)
-        self.board.fell(self.start, own.lost)
+                other.fell(self.start, victims[other.known_rank].lost, self.event.away)
+        self.board.fell(self.start, own.lost, self.event.away)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def trace(self) -> None:
@@ -174,6 +203,11 @@ class Worker:
             half()
             self.die(f"in the middle of {name}")
 
+    def refused(self, error: Exception) -> None:
+        """More memory is gone than the code survives. All ranks say so; if that is planned, it comes back."""
+        if self.refusal is not None:
+            self.refusal.tell(error)
+
     def _is_here(self, phase: str) -> bool:
         return (
             self.event is not None
@@ -192,7 +226,7 @@ class Worker:
         self.board = None  # type: ignore[assignment]
 
 
-def install() -> None:
+def install() -> Worker:
     """Wrap everything; once, before ecemb is used."""
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
@@ -203,6 +237,7 @@ def install() -> None:
     _watch_steps(worker)
     _watch_kernels(worker)
     worker.trace()
+    return worker
 
 
 def _watch_start(worker: Worker) -> None:
@@ -225,6 +260,7 @@ def _watch_start(worker: Worker) -> None:
         return around
 
     def initialised(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        worker.leave()
         with worker.during("rendezvous"):
             init(*args, **kwargs)
         sys.settrace(None)  # the worker now imports much through torch, for which it costs seconds
@@ -233,7 +269,7 @@ def _watch_start(worker: Worker) -> None:
         worker.trace()
         with worker.during("agreeing on a plan"):
             result = open_memory(*args)
-        worker.turn("between steps")
+        worker.opened(result.memory.committed)
         return result
 
     around = functools.partial(_around, worker)
@@ -261,15 +297,22 @@ def _watch_steps(worker: Worker) -> None:
         worker.begin(number - 1)
         return number
 
-    def ended(commit: Callable[..., None], self: Any) -> None:
+    def ended(commit: Callable[..., Any], self: Any) -> Any:
         with worker.during("commit"):
-            commit(self)
-        worker.turn("between steps")
+            result = commit(self)
+        worker.committed()
+        return result
 
     @contextmanager
     def part(phase: Callable[..., Any], self: Any, name: str) -> Iterator[None]:
         with worker.during(_PARTS.get(name, name)), phase(self, name):
             yield
+
+    def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with worker.during("optimizer"):
+            result = step(*args, **kwargs)
+        worker.maybe_raise()
+        return result
 
     def closed(close: Callable[..., None], self: Any) -> None:
         with worker.during("closing"):
@@ -281,12 +324,13 @@ def _watch_steps(worker: Worker) -> None:
     _wrap(transaction.Transactions, "commit", ended)
     _wrap(transaction.Transactions, "_phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
+    around(transaction.Transactions, "_restore", {"commit": "aborting"})
     around(memory.RankMemory, "prepare", "prepare")
     around(memory.RankMemory, "apply", {"deciding": "redoing"})
     _wrap(guard.Guard, "close", closed)
     around(torch.Tensor, "backward", "backward")
     for optimizer in (*guard_optimizers(), torch.optim.Adam):
-        around(optimizer, "step", "optimizer")
+        _wrap(optimizer, "step", stepped)
 
 
 def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:

@@ -2,7 +2,8 @@
 
 A run is a sequence of *events*. Event g hits the job's start number g, so it is followed by exactly
 one restart of all workers: event 0 hits the fresh start or the training after it, event 1 the
-recovery from event 0 or the training after that, and so on.
+recovery from event 0 or the training after that, and so on. An event that takes away more than the code
+survives is followed by a `Refused` one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any, Literal
+
+ABORT_EVERY = 8  # of so many steps the last one is aborted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Setting:
         """Ranks whose memory may be gone at once: r = n - k."""
         return self.n - self.k
 
+    @property
+    def code(self) -> str:
+        """The code in words."""
+        return f"code ({self.n}, {self.k})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Victim:
@@ -58,6 +66,7 @@ class Exact:
         line: the how manieth line of code that the phase runs, in this step or start; from 1.
         torn: count the kernels' calls instead, and die when the call is half done.
         raises: an exception at that line, instead of a kill.
+        away: memory that is lost is put aside, so that it may come back.
     """
 
     victims: tuple[Victim, ...]
@@ -66,6 +75,7 @@ class Exact:
     line: int
     torn: bool = False
     raises: bool = False
+    away: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Timed:
         step: in this step, or in a later one; None for a phase before the first.
         pause_s: the time that then passes.
         agent: torchrun itself is killed, all workers end with it, and it is launched again.
+        away: memory that is lost is put aside, so that it may come back.
     """
 
     victims: tuple[Victim, ...]
@@ -85,10 +96,27 @@ class Timed:
     step: int | None
     pause_s: float
     agent: bool = False
+    away: bool = False
 
 
-Event = Exact | Timed
-Sabotage = Literal["undo", "redo", "generators", "replicated", "rebuild"]
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Nobody is killed: more memory is gone than the code survives, and every rank must say so.
+
+    When all have, the survivors' bytes are compared with those before, and the memory that was put
+    aside is brought back: the start after this one goes on.
+
+    Attributes:
+        lost: the ranks whose memory is gone.
+        unless: "fresh": with no arena LIVE, the job may begin anew instead; "finished": it may be over.
+    """
+
+    lost: tuple[int, ...]
+    unless: Literal["", "fresh", "finished"] = ""
+
+
+Event = Exact | Timed | Refused
+Sabotage = Literal["undo", "redo", "generators", "replicated", "rebuild", "agreement", "journal", "inbox"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +126,16 @@ class Plan:
     Attributes:
         setting: what is trained.
         events: who is killed when.
-        sabotage: a part of recovery that is left out on purpose, to see that it is noticed.
+        sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
+        forked: workers are forked from torchrun's agent (`launch.py`), and not started as commands.
+        soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
     """
 
     setting: Setting
     events: tuple[Event, ...] = ()
     sabotage: Sabotage | None = None
+    forked: bool = False
+    soak: bool = False
 
     def write(self, path: Path) -> None:
         events = [{"kind": type(e).__name__, **dataclasses.asdict(e)} for e in self.events]
@@ -113,9 +145,11 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         fields = json.loads(path.read_text())
         events = tuple(_event(event) for event in fields["events"])
-        return cls(Setting(**fields["setting"]), events, fields["sabotage"])
+        return cls(Setting(**fields["setting"]), events, fields["sabotage"], fields["forked"], fields["soak"])
 
 
 def _event(fields: dict[str, Any]) -> Event:
-    kind = {"Exact": Exact, "Timed": Timed}[fields.pop("kind")]
+    kind = {"Exact": Exact, "Timed": Timed, "Refused": Refused}[fields.pop("kind")]
+    if kind is Refused:
+        return Refused(tuple(fields["lost"]), fields["unless"])
     return kind(**{**fields, "victims": tuple(Victim(**victim) for victim in fields["victims"])})

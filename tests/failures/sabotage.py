@@ -1,10 +1,13 @@
-"""Recovery with a part left out, to see that the comparison notices. Installed in workers under test.
+"""Recovery with a part left out, or a step without one of its rules, to see that it is noticed.
 
-Each part must be one whose absence lets training go on and end as if nothing were wrong.
+Installed in workers under test, by patching. Each part of recovery must be one whose absence lets
+training go on and end as if nothing were wrong. The rules are protocol.md's, section 3; `test_rules.py`
+breaks them, too, at exact moments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +18,19 @@ from ecemb.journal import RowJournal
 from ecemb.memory import RankMemory
 from ecemb.rankstate import RankState
 from ecemb.replicated import ReplicatedState
+from ecemb.transaction import Transactions
+from ecemb.transport import Transport
+
+Patch = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of one of its functions, and another function in place of that."""
 
 
 def install(part: Sabotage) -> None:
-    """Leave out a part of every recovery."""
+    """Leave out a part of every recovery, or a rule of every step."""
+    if part in RULES:
+        for owner, name, function in RULES[part]():
+            setattr(owner, name, function)
+        return
     {
         "undo": _no_undo,
         "redo": _no_redo,
@@ -48,9 +60,9 @@ def _no_redo() -> None:
 def _no_generators() -> None:
     unpack = RankState.unpack
 
-    def but_generators(self: RankState, data: bytes) -> None:
+    def but_generators(self: RankState, data: bytes, **options: Any) -> None:
         state = torch.get_rng_state()
-        unpack(self, data)
+        unpack(self, data, **options)
         torch.set_rng_state(state)
 
     RankState.unpack = but_generators
@@ -63,3 +75,81 @@ def _no_replicated() -> None:
 def _no_rebuild() -> None:
     recovery._rebuild = lambda *args: 0
     recovery._verify = lambda *args: None
+
+
+def no_agreement(transport: type[Transport] = Transport) -> list[Patch]:
+    """Parity is changed without knowing that everybody has prepared."""
+    vote = transport.vote
+
+    def not_asked(self: Transport, yes: bool, what: str) -> list[bool]:
+        return [yes] * self.world_size if what.startswith("the agreement") else vote(self, yes, what)
+
+    return [(transport, "vote", not_asked)]
+
+
+def label_first() -> list[Patch]:
+    """The journal's label is stored before its count is 0."""
+
+    def arm(self: RowJournal, transaction: int) -> None:
+        self._arena.set("rows_label", transaction)
+        self._arena.set("rows_bytes", 0)
+        self._chunks.clear()
+
+    return [(RowJournal, "arm", arm)]
+
+
+class _LateCount:
+    """An arena whose word `rows_bytes` is stored only when it is asked for."""
+
+    def __init__(self, arena: Any) -> None:
+        self._arena = arena
+        self._late: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+    def get(self, name: str) -> int:
+        return self._late if name == "rows_bytes" and self._late is not None else self._arena.get(name)
+
+    def set(self, name: str, value: int) -> None:
+        if name == "rows_bytes" and value:
+            self._late = value
+        else:
+            self._late = None if name == "rows_bytes" else self._late
+            self._arena.set(name, value)
+
+    def store(self) -> None:
+        if self._late is not None:
+            self._arena.set("rows_bytes", self._late)
+
+
+def rows_first() -> list[Patch]:
+    """Rows change before the journal says that it holds their old records."""
+    init, changes = RowJournal.__init__, RowJournal.changes
+
+    def late(self: RowJournal, arena: Any, space: Any) -> None:
+        init(self, _LateCount(arena), space)
+
+    def at_the_exchange(self: RowJournal) -> Any:
+        self._arena.store()
+        return changes(self)
+
+    return [(RowJournal, "__init__", late), (RowJournal, "changes", at_the_exchange)]
+
+
+def prepared_first() -> list[Patch]:
+    """A rank says that it is prepared before its inbox is complete."""
+    exchange = Transactions._exchange
+
+    def prepares(self: Transactions, transaction: int, *args: Any) -> Any:
+        self._memory.prepare(transaction)
+        return exchange(self, transaction, *args)
+
+    return [(Transactions, "_exchange", prepares)]
+
+
+RULES: dict[str, Callable[[], list[Patch]]] = {
+    "agreement": no_agreement,
+    "journal": rows_first,
+    "inbox": prepared_first,
+}

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from failures import phases
-from failures.plan import Plan, Setting
+from failures.observer import SOAK_TIMEOUT_S, Observer
+from failures.plan import ABORT_EVERY, Plan, Setting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -112,8 +113,12 @@ def train(
     failure_domain: Literal["auto", "host"] = "auto",
     timeout_s: float = 90,
     say: Callable[[ecemb.Guard, int], object] = lambda guard, step: None,
+    ends: Callable[[int], bool] = lambda step: False,
 ) -> None:
-    """Train to the end; `say` is called with the number of each step when it begins and when it has ended."""
+    """Train to the end; `say` is called with the number of each step when it begins and when it has ended.
+
+    If `ends` is true of the next step's number, on all ranks, that is the end.
+    """
     ecemb.init_process_group(
         "gloo", job="failures", arena_dir=arena_dir, host=host, timeout=timedelta(seconds=timeout_s)
     )
@@ -139,7 +144,9 @@ def train(
     data = batches(setting, rank, guard.next_step)
     probe = torch.arange(0, USERS, 10)[:, None]
 
-    for _ in range(guard.next_step, setting.steps):
+    for number in range(guard.next_step, setting.steps):
+        if ends(number):
+            break
         with guard.step() as step:
             say(guard, step.number)
             sparse.zero_grad()
@@ -167,6 +174,8 @@ def train(
                     model.users.weight[rows] *= 0.5
             schedule.step()
             progress.add(loss.item(), negatives.sum().item())
+            if step.number % ABORT_EVERY == ABORT_EVERY - 1 and rank == step.number // ABORT_EVERY % ranks:
+                step.abort()
         say(guard, step.number)
         if step.number % 10 == 9:
             with torch.no_grad():  # a look at the model between steps
@@ -235,15 +244,29 @@ def leave_out_the_compiler() -> None:
     vars(torch)["_dynamo"] = empty
 
 
-if __name__ == "__main__":
-    phases.install()
+def main() -> None:
+    """What each worker does, from its first line on."""
+    worker = phases.install()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(name)s: %(message)s")
+    form = f"%(asctime)s {os.getpid()} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
     folder = Path(os.environ[phases.FOLDER])
+    arguments = Plan.read(folder / "plan.json").setting, folder / "results", os.environ[phases.ARENAS]
     try:
-        train(Plan.read(folder / "plan.json").setting, folder / "results", os.environ["ECEMB_ARENAS"])
+        if worker.plan.soak:
+            observer = Observer(folder, worker.start)
+            train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=observer.look, ends=observer.ends)
+        else:
+            train(*arguments)
     except ecemb.errors.JobFinished:  # killed while it was closing: its results are there
         logging.info("the job is finished")
-        sys.exit(0)
+        worker.board.went_on()
+    except ecemb.errors.TooManyErasures as error:
+        worker.refused(error)
+        raise
+
+
+if __name__ == "__main__":
+    main()
