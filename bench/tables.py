@@ -34,6 +34,10 @@ _MIB = 1 << 20
 _SHORT_HASH = 12
 
 
+ELSEWHERE = ("failures", "soak")
+"""What `make failures` and `make soak` write is no answer to a question of bench/, and not on this page."""
+
+
 class BadResult(Exception):
     """A file in bench/results that no question of bench/ has written; the message names it."""
 
@@ -65,7 +69,8 @@ def load(results: Path) -> list[dict[str, Any]]:
             raise BadResult(
                 f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
             )
-        documents.append(content)
+        if content["question"] not in ELSEWHERE:
+            documents.append(content)
     return documents
 
 
