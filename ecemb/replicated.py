@@ -121,29 +121,16 @@ class ReplicatedState:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
             InconsistentArenas: the slot holds what `save` has not written.
         """
-        memory = slots.read(transaction)
-        head, checksum = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
-        packed = memory[_HEAD.size : _HEAD.size + head].tobytes()
-        if zlib.crc32(packed) != checksum:
-            raise InconsistentArenas(
-                f"the outline of the replicated state of transaction {transaction} doesn't fit its checksum: "
-                f"the arena's memory is damaged"
-            )
-        outline = load(packed)
-        shapes: list[tuple[torch.dtype, list[int]]] = []
-        _shapes(outline, shapes)
-        blanks = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
-        places, size = _places(blanks, _HEAD.size + head)
-        if size != len(memory):
-            raise InconsistentArenas(
-                f"the replicated state of transaction {transaction} has {len(memory)} bytes, and its outline "
-                f"stands for {size}: the arena's memory is damaged"
-            )
-        tensors = [
-            _view(memory, place, blank.dtype, blank.shape)
-            for blank, place in zip(blanks, places, strict=True)
-        ]
-        self._restore(cast("dict[str, Any]", _filled(outline, tensors)))
+        outline, _, tensors = unpacked(slots.read(transaction))
+        self.restore(outline, tensors)
+
+    def restore(self, outline: object, tensors: Sequence[torch.Tensor]) -> None:
+        """Puts a state back that `unpacked` took apart; its tensors are copied.
+
+        Raises:
+            LayoutMismatch: the model or an optimizer is not the one that was saved.
+        """
+        self._restore(cast("dict[str, Any]", _filled(outline, list(tensors))))
 
     def digest(self, slots: Slots, transaction: int) -> int:
         """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
@@ -226,6 +213,55 @@ class ReplicatedState:
                     optimizer.state.pop(parameter, None)
 
 
+def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:
+    """Takes a saved state apart (uint8, as `Slots.read` gives it).
+
+    Returns:
+        The outline, the tensors' names, and the tensors: views of `memory`, in the outline's order.
+
+    Raises:
+        InconsistentArenas: `save` has not written it.
+    """
+    packed = packed_outline(memory)
+    outline = load(packed.tobytes())
+    names, blanks = blank(outline)
+    places, size = _places(blanks, _HEAD.size + len(packed))
+    if size != len(memory):
+        raise InconsistentArenas(
+            f"a slot of replicated state has {len(memory)} bytes, and its outline stands for {size}: the "
+            f"arena's memory is damaged"
+        )
+    tensors = [_view(memory, at, one.dtype, one.shape) for one, at in zip(blanks, places, strict=True)]
+    return outline, names, tensors
+
+
+def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The outline of a saved state, packed: uint8, a view of `memory`.
+
+    Raises:
+        InconsistentArenas: `save` has not written it.
+    """
+    head, checksum = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
+    packed = memory[_HEAD.size : _HEAD.size + head]
+    if zlib.crc32(packed.tobytes()) != checksum:
+        raise InconsistentArenas(
+            "the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is damaged"
+        )
+    return packed
+
+
+def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
+    """What tensors an outline stands for.
+
+    Returns:
+        Their names, e.g. "head.weight" for the model's and "optimizers.0.state.1.exp_avg"; and tensors on
+        the meta device with their types and shapes; both in the outline's order.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    _find(outline, (), found)
+    return [name for name, _ in found], [tensor for _, tensor in found]
+
+
 def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:
     places: list[int] = []
     for tensor in tensors:
@@ -254,12 +290,14 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, tuple) and cast("Any", value)[:1] == (_TENSOR,)
 
 
-def _shapes(value: Any, shapes: list[tuple[torch.dtype, list[int]]]) -> None:
+def _find(value: Any, path: tuple[str, ...], found: list[tuple[str, torch.Tensor]]) -> None:
     if _is_tensor(value):
-        shapes.append((value[1], value[2]))
+        name = ".".join(path[1:] if path[0] == "model" else path)
+        found.append((name, torch.empty(value[2], dtype=value[1], device="meta")))
     elif isinstance(value, (dict, list, tuple)):
-        for item in cast("Any", value.values() if isinstance(value, dict) else value):
-            _shapes(item, shapes)
+        pairs = value.items() if isinstance(value, dict) else enumerate(cast("Any", value))
+        for key, item in cast("Iterable[tuple[Any, Any]]", pairs):
+            _find(item, (*path, str(key)), found)
 
 
 def _filled(value: Any, tensors: list[torch.Tensor]) -> object:
