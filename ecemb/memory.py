@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .arena import Arena
 from .delta import Delta, address, pack, split
 from .errors import InconsistentArenas
+from .header import NONE
 from .journal import Inbox, ParityJournal, RowJournal
 from .kernels import Kernels
 from .parity import ParityBlocks
@@ -204,7 +205,7 @@ class RankMemory:
         undone = self.journal.undo() if self.journal.label > transaction else 0
         redone = self.committed < transaction
         if redone:
-            if transaction > 0:  # transaction 0 is the initial state: it has no inbox
+            if self.committed != NONE:  # else it is what this arena began with, and has no inbox
                 self._check(transaction)
                 self.apply(transaction)
             self.commit(transaction)

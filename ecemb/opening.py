@@ -129,6 +129,7 @@ def open_memory(session: Session, request: Request) -> Opened:
             report = fill(
                 memory,
                 transport,
+                world.plan,
                 lambda: _write_initial(memory, transport, tables, rank_state, replicated),
                 watch,
             )

@@ -16,7 +16,7 @@ from .errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
 from .header import NONE, Header, State, valid
 from .placement import Placement
 
-Kind = Literal["fresh", "process", "memory"]
+Kind = Literal["fresh", "process", "memory", "checkpoint"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,8 @@ class RecoveryPlan:
     """What every rank does at this start.
 
     Attributes:
-        kind: "fresh" (nothing to recover), "process" (all memory survived) or "memory" (ranks are lost).
+        kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost) or
+            "checkpoint" (new arenas are filled from one, whatever memory survived).
         transaction: T, where all will stand: 0 is the initial state, t is after step t - 1.
         survivors: ranks whose arenas are valid.
         lost: ranks without one.
@@ -61,6 +62,11 @@ class RecoveryPlan:
     rebuild: tuple[Rebuild, ...] = ()
     donor: int = -1
     encode: bool = False
+
+    @property
+    def begins(self) -> bool:
+        """Whether every rank makes a new arena, and the transaction is the first one that it holds."""
+        return self.kind in ("fresh", "checkpoint")
 
     def digest(self) -> bytes:
         """16 bytes that are equal on all ranks iff their plans are."""
@@ -118,8 +124,8 @@ def plan_recovery(
     if lost and undeclared:
         raise InconsistentArenas(
             f"ranks {list(lost)} lost their memory, and rows of ranks {undeclared} were written without "
-            f"being declared, so that parity no longer tells what was lost. Resume from a "
-            f"checkpoint under another job="
+            f"being declared, so that parity no longer tells what was lost. Remove the arenas "
+            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
         )
     return RecoveryPlan(
         kind="memory" if lost else "process",
@@ -134,19 +140,28 @@ def plan_recovery(
     )
 
 
+def plan_resume(transaction: int) -> RecoveryPlan:
+    """The plan of a start from a checkpoint of `transaction`, which becomes what the new arenas begin with.
+
+    For a fresh start, and for when `plan_recovery` raises TooManyErasures or StateLost. Old arenas stay
+    until the new ones are LIVE: a crash before that leads here again.
+    """
+    return RecoveryPlan(kind="checkpoint", transaction=transaction, survivors=(), lost=())
+
+
 def _without_survivors(headers: Sequence[Header], started: bool) -> RecoveryPlan:
     left = sorted({h.constants.rank for h in headers if h.state in (State.LIVE, State.REBUILDING)})
     if left:  # a newcomer's half-rebuilt arena tells, too, that the job had started
         raise TooManyErasures(
             f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that "
-            f"the job went on with is gone. Resume from a checkpoint under another job=, or remove the "
+            f"the job went on with is gone. Resume from a checkpoint: ecemb.protect(resume=), or remove the "
             f"arenas to begin at step 0: python -m ecemb arenas rm --job JOB"
         )
     if started:
         raise StateLost(
             "the job had started, and no arena of it is left on any host: it does not silently begin "
-            "again at step 0. Resume from a checkpoint, or launch it anew, under another job= or with a "
-            "new torchrun"
+            "again at step 0. Resume from a checkpoint: ecemb.protect(resume=), or launch it anew, under "
+            "another job= or with a new torchrun"
         )
     return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
 
@@ -159,8 +174,8 @@ def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivo
     raise TooManyErasures(
         f"ranks {list(lost)} lost their memory: more than r = {r} of the n = {placement.n} blocks of "
         f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of ranks "
-        f"{list(survivors)} is untouched. Bring back a lost host's memory, or resume from a checkpoint "
-        f"under another job="
+        f"{list(survivors)} is untouched. Bring back a lost host's memory, or resume from a checkpoint: "
+        f"ecemb.protect(resume=)"
     )
 
 

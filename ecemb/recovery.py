@@ -42,7 +42,8 @@ class RecoveryReport:
     """What happened at this start, as `guard.recovery` gives it.
 
     Attributes:
-        kind: "fresh", "process" (restarted workers, all memory survived) or "memory" (ranks were rebuilt).
+        kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt) or
+            "checkpoint" (resumed from one).
         step: the number of the step to run next.
         lost: ranks whose memory was rebuilt.
         undone_rows: rows that this rank copied back from its journal.
@@ -63,6 +64,8 @@ class RecoveryReport:
         phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         if self.kind == "fresh":
             return f"fresh start: parity of the initial state is in place ({phases})"
+        if self.kind == "checkpoint":
+            return f"resumed from a checkpoint; training goes on from step {self.step} ({phases})"
         what = "no memory was lost"
         if self.lost:
             what = f"ranks {list(self.lost)} lost their memory and were rebuilt from parity"
@@ -95,25 +98,30 @@ def join(memory: RankMemory, transport: Transport, generation: int, generation_i
 
 
 def fill(
-    memory: RankMemory, transport: Transport, write_initial: Callable[[], None], watch: Stopwatch
+    memory: RankMemory,
+    transport: Transport,
+    plan: RecoveryPlan,
+    write_initial: Callable[[], None],
+    watch: Stopwatch,
 ) -> RecoveryReport:
-    """The fresh start: the initial state becomes transaction 0. All ranks.
+    """A start with new arenas: what they are filled with becomes the plan's transaction. All ranks.
 
     Args:
         memory: a new arena in state INIT, joined.
         transport: the control group.
-        write_initial: fills rows, rank state and the slot of transaction 0.
+        plan: the same on all ranks; it `begins`.
+        write_initial: fills rows, rank state and the slot of the plan's transaction.
         watch: takes the time.
     """
     with watch.phase("initialise"):
         write_initial()
     with watch.phase("encode"):
         _encode(memory, transport)
-    memory.arena.set("prepared", 0)
+    memory.arena.set("prepared", plan.transaction)
     transport.barrier("the initial state")
-    memory.commit(0)
+    memory.commit(plan.transaction)
     memory.arena.set("state", State.LIVE)
-    return RecoveryReport("fresh", 0, (), 0, False, 0, watch.seconds)
+    return RecoveryReport(plan.kind, plan.transaction, (), 0, False, 0, watch.seconds)
 
 
 def recover(
@@ -196,8 +204,8 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
             raise InconsistentArenas(
                 f"after the rebuild, parity and rows differ in words {start}..{stop} of blocks whose parity "
                 f"is kept by ranks {[rank for rank, yes in enumerate(fine) if not yes]} (stripe classes "
-                f"here: {wrong}): memory rotted, or rows changed without being declared. Resume from a "
-                f"checkpoint under another job="
+                f"here: {wrong}): memory rotted, or rows changed without being declared. Remove the arenas "
+                f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
             )
 
 

@@ -245,7 +245,8 @@ def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packed = memory[_HEAD.size : _HEAD.size + head]
     if zlib.crc32(packed.tobytes()) != checksum:
         raise InconsistentArenas(
-            "the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is damaged"
+            "the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is "
+            "damaged"
         )
     return packed
 

@@ -69,6 +69,7 @@ class Transactions:
         self._rank_state = rank_state
         self.in_flight: int | None = None
         self.aborting = False
+        self._first: int | None = None
         self.captured_rows = 0
         self.seconds: dict[str, float] = {}
 
@@ -84,6 +85,8 @@ class Transactions:
         if self.in_flight is not None:
             raise UsageError(f"transaction {self.in_flight} is open: commit or undo it first")
         self.in_flight = transaction = self._memory.committed + 1
+        if self._first is None:
+            self._first = transaction
         self._memory.journal.arm(transaction)
         if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
             logger.warning("%s", lost_name(self._memory.arena.path))
@@ -188,7 +191,7 @@ class Transactions:
 
     def _heads(self, transaction: int, attempt: int, lengths: list[int], flag: int) -> NDArray[np.int64]:
         digest = 0
-        if flag == _FINE and (transaction == 1 or transaction % DIGEST_EVERY == 0):
+        if flag == _FINE and (transaction == self._first or transaction % DIGEST_EVERY == 0):
             digest = self._replicated.digest(self._memory.slots, transaction)
         return np.array([[length, transaction, attempt, flag, digest] for length in lengths], np.int64)
 

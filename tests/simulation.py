@@ -346,7 +346,7 @@ class Rank:
         """What `open_memory` does, from the arenas on."""
         join(self.memory, self.wires, generation, generation + 1000)
         if plan.kind == "fresh":
-            self.report = fill(self.memory, self.wires, self._write_initial, Stopwatch())
+            self.report = fill(self.memory, self.wires, plan, self._write_initial, Stopwatch())
         else:
             self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
             self.replicated.load(self.memory.slots, plan.transaction)
