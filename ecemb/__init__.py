@@ -11,6 +11,7 @@ guard.close()
 from __future__ import annotations
 
 from . import errors, nn
+from .checkpoint import CheckpointReader, CheckpointWriter
 from .code import Code
 from .guard import Guard, Step, protect
 from .recovery import RecoveryReport
@@ -18,6 +19,8 @@ from .rendezvous import init_process_group
 from .scrub import ScrubReport
 
 __all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
     "Code",
     "Guard",
     "RecoveryReport",

@@ -18,6 +18,10 @@
     │   ├── ArenaInsecure                    owner, permissions or a symbolic link are not ours
     │   ├── NotEnoughSpace                   the mount or the memory limit is too small
     │   └── LayoutMismatch                   the model is not the one that the arena holds
+    ├── CheckpointError                      the durable tier
+    │   ├── CheckpointFailed                 a checkpoint can't be written or read; earlier ones are untouched
+    │   ├── CheckpointInsecure               others could have written what is in it
+    │   └── CheckpointMismatch               it is of another training than this one
     ├── PeerFailure (RuntimeError)           another rank is dead or didn't answer in time
     ├── RendezvousError (RuntimeError)       the workers couldn't agree on who is who
     └── RecoveryError (RuntimeError)
@@ -102,6 +106,22 @@ class NotEnoughSpace(ArenaError):
 
 class LayoutMismatch(ArenaError):
     """The model's tables are not the ones that the arena holds."""
+
+
+class CheckpointError(EcembError):
+    """Something is wrong with a checkpoint, or with the folder of checkpoints."""
+
+
+class CheckpointFailed(CheckpointError):
+    """A checkpoint can't be written or read; those that were complete before are untouched."""
+
+
+class CheckpointInsecure(CheckpointError):
+    """Owner, permissions, or a symbolic link let others write what would be loaded."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is of another training, model or number of ranks than this one."""
 
 
 class PeerFailure(EcembError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +13,17 @@ from torch import nn
 
 from .adapters.nn import ShardedEmbeddingBag
 from .adapters.sparse import Hooks
+from .agreement import FailureDomain, Request
 from .batches import Batches, bind
+from .checkpoint import CheckpointReader, CheckpointWriter
 from .code import Code
 from .errors import ArenaInsecure, ConfigurationError, PeerFailure, StepFailed, UsageError
 from .header import State
-from .opening import FailureDomain, Opened, Request, open_memory
+from .opening import Opened, open_memory
 from .rankstate import Stateful
 from .recovery import RecoveryReport
 from .rendezvous import Session, current
+from .saver import reader_of
 from .scrub import Scrubber, ScrubReport
 from .transaction import Transactions, lost_name
 
@@ -67,6 +71,7 @@ class Guard:
         self._transport = opened.transport
         self._tables = opened.tables
         self._rank_state = opened.rank_state
+        self._saver = opened.saver
         self._transactions = Transactions(
             opened.memory, opened.transport, opened.replicated, opened.rank_state
         )
@@ -213,6 +218,43 @@ class Guard:
             raise UsageError("guard.scrub() inside guard.step(): leave the with block first")
         return self._scrubber.scrub(fraction, self._tables.check)
 
+    def save(
+        self,
+        path: str | os.PathLike[str] | CheckpointWriter,
+        *,
+        keep: int = 2,
+        asynchronous: bool = False,
+    ) -> None:
+        """Saves a checkpoint that outlives all machines; between steps, all ranks.
+
+        Tables, dense parameters, optimizer state, random generators, `state=` objects and data positions
+        go to {path}/step-{next_step}, which plain torch.distributed.checkpoint can read, too. It appears as
+        a whole, when it is on disk: whatever is killed meanwhile, earlier ones stay complete. Begin from it
+        with `protect(resume=path)`.
+
+        Args:
+            path: folder of this job's checkpoints, on a file system that all hosts share; made if missing.
+                Or a CheckpointWriter.
+            keep: how many checkpoints stay there; older ones are removed.
+            asynchronous: copy the state now, and write it while training goes on. One at a time: the next
+                save waits. An error is logged, and raised by the next save, or by close.
+
+        Raises:
+            CheckpointFailed: the folder can't be written to (or the last save in the background failed).
+                Earlier checkpoints are untouched, and training can go on.
+            CheckpointInsecure: others can write to the folder.
+            CheckpointMismatch: it holds checkpoints of another training.
+            ConfigurationError: the ranks ask for different things, or `keep` is less than 1.
+            UsageError: a step is open.
+            StepFailed: an earlier step failed.
+            PeerFailure: a peer died.
+        """
+        if self._is_open():
+            raise UsageError("guard.save() inside guard.step(): leave the with block first")
+        self._check_usable()
+        self._tables.check()
+        self._saver.save(path, keep=keep, asynchronous=asynchronous)
+
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of this rank as a plain dict.
 
@@ -258,6 +300,7 @@ class Guard:
             raise UsageError("guard.close() inside guard.step(): leave the with block first")
         self._check_usable()
         self._tables.check()
+        self._saver.finish()
         self._transport.barrier("closing the job")
         self._memory.arena.set("state", State.FINISHED)
         self._session.marks.set("finished", "1")
@@ -272,6 +315,7 @@ class Guard:
                 "a peer ended while the job was closed, so %s stays: %s", self._memory.arena.path, error
             )
         self._tables.unwatch()
+        self._saver.close()
         self._transport.close()
         if self._session.watch is not None:
             self._session.watch.close()
@@ -316,6 +360,7 @@ def protect(
     code: Code,
     state: Sequence[Stateful] | Stateful | None = None,
     failure_domain: FailureDomain = "auto",
+    resume: str | os.PathLike[str] | CheckpointReader | None = None,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -335,6 +380,10 @@ def protect(
             position, such as schedules and counters.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
+        resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
+            a fresh start begins, with any number of ranks, and where the job goes on when more memory is
+            lost than the code survives. It isn't read while memory can be recovered, and may be empty or
+            not there yet: then the job begins at step 0.
 
     Returns:
         The guard.
@@ -347,6 +396,7 @@ def protect(
         LayoutMismatch: the job was started with another model, code or number of ranks.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
+        CheckpointError: what `resume` names can't be read, isn't safe, or is another training's.
         PeerFailure: a peer died or failed.
     """
     session = current()
@@ -373,6 +423,7 @@ def protect(
         code=code,
         state=_listed(state, None),
         failure_domain=failure_domain,
+        reader=None if resume is None else reader_of(resume),
     )
     opened = open_memory(session, request)
     session.protected = True

@@ -1,4 +1,4 @@
-"""Opens this rank's memory: agree on the layout and on the plan, then start fresh or recover.
+"""Opens this rank's memory: agree, then start fresh, recover, or resume from a checkpoint.
 
 The collective first half of `ecemb.protect`. Every check that can fail on one rank alone runs through
 `Transport.together`, so that it fails on all; nothing is written before all ranks hold the same plan.
@@ -8,71 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
-import json
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
-from . import kernels, rankstate
+from . import durable, kernels, rankstate
 from .adapters.sparse import SparseTables
+from .agreement import Request, World, agree
 from .arena import Arena
+from .checkpoint import CheckpointReader, Stored
 from .code import Code
 from .directory import remove
-from .errors import (
-    ArenaDamaged,
-    ConfigurationError,
-    EcembError,
-    InconsistentArenas,
-    LayoutMismatch,
-    PlacementError,
-    StateLost,
-    TooManyErasures,
-)
-from .header import Constants, State, new_arena_id
+from .durable import Job
+from .errors import ConfigurationError, EcembError, InconsistentArenas
+from .header import State
 from .memory import Geometry, RankMemory
 from .parity import parity_words
-from .placement import Placement
-from .plan import RecoveryPlan, plan_recovery
-from .rankstate import RankState, Stateful
+from .plan import RecoveryPlan
+from .rankstate import RankState
 from .recovery import RecoveryReport, Stopwatch, fill, join, recover
 from .rendezvous import Session
 from .replicated import ReplicatedState
-from .rows import WORD_BYTES, TableLayout, cut
+from .rows import WORD_BYTES
+from .saver import Saver, name_of, shared
 from .transport import Transport
 
 logger = logging.getLogger("ecemb")
 
-FailureDomain = Literal["auto", "host", "rank"]
 _SLOT_SLACK_BYTES = 1 << 28
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What the user asked `protect` for.
-
-    Attributes:
-        model: the whole model.
-        optimizers: all optimizers of the training.
-        modules: the tables' modules by key.
-        code: the (n, k) code.
-        state: the user's objects.
-        failure_domain: see `ecemb.protect`.
-    """
-
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    modules: Mapping[str, nn.Module]
-    code: Code
-    state: Sequence[Stateful]
-    failure_domain: FailureDomain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +52,8 @@ class Opened:
     tables: SparseTables
     replicated: ReplicatedState
     rank_state: RankState
+    saver: Saver
     report: RecoveryReport
-
-
-@dataclasses.dataclass(frozen=True)
-class _World:
-    """What the ranks agreed on before anything was written."""
-
-    placement: Placement | None
-    plan: RecoveryPlan
-    layouts: tuple[TableLayout, ...]
-    block_words: tuple[tuple[int, ...], ...]
-    constants: Constants
 
 
 def open_memory(session: Session, request: Request) -> Opened:
@@ -106,37 +64,32 @@ def open_memory(session: Session, request: Request) -> Opened:
     """
     watch = Stopwatch()
     with watch.phase("agree"):
-        patience = datetime.timedelta(seconds=session.patience_s)
-        group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
-        transport = Transport(group, session.patience_s)
+        transport = _control_group(session)
         tables, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )
         weights = [table.weight for table in tables.tables]
         replicated = ReplicatedState(request.model, request.optimizers, weights)
-        world = _agree(session, request, transport, tables, state_bytes)
+        world = agree(session, request, transport, tables, state_bytes)
     cpu = kernels.get("cpu")
+    before = session.arena
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)
         rank_state.room_bytes = len(memory.rank_state)
-        roster = session.roster
-        join(memory, transport, roster.generation, roster.generation_id)
-    if world.plan.kind == "fresh":
+        generation, generation_id = session.roster.generation, session.roster.generation_id
+        join(memory, transport, generation, generation_id)
+    if world.plan.begins:
+        initial = _Initial(request, world, memory, transport, tables, rank_state, replicated)
         try:
-            transport.together(
-                "looking for another launch", lambda: session.directory.check_alone(roster.generation)
-            )
-            report = fill(
-                memory,
-                transport,
-                world.plan,
-                lambda: _write_initial(memory, transport, tables, rank_state, replicated),
-                watch,
-            )
+            if not session.roster.survivors:  # no lock is held yet that another launch could meet
+                transport.together(
+                    "looking for another launch", lambda: session.directory.check_alone(generation)
+                )
+            report = fill(memory, transport, world.plan, initial.write, watch)
         except EcembError:
             if memory.arena.get("prepared") < 0:  # it holds nothing that the next start would use
                 memory.arena.remove()
-                session.arena = None
+                session.arena = before
             raise
     else:
         report = recover(memory, transport, world.plan, cpu, watch)
@@ -146,6 +99,12 @@ def open_memory(session: Session, request: Request) -> Opened:
                 "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
             )
     transport.barrier("the end of recovery")
+    if before is not None and before is not memory.arena:  # what survived was not enough
+        before.close()
+        try:
+            before.remove()
+        except EcembError as error:
+            logger.warning("%s", error)
     session.marks.set("started", str(session.roster.generation))
     _discard(session, stale=True)
     transport.barrier("the start of training")  # nobody trains before all have finished
@@ -155,7 +114,18 @@ def open_memory(session: Session, request: Request) -> Opened:
         transport.together(
             "restoring rank state", lambda: rank_state.unpack(rankstate.read(memory.rank_state))
         )
-    return Opened(memory, transport, tables, replicated, rank_state, report)
+    job = Job(session.job, world.lineage, (request.code.n, request.code.k))
+    saver = Saver(job, memory, transport, replicated, world.shards, lambda: _control_group(session))
+    saver.keep_in_mind(request.reader)
+    if session.rank == 0 and world.stored is not None:
+        _tell_of_resumption(session, request, world, world.stored)
+    return Opened(memory, transport, tables, replicated, rank_state, saver, report)
+
+
+def _control_group(session: Session) -> Transport:
+    patience = datetime.timedelta(seconds=session.patience_s)
+    group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
+    return Transport(group, session.patience_s)
 
 
 def _checked(request: Request) -> tuple[SparseTables, RankState, int]:
@@ -164,171 +134,23 @@ def _checked(request: Request) -> tuple[SparseTables, RankState, int]:
     return tables, rank_state, rankstate.room(len(rank_state.pack()))
 
 
-def _agree(
-    session: Session,
-    request: Request,
-    transport: Transport,
-    tables: SparseTables,
-    state_bytes: int,
-) -> _World:
-    code, roster = request.code, session.roster
-    survivors = roster.survivors
-    own = {
-        "tables": [table.layout.to_json() for table in tables.tables],
-        "rank_state_bytes": state_bytes,
-        "code": [code.n, code.k],
-    }
-    asked = [[code.n, code.k], request.failure_domain]
-    texts = transport.gather(json.dumps([own, asked]).encode(), "comparing layouts")
-    told = [json.loads(text)[0] for text in texts]
-    if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
-        raise ConfigurationError(
-            f"the ranks ask for different codes or failure domains: "
-            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
-        )
-    if not any(one["tables"] for one in told):
-        raise ConfigurationError(
-            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
-            "name tables that you shard by hand in tables={'user': module}"
-        )
-    if survivors:
-        constants = survivors[0].constants
-        room_bytes = json.loads(constants.layout)["rank_state_bytes"]
-        placement = None
-        if session.world_size > 1:
-            placement = Placement(constants.n, constants.k, constants.positions)
-    else:
-        room_bytes = max(one["rank_state_bytes"] for one in told)
-        placement = _placement(code, session, request.failure_domain)
-    for one in told:
-        one["rank_state_bytes"] = room_bytes
-    layout_hash = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-    if survivors and survivors[0].constants.layout_hash != layout_hash:
-        raise LayoutMismatch(_difference(session, survivors[0].constants, told[session.rank]))
-    damaged = [report for report in roster.reports if report.damage and report.header is None]
-    try:
-        plan = plan_recovery(
-            roster.headers,
-            placement,
-            started=roster.started,
-            finished=roster.finished,
-            opened=roster.opened,
-        )
-    except (TooManyErasures, StateLost) as error:
-        if not damaged:
-            raise
-        broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
-        raise type(error)(
-            f"{error}. What can't be read counts as lost, and is left as it is: {broken}"
-        ) from error
-    if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
-        raise ArenaDamaged(
-            f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
-            f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "
-            f"{session.job}"
-        )
-    for report in damaged:
-        logger.warning("%s counts as lost: %s", report.path, report.damage)
-    layouts = [_layouts(one) for one in told]
-    bounds = [cut(tables_of_rank, code.k) for tables_of_rank in layouts]
-    block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
-    positions = json.dumps(placement.positions if placement is not None else []).encode()
-    if len(set(transport.gather(plan.digest() + positions, "comparing plans"))) > 1:
-        raise InconsistentArenas(
-            "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
-            "run the same version of ecemb?"
-        )
-    ranks = range(session.world_size)
-    constants = Constants(
-        job=session.job,
-        arena_id=new_arena_id(),
-        rank=session.rank,
-        world_size=session.world_size,
-        n=code.n,
-        k=code.k,
-        positions=placement.positions if placement is not None else tuple(ranks),
-        domains=survivors[0].constants.domains if survivors else session.hosts,
-        layout_hash=layout_hash,
-        layout=json.dumps(told[session.rank]),
-        block_words=block_words,
-        regions=(),
-    )
-    return _World(placement, plan, layouts[session.rank], block_words, constants)
-
-
-def _layouts(told: Mapping[str, list[list[object]]]) -> tuple[TableLayout, ...]:
-    tables = [TableLayout.from_json(fields) for fields in told["tables"]]
-    return (*tables, rankstate.layout(int(str(told["rank_state_bytes"]))))
-
-
-def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement | None:
-    hosts = session.hosts
-    if len(hosts) == 1:
-        logger.warning(
-            "one rank has nobody to keep its parity: it survives crashes of its process, and not "
-            "the loss of its memory"
-        )
-        return None
-    if domain == "host":
-        return Placement.plan(code.n, code.k, hosts)
-    ranks = Placement.ranks(code.n, code.k, len(hosts))
-    if domain == "rank":
-        return ranks
-    try:
-        return Placement.plan(code.n, code.k, hosts)
-    except PlacementError as error:
-        spread = Placement.interleaved(code.n, code.k, hosts)
-        fragile = spread.fragile(hosts)
-        if session.rank == 0:
-            others = f", and so for {len(fragile) - 1} other hosts" if len(fragile) > 1 else ""
-            logger.warning(
-                "parity is spread over ranks, not over hosts: %s. failure_domain='host' says which codes "
-                "would fit, 'rank' silences this",
-                f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
-                if fragile
-                else f"the loss of any one host is survived, but not that of any r = {code.r} at once",
-            )
-            logger.debug("%s", error)
-        return spread
-
-
-def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
-    what: list[str] = []
-    if [started.n, started.k] != now["code"]:
-        what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")  # pyright: ignore[reportArgumentType]
-    if session.arena is not None:
-        then = json.loads(session.arena.header().constants.layout)
-        tables = {table[0]: table for table in then["tables"]}
-        for table in now["tables"]:  # pyright: ignore[reportGeneralTypeIssues,reportUnknownVariableType]
-            before = tables.pop(table[0], None)  # pyright: ignore[reportUnknownArgumentType]
-            if before != table:
-                what.append(f"table {table} now, and {before or 'none of this name'} then")
-        what += [f"table {table} then, and none of this name now" for table in tables.values()]
-    difference = "; ".join(what) or "tables of other ranks differ: see their messages"
-    return (
-        f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
-        f"that started the job, or give this one another job="
-    )
-
-
 def _memory(
     session: Session,
     request: Request,
     transport: Transport,
-    world: _World,
+    world: World,
     replicated: ReplicatedState,
     cpu: kernels.Kernels,
 ) -> RankMemory:
     generator = _generator(request.code, session, transport, world.plan)
     geometry = Geometry(world.placement, world.block_words, generator)
-    newcomer = session.arena is None
-    if newcomer:
+    mine = None if world.plan.begins else session.arena
+    if mine is None:
         _discard(session, stale=False)
     arena = transport.together(
-        "opening the arenas",
-        lambda: session.arena or _create(session, world, geometry, replicated),
+        "opening the arenas", lambda: mine or _create(session, world, geometry, replicated)
     )
-    if newcomer:
+    if mine is None:
         arena.region("generator")[:] = generator.reshape(-1)
     session.arena = arena
     return RankMemory(arena, world.layouts, geometry, cpu)
@@ -343,9 +165,9 @@ def _generator(code: Code, session: Session, transport: Transport, plan: Recover
     source = max(plan.donor, 0)
 
     def own() -> bytes:
-        if session.arena is not None:
+        if session.arena is not None and not plan.begins:
             return session.arena.region("generator").tobytes()
-        return _built(code) if plan.kind == "fresh" and session.rank == source else b""
+        return _built(code) if plan.begins and session.rank == source else b""
 
     told = transport.gather(transport.together("building the generator", own), "sharing the generator")
     differing = [rank for rank, text in enumerate(told) if text and text != told[source]]
@@ -372,7 +194,7 @@ def _built(code: Code) -> bytes:
         torch.set_num_threads(threads)
 
 
-def _create(session: Session, world: _World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
+def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
     rows = sum(layout.memory_bytes for layout in world.layouts)
     journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
     parity, inbox = 0, session.world_size * WORD_BYTES
@@ -390,7 +212,7 @@ def _create(session: Session, world: _World, geometry: Geometry, replicated: Rep
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
     slots = {"slot0": slot, "slot1": slot}
     constants = dataclasses.replace(world.constants, regions=tuple({**sizes, **growing, **slots}.items()))
-    state = State.INIT if world.plan.kind == "fresh" else State.REBUILDING
+    state = State.INIT if world.plan.begins else State.REBUILDING
     return Arena.create(session.directory, constants, sizes, state=state, timeout_s=session.timeout_s)
 
 
@@ -399,21 +221,54 @@ def _place(memory: RankMemory, tables: SparseTables, *, fresh: bool) -> None:
         table.place(stored.columns, fresh=fresh)
 
 
-def _write_initial(
-    memory: RankMemory,
-    transport: Transport,
-    tables: SparseTables,
-    rank_state: RankState,
-    replicated: ReplicatedState,
+@dataclasses.dataclass(frozen=True)
+class _Initial:
+    """Fills new arenas: with the model as it is, or from a checkpoint."""
+
+    request: Request
+    world: World
+    memory: RankMemory
+    transport: Transport
+    tables: SparseTables
+    rank_state: RankState
+    replicated: ReplicatedState
+
+    def write(self) -> None:
+        """Rows, rank state, and the slot of the plan's transaction. All ranks."""
+        transport, transaction = self.transport, self.world.plan.transaction
+        if self.world.stored is None:
+            transport.together(
+                "initialising the tables", lambda: _place(self.memory, self.tables, fresh=True)
+            )
+            read: list[bytes] = []
+        else:
+            read = self._read(self.world.stored)
+        transport.together(
+            "saving replicated state", lambda: self.replicated.save(self.memory.slots, transaction)
+        )
+        _compare_replicas(self.memory, transport, self.replicated, transaction)
+        rankstate.write_(self.memory.rank_state, read[0] if read else self.rank_state.pack())
+
+    def _read(self, stored: Stored) -> list[bytes]:
+        """From the checkpoint: rows, dense state, rank state; all ranks. Gives this rank's packed state."""
+        reader = cast("CheckpointReader", self.request.reader)
+        size = self.transport.world_size
+        parts = (self.memory, self.world.shards, self.replicated, self.rank_state, size)
+        read: list[bytes] = []
+
+        def act() -> str:
+            _place(self.memory, self.tables, fresh=False)
+            read.append(durable.restore(reader, stored, *parts))
+            return ""
+
+        shared(self.transport, f"reading {stored.name}", act)
+        return read
+
+
+def _compare_replicas(
+    memory: RankMemory, transport: Transport, replicated: ReplicatedState, transaction: int
 ) -> None:
-    transport.together("initialising the tables", lambda: _place(memory, tables, fresh=True))
-    transport.together("saving replicated state", lambda: replicated.save(memory.slots, 0))
-    _compare_replicas(memory, transport, replicated)
-    rankstate.write_(memory.rank_state, rank_state.pack())
-
-
-def _compare_replicas(memory: RankMemory, transport: Transport, replicated: ReplicatedState) -> None:
-    digest = replicated.digest(memory.slots, 0).to_bytes(8, "little")
+    digest = replicated.digest(memory.slots, transaction).to_bytes(8, "little")
     told = transport.gather(digest, "comparing replicated state")
     if len(set(told)) > 1:
         groups = {rank: one.hex() for rank, one in enumerate(told)}
@@ -421,6 +276,29 @@ def _compare_replicas(memory: RankMemory, transport: Transport, replicated: Repl
             f"dense parameters, buffers or optimizer options differ between ranks (checksums {groups}): "
             f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "
             f"that you shard by hand belong in tables="
+        )
+
+
+def _tell_of_resumption(session: Session, request: Request, world: World, stored: Stored) -> None:
+    place = f"{name_of(request.reader)} ({stored.name})"
+    if world.lost is not None:
+        reached = max((header.committed for header in session.roster.headers), default=-1)
+        again = "no step is lost"
+        if reached < 0:
+            again = "it is not known how many steps are lost"
+        elif reached > stored.step:
+            again = f"steps {stored.step} to {reached - 1} are lost, and are run again"
+        logger.warning("memory is lost (%s): resumed from the checkpoint in %s; %s", world.lost, place, again)
+    size = stored.facts["world_size"]
+    if size != session.world_size:
+        logger.warning(
+            "the checkpoint in %s was saved by %d ranks, and these are %d: tables are sharded anew, and "
+            "dense state carries over; data positions don't, and generators and state= objects only to ranks "
+            "below %d",
+            place,
+            size,
+            session.world_size,
+            min(size, session.world_size),
         )
 
 
@@ -440,8 +318,7 @@ def _discard(session: Session, *, stale: bool) -> None:
                 logger.warning("%s", error)
 
 
-def _warn_of_next_loss(session: Session, world: _World) -> None:
-    """Says which host present now may not be lost, if at the fresh start any one could have been."""
+def _warn_of_next_loss(session: Session, world: World) -> None:
     placement = world.placement
     if placement is None or session.rank != 0 or placement.fragile(world.constants.domains):
         return

@@ -165,6 +165,10 @@ class RankState:
         if saved["cuda"]:
             torch.cuda.set_rng_state_all(saved["cuda"])
 
+    def unpack_scalars(self, data: bytes) -> None:
+        """Puts back only the tables' scalars: what another rank's state can give to this one."""
+        self._set_scalars(load(data)["scalars"])
+
 
 def layout(size_bytes: int) -> TableLayout:
     """The layout of the record: a table of one row."""

@@ -42,7 +42,9 @@ def run_ranks(
             the deadline passes, the traceback of every thread is on the stuck ranks' stderr.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "ecemb.kernels.cpu"])
+    context.set_forkserver_preload(
+        ["torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "ecemb.kernels.cpu"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
         processes = []

@@ -17,11 +17,12 @@ errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
 rows arena delta packing generators
-journal parity transport replicated rankstate loaders plan roster links
-memory meeting watch
+journal parity transport replicated rankstate loaders plan roster links checkpoint
+memory meeting watch dcp
 stripes
-transaction recovery rendezvous scrub
-adapters adapters.nn adapters.sparse checkpoint batches
+transaction recovery rendezvous scrub durable store
+adapters adapters.nn adapters.sparse batches saver
+agreement
 opening
 guard nn
 __init__

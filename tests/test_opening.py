@@ -27,7 +27,7 @@ from processes import run_ranks
 from torch import nn
 
 import ecemb
-from ecemb import opening, rendezvous
+from ecemb import agreement, opening, rendezvous
 from ecemb.errors import (
     ConfigurationError,
     JobFinished,
@@ -449,17 +449,17 @@ def test_without_enough_hosts_auto_says_what_is_survived(
     code: ecemb.Code, hosts: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = SimpleNamespace(rank=0, hosts=tuple(hosts))
-    placement = opening._placement(code, session, "auto")
+    placement = agreement._placement(code, session, "auto")
     said = "; ".join(record.getMessage() for record in caplog.records)
     assert says in said
     assert bool(says) == bool(said)
     assert placement == Placement.interleaved(code.n, code.k, hosts)
-    assert opening._placement(code, session, "rank") == Placement.ranks(code.n, code.k, len(hosts))
+    assert agreement._placement(code, session, "rank") == Placement.ranks(code.n, code.k, len(hosts))
     if says:
         with pytest.raises(PlacementError, match=rf"fits? here.*; \({code.n}, {code.k}\) fits on"):
-            opening._placement(code, session, "host")
+            agreement._placement(code, session, "host")
     else:
-        assert opening._placement(code, session, "host") == placement
+        assert agreement._placement(code, session, "host") == placement
 
 
 def torchs_threads(rank: int, code: ecemb.Code) -> tuple[int, int]:

@@ -1,0 +1,305 @@
+"""What all ranks agree on before anything is written: layout, placement, plan, and which checkpoint.
+
+Owns the comparison of what the ranks report and ask for, and the choice between going on from memory, from a
+checkpoint, and from step 0. Whatever differs is an error on all ranks. Must not write to any arena.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import durable, rankstate, saver
+from .adapters.nn import ShardedEmbeddingBag
+from .adapters.sparse import SparseTable, SparseTables
+from .checkpoint import CheckpointReader, Stored
+from .code import Code
+from .durable import Shard
+from .errors import (
+    ArenaDamaged,
+    ConfigurationError,
+    InconsistentArenas,
+    LayoutMismatch,
+    PlacementError,
+    StateLost,
+    TooManyErasures,
+)
+from .header import Constants, new_arena_id
+from .placement import Placement
+from .plan import RecoveryPlan, plan_recovery, plan_resume
+from .rankstate import Stateful
+from .rendezvous import Session
+from .rows import TableLayout, cut
+from .transport import Transport
+
+logger = logging.getLogger("ecemb")
+
+FailureDomain = Literal["auto", "host", "rank"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked `protect` for.
+
+    Attributes:
+        model: the whole model.
+        optimizers: all optimizers of the training.
+        modules: the tables' modules by key.
+        code: the (n, k) code.
+        state: the user's objects.
+        failure_domain: see `ecemb.protect`.
+        reader: where to find a checkpoint, or None.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    modules: Mapping[str, nn.Module]
+    code: Code
+    state: Sequence[Stateful]
+    failure_domain: FailureDomain
+    reader: CheckpointReader | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What the ranks agreed on before anything was written.
+
+    Attributes:
+        placement: who keeps whose parity; None for one rank.
+        plan: what this start does.
+        layouts: this rank's tables, and its rank state's record.
+        block_words: [world size][k], words of every rank's data blocks.
+        constants: for a new arena of this rank, but for its regions.
+        shards: where this rank's tables stand in the whole ones.
+        lineage: random, made at the fresh start, kept by recoveries and by starts from checkpoints.
+        stored: the checkpoint that the plan begins with, or None.
+        lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
+    """
+
+    placement: Placement | None
+    plan: RecoveryPlan
+    layouts: tuple[TableLayout, ...]
+    block_words: tuple[tuple[int, ...], ...]
+    constants: Constants
+    shards: tuple[Shard, ...]
+    lineage: str
+    stored: Stored | None
+    lost: str | None
+
+
+def agree(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    tables: SparseTables,
+    state_bytes: int,
+) -> World:
+    """Compares what all ranks have and ask for, and decides how the job goes on. All ranks.
+
+    Args:
+        session: this process's.
+        request: what the user asked for.
+        transport: the control group.
+        tables: this rank's tables.
+        state_bytes: room for this rank's packed state.
+
+    Raises:
+        EcembError: on all ranks; nothing was written.
+    """
+    code, roster = request.code, session.roster
+    survivors = roster.survivors
+    shards = tuple(_shard(table, session.world_size) for table in tables.tables)
+    own = {
+        "tables": [table.layout.to_json() for table in tables.tables],
+        "rank_state_bytes": state_bytes,
+        "code": [code.n, code.k],
+    }
+    asked = [[code.n, code.k], request.failure_domain, saver.name_of(request.reader)]
+    mine = json.dumps([own, asked, secrets.token_hex(8)])
+    texts = transport.gather(mine.encode(), "comparing layouts")
+    told = [json.loads(text)[0] for text in texts]
+    if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
+        raise ConfigurationError(
+            f"the ranks ask for different codes, failure domains or checkpoints: "
+            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
+        )
+    if not any(one["tables"] for one in told):
+        raise ConfigurationError(
+            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
+            "name tables that you shard by hand in tables={'user': module}"
+        )
+    placement, lineage = None, json.loads(texts[0])[2]
+    needed_bytes = room_bytes = max(one["rank_state_bytes"] for one in told)
+    if survivors:
+        constants = survivors[0].constants
+        then = json.loads(constants.layout)
+        room_bytes, lineage = (
+            then["rank_state_bytes"],
+            then.get("lineage", ""),
+        )  # not in arenas that older versions made
+        if session.world_size > 1:
+            placement = Placement(constants.n, constants.k, constants.positions)
+        if constants.layout_hash != _hash(told, room_bytes):
+            raise LayoutMismatch(_difference(session, constants, told[session.rank]))
+    plan, stored, lost = _decide(session, request, transport, placement)
+    if plan.begins:
+        placement = _placement(code, session, request.failure_domain)
+        room_bytes = needed_bytes
+    if stored is not None:
+        rank, size = session.rank, session.world_size
+        saver.shared(
+            transport,
+            f"comparing the model with {stored.name}",
+            lambda: durable.check(stored, shards, rank, size) or "",
+        )
+        lineage = stored.facts["lineage"]
+        room_bytes = max(room_bytes, *map(rankstate.room, stored.facts["rank_state_bytes"]))
+    layout_hash = _hash(told, room_bytes)
+    layouts = [_layouts(one) for one in told]
+    bounds = [cut(tables_of_rank, code.k) for tables_of_rank in layouts]
+    block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
+    positions = json.dumps(placement.positions if placement is not None else []).encode()
+    if len(set(transport.gather(plan.digest() + positions, "comparing plans"))) > 1:
+        raise InconsistentArenas(
+            "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
+            "run the same version of ecemb?"
+        )
+    ranks = range(session.world_size)
+    constants = Constants(
+        job=session.job,
+        arena_id=new_arena_id(),
+        rank=session.rank,
+        world_size=session.world_size,
+        n=code.n,
+        k=code.k,
+        positions=placement.positions if placement is not None else tuple(ranks),
+        domains=session.hosts if plan.begins else survivors[0].constants.domains,
+        layout_hash=layout_hash,
+        layout=json.dumps({**told[session.rank], "lineage": lineage}),
+        block_words=block_words,
+        regions=(),
+    )
+    own_layouts = layouts[session.rank]
+    return World(placement, plan, own_layouts, block_words, constants, shards, lineage, stored, lost)
+
+
+def _shard(table: SparseTable, world_size: int) -> Shard:
+    module = table.module
+    if isinstance(module, ShardedEmbeddingBag) and module.world_size == world_size:
+        return Shard(table.layout, module.rows.start, module.num_embeddings)
+    return Shard(table.layout)
+
+
+def _hash(told: Sequence[dict[str, Any]], room_bytes: int) -> str:
+    """Of all ranks' layouts; gives all the same room for rank state."""
+    for one in told:
+        one["rank_state_bytes"] = room_bytes
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+def _decide(
+    session: Session, request: Request, transport: Transport, placement: Placement | None
+) -> tuple[RecoveryPlan, Stored | None, str | None]:
+    """Memory wins, then a checkpoint, then step 0. All ranks.
+
+    Returns:
+        The plan; the checkpoint that it begins with, if any; and why memory can't be recovered, if it can't.
+    """
+    roster, stored, lost = session.roster, None, None
+    damaged = [report for report in roster.reports if report.damage and report.header is None]
+    try:
+        plan = plan_recovery(
+            roster.headers,
+            placement,
+            started=roster.started,
+            finished=roster.finished,
+            opened=roster.opened,
+        )
+    except (TooManyErasures, StateLost) as error:
+        lost = str(error)
+        if damaged:
+            broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
+            lost += f". What can't be read counts as lost, and is left as it is: {broken}"
+        if request.reader is None:
+            raise type(error)(lost) from error
+        stored = saver.find(request.reader, transport, session.job)
+        if stored is None:
+            nothing = f"resume= {saver.name_of(request.reader)} has no complete checkpoint"
+            raise type(error)(f"{lost} ({nothing})") from error
+        plan = plan_resume(stored.step)
+    if plan.kind == "fresh" and request.reader is not None:
+        stored = saver.find(request.reader, transport, session.job)
+        plan = plan if stored is None else plan_resume(stored.step)
+    if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
+        raise ArenaDamaged(
+            f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
+            f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "
+            f"{session.job}"
+        )
+    for report in damaged:
+        logger.warning("%s counts as lost: %s", report.path, report.damage)
+    return plan, stored, lost
+
+
+def _layouts(told: Mapping[str, list[list[object]]]) -> tuple[TableLayout, ...]:
+    tables = [TableLayout.from_json(fields) for fields in told["tables"]]
+    return (*tables, rankstate.layout(int(str(told["rank_state_bytes"]))))
+
+
+def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement | None:
+    hosts = session.hosts
+    if len(hosts) == 1:
+        logger.warning(
+            "one rank has nobody to keep its parity: it survives crashes of its process, and not "
+            "the loss of its memory"
+        )
+        return None
+    if domain == "host":
+        return Placement.plan(code.n, code.k, hosts)
+    ranks = Placement.ranks(code.n, code.k, len(hosts))
+    if domain == "rank":
+        return ranks
+    try:
+        return Placement.plan(code.n, code.k, hosts)
+    except PlacementError as error:
+        spread = Placement.interleaved(code.n, code.k, hosts)
+        fragile = spread.fragile(hosts)
+        if session.rank == 0:
+            others = f", and so for {len(fragile) - 1} other hosts" if len(fragile) > 1 else ""
+            logger.warning(
+                "parity is spread over ranks, not over hosts: %s. failure_domain='host' says which codes "
+                "would fit, 'rank' silences this",
+                f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
+                if fragile
+                else f"the loss of any one host is survived, but not that of any r = {code.r} at once",
+            )
+            logger.debug("%s", error)
+        return spread
+
+
+def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
+    what: list[str] = []
+    if [started.n, started.k] != now["code"]:
+        what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")  # pyright: ignore[reportArgumentType]
+    if session.arena is not None:
+        then = json.loads(session.arena.header().constants.layout)
+        tables = {table[0]: table for table in then["tables"]}
+        for table in now["tables"]:  # pyright: ignore[reportGeneralTypeIssues,reportUnknownVariableType]
+            before = tables.pop(table[0], None)  # pyright: ignore[reportUnknownArgumentType]
+            if before != table:
+                what.append(f"table {table} now, and {before or 'none of this name'} then")
+        what += [f"table {table} then, and none of this name now" for table in tables.values()]
+    difference = "; ".join(what) or "tables of other ranks differ: see their messages"
+    return (
+        f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
+        f"that started the job, or give this one another job="
+    )

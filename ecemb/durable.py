@@ -1,0 +1,264 @@
+"""What of a job goes into a checkpoint, under which names, and how it comes back (D10).
+
+Owns the names of tensors in a checkpoint:
+
+    {table}.{column}            rows of a table of ecemb.nn, as one tensor in the table's order; columns are
+                                "weight" and the optimizer's states ("sum", "exp_avg", ...)
+    {table}/rank{r}.{column}    a table that was sharded by hand, whose order over ranks ecemb doesn't know
+    {name}                      dense parameters and buffers, as the model names them
+    optimizers.{i}.state.{j}.{name}    dense optimizer state; i counts optimizers with dense parameters
+    ecemb/outline               what is left of replicated state without its tensors (`replicated`)
+    rank_state/{r}              a rank's packed state (`rankstate`)
+
+Must not know: how checkpoints are stored, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import rankstate
+from .checkpoint import CheckpointReader, Piece, Stored
+from .errors import CheckpointMismatch, ConfigurationError
+from .memory import RankMemory
+from .packing import load
+from .rankstate import RankState
+from .replicated import ReplicatedState, blank, packed_outline, unpacked
+from .rows import TableLayout
+
+FORMAT = 1
+CHUNK_BYTES = 1 << 27
+_OUTLINE = "ecemb/outline"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Where a rank's rows of a table stand in the whole table.
+
+    Attributes:
+        layout: the shard's layout.
+        start: the whole table's row with which the shard begins.
+        rows: rows of the whole table; None if its order over the ranks isn't known.
+    """
+
+    layout: TableLayout
+    start: int = 0
+    rows: int | None = None
+
+    def describe(self) -> list[Any]:
+        """What must be the same when it comes back, as plain values."""
+        columns = [[c.name, c.dtype, _width(c.dtype, c.row_bytes)] for c in self.layout.columns]
+        return [self.layout.name, self.rows, self.layout.rows if self.rows is None else None, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a checkpoint says of the job.
+
+    Attributes:
+        name: the job's name.
+        lineage: random, made at the fresh start; a job that resumes from a checkpoint has the checkpoint's.
+        code: (n, k).
+    """
+
+    name: str
+    lineage: str
+    code: tuple[int, int]
+
+
+# --- what goes in ---------------------------------------------------------------------------------
+
+
+def _width(dtype: str, row_bytes: int) -> int:
+    return row_bytes // getattr(torch, dtype).itemsize
+
+
+def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]:
+    """This rank's rows: views of the arena, cut into runs of at most CHUNK_BYTES."""
+    pieces: list[Piece] = []
+    for shard, table in zip(shards, memory.space.tables, strict=False):
+        name = shard.layout.name if shard.rows is not None else f"{shard.layout.name}/rank{rank}"
+        for column, values in zip(shard.layout.columns, table.columns, strict=True):
+            width = _width(column.dtype, column.row_bytes)
+            rows = torch.from_numpy(values.reshape(-1)).view(getattr(torch, column.dtype))
+            rows = rows.reshape(shard.layout.rows, width)
+            shape = (shard.layout.rows if shard.rows is None else shard.rows, width)
+            run = max(1, CHUNK_BYTES // max(1, column.row_bytes))
+            for at in range(0, shard.layout.rows, run) or ([0] if shard.rows is None else []):
+                part = rows[at : at + run]
+                pieces.append(Piece(f"{name}.{column.name}", shape, shard.start + at, part))
+    return pieces
+
+
+def _whole(key: str, tensor: torch.Tensor) -> Piece:
+    return Piece(key, tuple(tensor.shape), 0, tensor)
+
+
+def _bytes(key: str, data: NDArray[np.uint8]) -> Piece:
+    return _whole(key, torch.from_numpy(data))
+
+
+def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
+    """The part of replicated state that this rank writes: all ranks share the work, by bytes."""
+    _, names, tensors = unpacked(slot)
+    whole = [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+    whole.append(_bytes(_OUTLINE, packed_outline(slot)))
+    loads = [0] * world_size
+    mine: list[Piece] = []
+    for piece in sorted(whole, key=lambda piece: (-piece.tensor.nbytes, piece.key)):
+        writer = loads.index(min(loads))
+        loads[writer] += piece.tensor.nbytes
+        if writer == rank:
+            mine.append(piece)
+    return mine
+
+
+def account(memory: RankMemory, shards: Sequence[Shard], replicated: ReplicatedState) -> dict[str, Any]:
+    """What this rank says of the state that it would save, as plain values."""
+    step = memory.committed
+    slot = memory.slots.read(step)
+    return {
+        "step": step,
+        "dense": replicated.digest(memory.slots, step),
+        "names": unpacked(slot)[1] if memory.rank == 0 else [],
+        "outline": len(packed_outline(slot)),
+        "tables": [shard.describe() for shard in shards],
+        "rank_state": len(rankstate.read(memory.rank_state)),
+    }
+
+
+def facts_of(job: Job, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of a checkpoint, from all ranks' accounts.
+
+    Raises:
+        ConfigurationError: two tensors would have one name, or ranks differ in a table of ecemb.nn.
+    """
+    tables = [one["tables"] for one in told]
+    _check_names(told[0]["names"], tables)
+    return {
+        "format": FORMAT,
+        "job": job.name,
+        "lineage": job.lineage,
+        "step": told[0]["step"],
+        "world_size": len(told),
+        "code": list(job.code),
+        "torch": torch.__version__,
+        "tables": tables,
+        "rank_state_bytes": [one["rank_state"] for one in told],
+        "outline_bytes": told[0]["outline"],
+    }
+
+
+def pieces_of(memory: RankMemory, shards: Sequence[Shard], rank: int, world_size: int) -> list[Piece]:
+    """All that one rank writes to a checkpoint: views of the arena, which the next step overwrites."""
+    state = np.frombuffer(bytearray(rankstate.read(memory.rank_state)), np.uint8)
+    pieces = _rows(memory, shards, rank)
+    pieces += _dense(memory.slots.read(memory.committed), rank, world_size)
+    return [*pieces, _bytes(f"rank_state/{rank}", state)]
+
+
+def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raises ConfigurationError if a name would stand for two tensors."""
+    whole = [[table for table in of_rank if table[1] is not None] for of_rank in tables]
+    if any(one != whole[0] for one in whole):
+        raise ConfigurationError(
+            f"tables of ecemb.nn must have the same keys and shapes on all ranks to be saved; they are "
+            f"{dict(enumerate(whole))}"
+        )
+    taken = {f"{name}.{column[0]}" for name, _, _, columns in whole[0] for column in columns}
+    if both := sorted(taken.intersection(dense)):
+        raise ConfigurationError(
+            f"{both} would name both a table's tensor and a dense one in a checkpoint: give the table "
+            f"another key in tables="
+        )
+
+
+# --- what comes back --------------------------------------------------------------------------------
+
+
+def check(stored: Stored, shards: Sequence[Shard], rank: int, world_size: int) -> None:
+    """Raises CheckpointMismatch unless the checkpoint fits this rank's tables and the number of ranks."""
+    facts = stored.facts
+    if facts["format"] != FORMAT:
+        raise CheckpointMismatch(
+            f"{stored.name} has format {facts['format']}, and this ecemb reads format {FORMAT}: use the "
+            f"version of ecemb that wrote it"
+        )
+    mine = [shard.describe() for shard in shards]
+    if facts["world_size"] == world_size:
+        then = facts["tables"][rank]
+    else:
+        then = facts["tables"][0]
+        by_hand = {table[0] for tables in [*facts["tables"], mine] for table in tables if table[1] is None}
+        if by_hand:
+            raise CheckpointMismatch(
+                f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
+                f"{sorted(by_hand)} are sharded by hand, so that ecemb can't shard them anew. Start "
+                f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
+            )
+    if then != mine:
+        differing = [table for table in then if table not in mine]
+        raise CheckpointMismatch(
+            f"{stored.name} (job {facts['job']!r}) holds other tables than this model has on rank {rank}: "
+            f"{differing} then and {[table for table in mine if table not in then]} now (key, rows of the "
+            f"whole, rows by hand, columns): run the script that saved it, or pass another resume="
+        )
+
+
+def restore(
+    reader: CheckpointReader,
+    stored: Stored,
+    memory: RankMemory,
+    shards: Sequence[Shard],
+    replicated: ReplicatedState,
+    rank_state: RankState,
+    world_size: int,
+) -> bytes:
+    """Fills the rows, and puts replicated state and rank state back. One rank, for itself.
+
+    Args:
+        reader: has `stored`.
+        stored: `check` has passed.
+        memory: a new arena's; its rows are overwritten.
+        shards: this rank's tables.
+        replicated: its model and optimizers are overwritten.
+        rank_state: its objects and generators are overwritten.
+        world_size: number of ranks now.
+
+    Returns:
+        The rank state for this rank's record.
+
+    Raises:
+        CheckpointError: it can't be read, or doesn't fit.
+        LayoutMismatch: dense state doesn't fit the model and its optimizers.
+    """
+    rank, facts = memory.rank, stored.facts
+    reader.read(stored, _rows(memory, shards, rank))
+
+    outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
+    reader.read(stored, [_whole(_OUTLINE, outline)])
+    plain = load(outline.numpy().tobytes())
+    names, blanks = blank(plain)
+    tensors = [torch.empty(one.shape, dtype=one.dtype) for one in blanks]
+    reader.read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
+    replicated.restore(plain, tensors)
+
+    sizes = facts["rank_state_bytes"]
+    source = rank if rank < len(sizes) else 0
+    packed = torch.empty(sizes[source], dtype=torch.uint8)
+    reader.read(stored, [_whole(f"rank_state/{source}", packed)])
+    data = packed.numpy().tobytes()
+    if len(sizes) == world_size:
+        rank_state.unpack(data)
+        return data
+    if source == rank:
+        rank_state.unpack(data, positions=False)
+    else:
+        rank_state.unpack_scalars(data)
+    return rank_state.pack()

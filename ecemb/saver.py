@@ -1,0 +1,302 @@
+"""Saving a job's checkpoints and finding them again: what ranks do together (D10).
+
+Owns the order of a save (`CheckpointWriter`), and the one that may run in the background. Invariant: all that
+is saved is of one transaction, which all ranks have committed. Must not know: how checkpoints are stored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import errors
+from .checkpoint import CheckpointReader, CheckpointWriter, Piece, Stored
+from .durable import Job, Shard, account, facts_of, pieces_of
+from .errors import (
+    CheckpointError,
+    CheckpointFailed,
+    ConfigurationError,
+    EcembError,
+    JobFinished,
+    PeerFailure,
+)
+from .memory import RankMemory
+from .replicated import ReplicatedState
+from .store import CheckpointFolder
+from .transport import Transport
+
+logger = logging.getLogger("ecemb")
+
+_SIGHT_S = 5.0
+_POLL_S = 0.2
+
+Path = str | os.PathLike[str]
+
+
+class Saver:
+    """This rank's side of saving; between steps only.
+
+    Args:
+        job: what a checkpoint says of the job.
+        memory: this rank's arena, live.
+        transport: the control group.
+        replicated: for its checksum.
+        shards: this rank's tables in the order of their addresses.
+        another: makes a control group of its own for the background; all ranks.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        memory: RankMemory,
+        transport: Transport,
+        replicated: ReplicatedState,
+        shards: Sequence[Shard],
+        another: Callable[[], Transport],
+    ) -> None:
+        self._job = job
+        self._memory = memory
+        self._transport = transport
+        self._replicated = replicated
+        self._shards = list(shards)
+        self._another = another
+        self._aside: Transport | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stores: dict[str, CheckpointWriter] = {}
+
+    def keep_in_mind(self, store: object) -> None:
+        """The job resumed from here, or would: it is told when the job is finished, too."""
+        if isinstance(store, CheckpointWriter):
+            self._stores[name_of(store)] = store
+
+    def save(self, path: Path | CheckpointWriter, *, keep: int, asynchronous: bool) -> None:
+        """Saves the transaction that all ranks have committed. All ranks; see `Guard.save`."""
+        began = time.perf_counter()
+        self.drain()
+        writer = CheckpointFolder(path) if isinstance(path, (str, os.PathLike)) else path
+        if not isinstance(writer, CheckpointWriter):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"guard.save() takes a path or a CheckpointWriter; it got {path!r}")
+        if isinstance(keep, bool) or keep < 1:
+            raise ConfigurationError(
+                f"keep= is the number of checkpoints to keep, at least 1; it is {keep!r}"
+            )
+        facts = self._agree([name_of(writer), keep, asynchronous])
+        prepared = shared(
+            self._transport,
+            "preparing a checkpoint",
+            lambda: writer.prepare(facts["step"], facts) if self._transport.rank == 0 else "",
+        )
+        self._stores[name_of(writer)] = writer
+        if not (token := prepared[0]):
+            logger.info("step %d is in %s already", facts["step"], name_of(writer))
+            return
+        rank, size = self._transport.rank, self._transport.world_size
+        pieces = pieces_of(self._memory, self._shards, rank, size)
+        if asynchronous:
+            pieces = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+        if not asynchronous:
+            self._write(self._transport, writer, token, facts, pieces, keep)
+            self._log(writer, facts, time.perf_counter() - began)
+            return
+        if self._aside is None:
+            self._aside = self._another()
+            atexit.register(self._wait)
+        arguments = (self._aside, writer, token, facts, pieces, keep)
+        self._thread = threading.Thread(target=self._behind, args=arguments, name="ecemb-save", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Waits for the save in the background, if there is one.
+
+        Raises:
+            CheckpointFailed: it failed.
+            PeerFailure: a peer died in the meantime.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            logger.info("waiting for the checkpoint that is being written in the background")
+        self._wait()
+        error, self._error = self._error, None
+        if error is not None:
+            kind = type(error) if isinstance(error, (CheckpointError, PeerFailure)) else CheckpointFailed
+            raise kind(f"the last checkpoint that was written in the background failed: {error}") from error
+
+    def finish(self) -> None:
+        """Writes down, wherever the job saved to or resumes from, that it is closed. All ranks.
+
+        Raises:
+            CheckpointFailed, PeerFailure: the save in the background failed.
+        """
+        self.drain()
+        for name, store in sorted(self._stores.items()):
+            if self._transport.rank != 0:
+                continue
+            try:
+                store.finish(self._job.name, self._memory.committed)
+            except (EcembError, OSError) as error:
+                logger.warning(
+                    "%s can't be told that job %s is finished: with resume= it would go on from its newest "
+                    "checkpoint (%s)",
+                    name,
+                    self._job.name,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Ends the background's control group, after all ranks have drained."""
+        if self._aside is not None:
+            self._aside.close()
+            self._aside = None
+            atexit.unregister(self._wait)
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()  # its own waits have deadlines
+            self._thread = None
+
+    def _agree(self, asked: list[Any]) -> dict[str, Any]:
+        """The facts of the checkpoint, from what all ranks say of themselves. All ranks."""
+        own = {"asked": asked, **account(self._memory, self._shards, self._replicated)}
+        texts = self._transport.gather(json.dumps(own).encode(), "agreeing on a checkpoint")
+        told = [json.loads(text) for text in texts]
+        for what, rule in (
+            ("step", "every rank must be between the same steps"),
+            ("asked", "path, keep= and asynchronous= must be the same"),
+            ("dense", "dense parameters, buffers and optimizer state must be the same on all ranks"),
+        ):
+            if len({json.dumps(one[what]) for one in told}) > 1:
+                shown = {rank: one[what] for rank, one in enumerate(told)}
+                raise ConfigurationError(f"guard.save() differs between ranks: {rule}; they have {shown}")
+        return facts_of(self._job, told)
+
+    def _write(
+        self,
+        transport: Transport,
+        writer: CheckpointWriter,
+        token: str,
+        facts: Mapping[str, Any],
+        pieces: Sequence[Piece],
+        keep: int,
+    ) -> None:
+        """Everything after the preparation. All ranks; what fails on one fails on all."""
+        rank, size = transport.rank, transport.world_size
+
+        def commit(receipts: Sequence[str]) -> str:
+            if rank == 0:
+                writer.commit(token, facts, receipts)
+                writer.retain(keep)
+            return ""
+
+        try:
+            receipts = shared(
+                transport, "writing a checkpoint", lambda: writer.write(token, rank, size, pieces)
+            )
+            shared(transport, "committing a checkpoint", lambda: commit(receipts))
+        except EcembError:
+            if rank == 0:
+                _discard(writer, token)
+            raise
+
+    def _behind(self, *arguments: Any) -> None:
+        """In the background's thread."""
+        began = time.perf_counter()
+        try:
+            self._write(*arguments)
+            self._log(arguments[1], arguments[3], time.perf_counter() - began)
+        except BaseException as error:  # noqa: BLE001 - it is raised by the next save, or by close
+            self._error = error
+            logger.error("the checkpoint of step %d failed: %s", arguments[3]["step"], error)
+
+    def _log(self, writer: CheckpointWriter, facts: Mapping[str, Any], seconds: float) -> None:
+        level = logging.INFO if self._transport.rank == 0 else logging.DEBUG
+        logger.log(level, "step %d is saved in %s (%.2f s)", facts["step"], name_of(writer), seconds)
+
+
+def _discard(writer: CheckpointWriter, token: str) -> None:
+    try:
+        writer.discard(token)
+    except (EcembError, OSError) as error:
+        logger.warning("what a failed save left behind can't be removed: %s", error)
+
+
+def shared(transport: Transport, what: str, act: Callable[[], str]) -> list[str]:
+    """Runs `act` on every rank, and tells everybody everybody's result. All ranks.
+
+    Raises:
+        EcembError: if `act` fails on any rank, then on all: a CheckpointFailed if its error is not ecemb's.
+        PeerFailure: a peer died.
+    """
+    failure: Exception | None = None
+    said = ["", ""]
+    try:
+        said[1] = act()
+    except Exception as error:  # noqa: BLE001 - all ranks hear of it, then it is raised
+        failure, said = error, [type(error).__name__, str(error)]
+    told = [json.loads(text) for text in transport.gather(json.dumps(said).encode(), what)]
+    failed = {rank: (name, text) for rank, (name, text) in enumerate(told) if name}
+    if not failed:
+        return [text for _, text in told]
+    if isinstance(failure, EcembError):
+        raise failure
+    rank, (name, text) = min(failed.items())
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, EcembError)):
+        kind, text = CheckpointFailed, f"{name}: {text}"
+    ranks = f"ranks {list(failed)}" if len(failed) > 1 else f"rank {rank}"
+    raise kind(f"{what} failed on {ranks}: {text}") from failure
+
+
+def name_of(store: object) -> str:
+    """A name for a writer or a reader that is the same on all ranks."""
+    return str(store) if type(store).__str__ is not object.__str__ else type(store).__name__
+
+
+def reader_of(resume: Path | CheckpointReader) -> CheckpointReader:
+    """The reader that `protect(resume=)` means.
+
+    Raises:
+        ConfigurationError: it is neither a path nor a reader.
+    """
+    reader = CheckpointFolder(resume) if isinstance(resume, (str, os.PathLike)) else resume
+    if not isinstance(reader, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"resume= takes a path or a CheckpointReader; it got {resume!r}")
+    return reader
+
+
+def find(reader: CheckpointReader, transport: Transport, job: str) -> Stored | None:
+    """The newest complete checkpoint, the same on all ranks; None if there is none. All ranks.
+
+    Raises:
+        JobFinished: the job was closed.
+        CheckpointFailed: the ranks see different ones; or as the reader.
+    """
+    found: list[Stored | None] = [None]
+
+    def look() -> str:
+        if where := reader.finished(job):
+            raise JobFinished(
+                f"job {job!r} is finished: guard.close() was called, says {where}. It does not train again; "
+                f"give job= another name to go on from its last checkpoint, or remove that file"
+            )
+        found[0] = reader.newest()
+        return "" if found[0] is None else found[0].name
+
+    deadline = time.monotonic() + _SIGHT_S
+    while True:
+        names = shared(transport, f"looking for a checkpoint in {name_of(reader)}", look)
+        if len(set(names)) == 1:
+            return found[0]
+        late = transport.vote(time.monotonic() < deadline, "looking for a checkpoint again")
+        if not all(late):
+            raise CheckpointFailed(
+                f"the ranks don't see the same newest checkpoint in {name_of(reader)}: "
+                f"{dict(enumerate(names))}; all hosts must have the same file system there"
+            )
+        time.sleep(_POLL_S)
