@@ -14,9 +14,11 @@ from pathlib import Path
 
 from failures.draws import Lengths
 from failures.driver import Death, Digests, Outcome, differences, run
+from failures.hosts import SCENARIOS, Unexpected
 from failures.matrix import Chains, cells, hits
+from failures.namespaces import NotPossible
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
-from failures.report import Results
+from failures.report import Results, Tally
 
 PARITY = "stripe classes whose parity is wrong"  # one of the digests
 
@@ -69,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only these, e.g. 'capture:*memory*'")
     parser.add_argument("--list", action="store_true", help="print the cells' names, and end")
     parser.add_argument("--plan", type=Path, help="repeat one run: a plan.json that was kept")
+    parser.add_argument("--no-hosts", action="store_true", help="leave out those of several hosts")
     parser.add_argument("--no-controls", action="store_true", help="don't break recovery by hand")
     parser.add_argument("--torchrun", action="store_true", help="all workers as its commands: takes longer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
@@ -88,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     results = Results(seed)
     _matrix(Chains(seed, lengths, cells(args.cells), forked=not args.torchrun), lengths, references, results)
+    if not args.no_hosts and args.cells == "*":
+        _hosts(results)
     if not args.no_controls:
         for part, event in CONTROLS.items():
             results.controls[part] = _is_noticed(part, event, references)
@@ -117,8 +122,25 @@ def _matrix(chains: Chains, lengths: Lengths, references: References, results: R
                 results.unmet.append(cell)
 
 
+def _hosts(results: Results) -> None:
+    """The scenarios in which several agents of torchrun stand for hosts, as further lines."""
+    for name, scenario in SCENARIOS.items():
+        try:
+            result = scenario()
+        except NotPossible as error:
+            print(f"hosts, {name}: left out: {error}", flush=True)
+            continue
+        except Unexpected as error:
+            print(f"hosts, {name}: FAILED: {error}", flush=True)
+            results.others[f"hosts: {name}"] = Tally(1, 0)
+            continue
+        print(f"hosts, {name}: {'identical' if result.identical else 'FAILED'}: {result.note}", flush=True)
+        seconds = [] if result.seconds_recovery is None else [result.seconds_recovery]
+        results.others[f"hosts: {name}"] = Tally(1, int(result.identical), seconds)
+
+
 def _is_noticed(part: Sabotage, event: Exact, references: References) -> bool:
-    plan = Plan(CONTROLLED, (event,), part)
+    plan = Plan(CONTROLLED, (event,), part, forked=True)
     reference = references.of(plan.setting)
     outcome = run(plan)
     noticed = bool(verdict(reference, outcome)) and bool(outcome.deaths)

@@ -161,6 +161,10 @@ class Results:
                     labels,
                 )
             )
+        for name, tally in self.others.items():
+            seconds = sorted(tally.recovery_s) or [0.0]
+            labels = {"phase": name, "runs": tally.runs, "identical": tally.identical}
+            rows.append(Row("failure_cell", seconds[0], "s", seconds[0], seconds[-1], tally.runs, labels))
         for part, noticed in self.controls.items():
             rows.append(
                 Row(
