@@ -178,8 +178,10 @@ class Job:
         boards = self._look()
         start = max((board.get("start") for board in boards), default=-1)
         if start != self._start:
-            self._start, self._start_began = start, now
+            before, self._start, self._start_began = self._start, start, now
             self._due = None
+            if self.plan.soak and before >= 0 and before not in self._done_events:
+                self._give_up(f"start {before} ended by itself", boards)
         boards = [board for board in boards if board.get("start") == start]
         limit_s = SOAK_START_S if self.plan.soak else START_S
         if now > self._start_began + limit_s:
