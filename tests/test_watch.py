@@ -1,0 +1,284 @@
+"""The watch: who dies or hangs is noticed by all at once; who is only slow is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from watched import Worker, watched
+
+from ecemb import watch as watch_module
+from ecemb.links import Link, drop, pair
+from ecemb.meeting import Listener, Peer, connect
+from ecemb.watch import _BEAT, _BYE, _DEAD, _DIED, _MESSAGE, EXIT_UNDECIDED, Watch
+
+DEADLINE_S = 60.0
+LONG_S = 100.0  # a timeout that never comes
+
+
+def noticed(worker: Worker) -> tuple[float, str]:
+    """When a worker logged that it ends, and the line."""
+    when, level, text = worker.told()
+    assert level == "CRITICAL"
+    assert text.startswith("PeerFailure: rank ") and "\n" not in text
+    assert text.endswith("; ending this process so that torchrun restarts the job from its arenas")
+    return when, text
+
+
+def test_a_death_is_noticed_by_all_within_a_second_whatever_they_do(tmp_path: Path) -> None:
+    """Eleven workers: not all of them are the victim's neighbours."""
+    with watched(11, LONG_S, tmp_path) as workers:
+        victim, *others = workers[4:] + workers[:4]
+        for worker, command in zip(others, ["sleep", "lock", "spin"], strict=False):
+            worker.do([command])  # the rest reads from a pipe
+        others[2].error_file.write_text("the main thread's")
+        time.sleep(0.1)
+        killed = time.monotonic()
+        victim.process.kill()
+        for worker in others:
+            when, text = noticed(worker)
+            assert "rank 4 (host h4) died" in text
+            assert 0 < when - killed < 1
+        for worker in others:
+            assert worker.ended() == EXIT_UNDECIDED
+        assert time.monotonic() - killed < 10
+        assert others[2].error_file.read_text() == "the main thread's"
+        message = json.loads(others[0].error_file.read_text())["message"]
+        assert message["message"].startswith("PeerFailure: rank 4 (host h4) died")
+        assert "time.sleep" in message["extraInfo"]["py_callstack"]
+        assert int(message["extraInfo"]["timestamp"]) >= time.time() - 60
+        assert not victim.error_file.exists()
+
+
+def test_a_hang_is_noticed_after_the_timeout_and_who_hung_ends_when_it_wakes(tmp_path: Path) -> None:
+    with watched(3, 2.0, tmp_path) as workers:
+        hung, *others = workers
+        stopped = time.monotonic()
+        os.kill(hung.process.pid, signal.SIGSTOP)
+        for worker in others:
+            when, text = noticed(worker)
+            assert "rank 0 (host h0) was silent for 2." in text
+            assert 1.7 < when - stopped < 5
+        assert [worker.ended() for worker in others] == [EXIT_UNDECIDED] * 2
+        os.kill(hung.process.pid, signal.SIGCONT)
+        assert "the other ranks count this one out: rank 0 (host h0) was silent" in hung.told()[2]
+        assert hung.ended() == EXIT_UNDECIDED
+
+
+def test_all_that_were_stopped_together_go_on(tmp_path: Path) -> None:
+    """As on a machine that was suspended: nobody takes the others for dead for its own sleep."""
+    with watched(3, 1.5, tmp_path) as workers:
+        for sign in (signal.SIGSTOP, signal.SIGCONT):
+            for worker in workers:
+                os.kill(worker.process.pid, sign)
+            time.sleep(3.0)
+        for worker in workers:
+            worker.do(["end"])
+        assert [worker.ended() for worker in workers] == [0] * 3
+
+
+def test_slow_is_not_dead(tmp_path: Path) -> None:
+    with watched(3, 1.5, tmp_path) as workers:
+        workers[1].do(["work", 4.5])
+        assert workers[1].told() == "worked"
+        for worker in workers:
+            worker.do(["close"])
+        assert [worker.told() for worker in workers] == ["closed"] * 3
+
+
+def test_who_ends_normally_alarms_nobody_and_who_fails_does(tmp_path: Path) -> None:
+    with watched(4, LONG_S, tmp_path) as workers:
+        workers[0].do(["end"])
+        assert workers[0].ended() == 0
+        workers[1].do(["close"])
+        assert workers[1].told() == "closed"
+        workers[1].process.kill()
+        workers[1].ended()
+        workers[2].do(["fail_beside_a_thread"])
+        assert "telling the other ranks" in workers[2].told()[2]
+        _, text = noticed(workers[3])
+        assert "rank 2 (host h2) ended by an exception (see its log)" in text
+        assert workers[3].ended() == EXIT_UNDECIDED
+        assert workers[2].process.poll() is None  # its thread goes on
+
+
+def test_an_exception_is_told_and_a_fork_hides_no_death(tmp_path: Path) -> None:
+    with watched(2, LONG_S, tmp_path) as workers:
+        workers[0].do(["fork"])
+        child = workers[0].told()
+        try:
+            links = [os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir()]
+            assert not [link for link in links if link.startswith("socket:")]
+            killed = time.monotonic()
+            workers[0].process.kill()
+            when, text = noticed(workers[1])
+            assert "rank 0 (host h0) died" in text and when - killed < 1
+            os.kill(child, 0)  # it is still there
+        finally:
+            os.kill(child, signal.SIGKILL)
+    with watched(2, LONG_S, tmp_path) as workers:
+        workers[0].do(["fail"])
+        assert "rank 0 (host h0) ended by an exception" in noticed(workers[1])[1]
+
+
+def test_logs_that_nobody_reads_keep_no_process_alive(tmp_path: Path) -> None:
+    with watched(2, LONG_S, tmp_path) as workers:
+        workers[1].do(["clog"])
+        time.sleep(0.3)
+        workers[0].process.kill()
+        assert workers[1].ended() == EXIT_UNDECIDED
+
+
+# --- within one process -------------------------------------------------------------------------
+
+
+class Ended(list[str]):
+    """What would have ended the process."""
+
+    def wait(self) -> str:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return self[0]
+
+
+@contextmanager
+def one(timeout_s: float = LONG_S) -> Iterator[tuple[Watch, socket.socket, Ended]]:
+    """A watch with one neighbour, who is the test."""
+    near, far = pair()
+    far.setblocking(True)
+    ended = Ended()
+    watch = Watch([Link(1, near)], 0, ["rank 0", "rank 1", "rank 2"], timeout_s, ended.append)
+    try:
+        yield watch, far, ended
+    finally:
+        watch.close()
+        drop(far)
+
+
+def dead(index: int, why: int = _DIED) -> bytes:
+    return _MESSAGE.pack(_DEAD, why, index, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (b"", "rank 1 died"),
+        (b"\1", "rank 1 died"),  # cut short
+        (_MESSAGE.pack(_BEAT, 0, 1, 0) + dead(2), "rank 2 died"),
+        (dead(0), "the other ranks count this one out: rank 0 died"),
+        (dead(3), "rank 1 sent what is no message"),
+        (dead(2, why=9), "rank 1 sent what is no message"),
+        (bytes(_MESSAGE.size), "rank 1 sent what is no message"),
+        (os.urandom(1 << 10).replace(b"\1", b"x").replace(b"\2", b"x"), ""),
+    ],
+)
+def test_what_a_neighbour_says(said: bytes, text: str) -> None:
+    with one() as (_, far, ended):
+        far.sendall(said)
+        far.shutdown(socket.SHUT_WR)
+        assert text in ended.wait()
+
+
+def test_a_goodbye_is_the_last_that_is_heard() -> None:
+    with one(timeout_s=0.2) as (watch, far, ended):
+        far.sendall(_MESSAGE.pack(_BYE, 0, 1, 0) + dead(2))
+        while far.recv(1 << 10):  # until it hangs up
+            pass
+        time.sleep(0.5)
+        watch.close()
+        assert not ended
+
+
+def test_beats_come_and_silence_is_noticed() -> None:
+    with one(timeout_s=0.5) as (_, far, ended):
+        began = time.monotonic()
+        assert ended.wait().startswith("rank 1 was silent for 0.")
+        assert time.monotonic() - began > 0.4
+        said = b""
+        while part := far.recv(1 << 10):
+            said += part
+        beats = [_MESSAGE.unpack(said[i : i + 12])[0] for i in range(0, len(said), 12)]
+        assert beats[:-1] == [_BEAT] * (len(beats) - 1) and len(beats) > 3
+        assert beats[-1] == _DEAD
+
+
+def test_a_watch_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Link) -> bool:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Link, "read", broken)
+    with one() as (_, far, ended):
+        far.sendall(_MESSAGE.pack(_BEAT, 0, 1, 0))
+        text = ended.wait()
+        assert "the watch over the other ranks failed" in text and "ZeroDivisionError: a defect" in text
+
+
+def test_who_gives_up_tells_the_others() -> None:
+    with one() as (watch, far, ended):
+        watch.fail()
+        watch.fail()
+        said = b""
+        while part := far.recv(1 << 10):
+            said += part
+        assert said.endswith(dead(0, watch_module._GAVE_UP)) and not ended
+
+
+def start(size: int) -> list[Watch]:
+    listeners = [Listener() for _ in range(size)]
+    peers = [Peer(f"rank {i}", ("127.0.0.1",), listeners[i].port) for i in range(size)]
+    watches: list[Watch] = []
+    names = [peer.name for peer in peers]
+
+    def run(index: int) -> None:
+        links = connect(listeners[index], index, peers, b"s", time.monotonic() + DEADLINE_S)
+        watches.append(Watch(links, index, names, LONG_S, errors.append))
+
+    errors: list[str] = []
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(watches) == size and not errors
+    return watches
+
+
+def test_fifty_starts_and_stops_leave_nothing() -> None:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(50):
+        watches = start(2)
+        closing = [threading.Thread(target=watch.close) for watch in watches]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(DEADLINE_S)
+        watches[0].close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads
+
+
+def test_the_error_file_is_not_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    watch_module._write_error_file("why")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    watch_module._write_error_file("why")
+    watch_module._write_error_file("another")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "why"
+
+
+def test_an_exception_that_ended_the_main_thread_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not watch_module._main_thread_failed()
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert not watch_module._main_thread_failed()  # it is alive, as in a notebook
+    assert isinstance(watch_module._last_exception(), ValueError)
