@@ -1,0 +1,70 @@
+"""A training that `test_detection.py` disturbs. Started by torchrun.
+
+    detection_worker.py FOLDER SILENCE_S
+
+The first start is slow in its first step; each start waits in the step after its third for the file
+`FOLDER/go.START`. Each rank says where it is in `FOLDER/START.RANK`: its pid, and its step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ecemb
+from ecemb import rendezvous
+
+STEPS = 12
+
+
+def slow(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end - seconds * 3 / 4:
+        pass
+    time.sleep(max(0.0, end - time.monotonic()))
+
+
+def train(folder: Path, silence_s: float) -> None:
+    start = int(os.environ["DETECTION_FIRST"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    watch = rendezvous.Watch  # the rendezvous keeps its deadline: starts take long on a busy machine
+    rendezvous.Watch = lambda links, index, names, _: watch(links, index, names, silence_s)
+    ecemb.init_process_group("gloo", job="detection", arena_dir=folder)
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"bag": ecemb.nn.ShardedEmbeddingBag(30, 4), "head": nn.Linear(4, 1)})
+    sparse = torch.optim.SGD([model["bag"].weight], lr=0.1)
+    dense = torch.optim.SGD(model["head"].parameters(), lr=0.1)
+    guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(3, 2))
+    first = guard.next_step
+    for _ in range(first, STEPS):
+        with guard.step() as step:
+            (folder / f"{start}.{rank}").write_text(f"{os.getpid()} {step.number}")
+            if step.number == 0 and start == 0 and rank == 1:
+                slow(3 * silence_s)
+                logging.warning("was slow")
+            if step.number == first + 3 and rank == 0:
+                while not (folder / f"go.{start}").exists():
+                    time.sleep(0.01)
+            sparse.zero_grad()
+            dense.zero_grad()
+            model["head"](model["bag"](torch.randint(30, (4, 2)))).square().sum().backward()
+            for parameter in model["head"].parameters():
+                dist.all_reduce(parameter.grad)
+            sparse.step()
+            dense.step()
+    guard.close()
+    (folder / f"done.{rank}").touch()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(created)f %(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
+    train(Path(sys.argv[1]), float(sys.argv[2]))
