@@ -281,7 +281,7 @@ def _watch_start(worker: Worker) -> None:
     around(opening, "_create", "creating an arena")
     around(opening, "join", "joining")
     _wrap(opening, "fill", turning("going live"))
-    around(opening, "_write_initial", "filling")
+    around(opening._Initial, "write", "filling")
     around(recovery, "_encode", "encoding")
     _wrap(opening, "recover", turning("restoring"))
     around(memory.RankMemory, "decide", "deciding")
