@@ -17,6 +17,11 @@ QUICK = (
 """For `make test`."""
 
 FULL = (
+    *QUICK,
+    Config(crashes=1, losses=1, aborts=1, steps=1),
+    Config(crashes=1, losses=1, cuts=1, steps=1),
+    Config(n=2, k=1, steps=1, crashes=1, losses=1, cuts=1),
+    Config(crashes=2, losses=2, fresh=True),
     Config(crashes=3, losses=2, fresh=True),
     Config(n=4, k=2, size=4, crashes=1, losses=2, fresh=True),
     Config(n=2, k=1, size=4, steps=1, crashes=1, losses=1),
