@@ -684,7 +684,13 @@ def count(folder: Path, meet: Barrier, deaths: dict[int, int]) -> list[list[int]
     nn.init.zeros_(table.weight)
     optimizer = torch.optim.SGD([table.weight], lr=1.0)
     dataset = Numbers(2 * SAMPLES)
-    ahead = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, 2, rank), num_workers=1)
+    ahead = DataLoader(
+        dataset,
+        BATCH,
+        sampler=DistributedSampler(dataset, 2, rank),
+        num_workers=1,
+        multiprocessing_context="fork",  # its worker sees that a killed rank is gone; a fork server's doesn't
+    )
     every = StatefulDataLoader(StatefulStream(), batch_size=BATCH)
     seed_all(0)
     head = nn.Linear(1, 1)
