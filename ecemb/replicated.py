@@ -110,8 +110,11 @@ class ReplicatedState:
         memory = slots.open(transaction, size)
         memory[: _HEAD.size] = np.frombuffer(_HEAD.pack(head, self._outline_sum), np.uint8)
         memory[_HEAD.size : _HEAD.size + head] = np.frombuffer(self._outline_bytes, np.uint8)
+        end = _HEAD.size + head
         for tensor, place in zip(tensors, places, strict=True):
+            memory[end:place] = 0  # what an earlier state left between tensors differs by rank
             _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
+            end = place + tensor.nbytes
         slots.seal(transaction)
 
     def load(self, slots: Slots, transaction: int) -> None:

@@ -226,6 +226,15 @@ def test_the_digest_is_equal_iff_the_state_is(slots: Slots) -> None:
     assert state.digest(slots, 0) != state.digest(slots, 1)
 
 
+def test_what_was_in_a_slot_before_does_not_count(slots: Slots) -> None:
+    """A newcomer's slots hold nothing of earlier, other states between the tensors."""
+    state = ReplicatedState(Net(1), [], [])
+    slots.open(0, 2 * state.size_bytes + 4096)[:] = 0xA5
+    state.save(slots, 0)
+    state.save(slots, 1)
+    assert state.digest(slots, 0) == state.digest(slots, 1)
+
+
 # --- the slots ----------------------------------------------------------------------------------
 
 
