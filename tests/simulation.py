@@ -345,7 +345,7 @@ class Rank:
     def start(self, plan: RecoveryPlan, generation: int) -> None:
         """What `open_memory` does, from the arenas on."""
         join(self.memory, self.wires, generation, generation + 1000)
-        if plan.kind == "fresh":
+        if plan.begins:
             self.report = fill(self.memory, self.wires, plan, self._write_initial, Stopwatch())
         else:
             self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
@@ -460,7 +460,7 @@ class Machines:
     def copy(self, root: Path) -> Machines:
         """The same job, as it is now, in another place."""
         shutil.copytree(self.root, root)
-        other = Machines(root, self.job)
+        other = type(self)(root, self.job)
         other.generation, other.opened = self.generation, self.opened
         return other
 
@@ -559,11 +559,11 @@ class Machines:
     def _open(self, rank: int, plan: RecoveryPlan, kept: set[str]) -> Arena:
         directory = self.directory(rank)
         for found in directory.scan(timeout_s=0):
-            if found.path.stem in kept:
+            if found.path.stem in kept and not plan.begins:
                 return Arena.attach(found)
             if found.header is None or found.header.state in (State.INIT, State.REBUILDING):
                 found.path.unlink()
-        state = State.INIT if plan.kind == "fresh" else State.REBUILDING
+        state = State.INIT if plan.begins else State.REBUILDING
         layouts, geometry = self.job.layouts(rank), self.job.geometry
         return create(directory, rank, layouts, geometry, state)
 
