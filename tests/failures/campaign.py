@@ -15,7 +15,7 @@ from pathlib import Path
 from failures.draws import Lengths
 from failures.driver import Death, Digests, Outcome, differences, run
 from failures.hosts import SCENARIOS, Unexpected
-from failures.matrix import Chains, cells, hits
+from failures.matrix import MAIN, Chains, cells, hits
 from failures.namespaces import NotPossible
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
 from failures.report import Results, Tally
@@ -91,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     results = Results(seed)
     _matrix(Chains(seed, lengths, cells(args.cells), forked=not args.torchrun), lengths, references, results)
+    if args.cells == "*":
+        _resumed(references, results)
     if not args.no_hosts and args.cells == "*":
         _hosts(results)
     if not args.no_controls:
@@ -120,6 +122,18 @@ def _matrix(chains: Chains, lengths: Lengths, references: References, results: R
             else:
                 print(f"    NOT MET: {cell}")
                 results.unmet.append(cell)
+
+
+def _resumed(references: References, results: Results) -> None:
+    """More memory is lost than the code survives, and a checkpoint is there: training resumes from it."""
+    victims = tuple(Victim(rank, True) for rank in (2, 0, 3))
+    plan = Plan(MAIN, (Exact(victims, "exchange", 17, 20),), forked=True, saves=5)
+    outcome = run(plan)
+    wrong = verdict(references.of(MAIN), outcome)
+    seconds = [death.recovery_s for death in outcome.deaths[:1] if death.recovery_s is not None]
+    wrong = wrong or ("" if seconds else "nobody died")
+    results.others["3 lost, resumed from a checkpoint"] = Tally(1, int(not wrong), seconds)
+    _told("more is lost than the code survives, and a checkpoint is there", plan, outcome, wrong)
 
 
 def _hosts(results: Results) -> None:

@@ -304,7 +304,7 @@ class Job:
             problem = (
                 f"{starts} starts, though {fatal} times somebody was killed, and {len(refused)} were refused"
             )
-        problem = "; ".join(filter(None, [problem, *found, *lost_steps(boards)]))
+        problem = "; ".join(filter(None, [problem, *found, *lost_steps(boards, self.plan.saves)]))
         results = (self.folder / "results").glob("*.json")
         digests = {int(path.stem): json.loads(path.read_text()) for path in results}
         counted = [json.loads(p.read_text()) for p in (self.folder / "lines").glob("*.json")]
@@ -324,15 +324,20 @@ def _recovery_s(fallen: Board, boards: list[Board]) -> float | None:
     return (max(ends) - fallen.get("fell_ns")) / 1e9 if ends else None
 
 
-def lost_steps(boards: list[Board]) -> list[str]:
-    """Starts that did not go on with the step in flight, or with the one after it; none, if all is well."""
+def lost_steps(boards: list[Board], back: int = 0) -> list[str]:
+    """Starts that did not go on with the step in flight, or with the one after it; none, if all is well.
+
+    Args:
+        boards: of all starts.
+        back: so many steps may be run again: those since a checkpoint.
+    """
     found: list[str] = []
     for start in sorted({board.get("start") for board in boards}):
         before = [board for board in boards if 0 <= board.get("start") < start]
         committed = max((board.get("committed") for board in before), default=-1)
         begun = 1 + max((board.get("step") for board in before), default=-1)
         resumed = {board.get("resumed") for board in boards if board.get("start") == start} - {-1}
-        if len(resumed) > 1 or any(not committed <= step <= max(begun, 0) for step in resumed):
+        if len(resumed) > 1 or any(not committed - back <= step <= max(begun, 0) for step in resumed):
             found.append(
                 f"start {start} went on from steps {sorted(resumed)}, after {begun} had been begun and "
                 f"{committed} committed"

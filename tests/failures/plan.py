@@ -129,6 +129,8 @@ class Plan:
         sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
         forked: workers are forked from torchrun's agent (`launch.py`), and not started as commands.
         soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
+        saves: after so many steps each, a checkpoint is saved, from which a start resumes that could not
+            recover; 0: never.
     """
 
     setting: Setting
@@ -136,6 +138,7 @@ class Plan:
     sabotage: Sabotage | None = None
     forked: bool = False
     soak: bool = False
+    saves: int = 0
 
     def write(self, path: Path) -> None:
         events = [{"kind": type(e).__name__, **dataclasses.asdict(e)} for e in self.events]
@@ -145,7 +148,8 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         fields = json.loads(path.read_text())
         events = tuple(_event(event) for event in fields["events"])
-        return cls(Setting(**fields["setting"]), events, fields["sabotage"], fields["forked"], fields["soak"])
+        rest = {name: fields[name] for name in ("sabotage", "forked", "soak", "saves")}
+        return cls(Setting(**fields["setting"]), events, **rest)
 
 
 def _event(fields: dict[str, Any]) -> Event:

@@ -114,10 +114,13 @@ def train(
     timeout_s: float = 90,
     say: Callable[[ecemb.Guard, int], object] = lambda guard, step: None,
     ends: Callable[[int], bool] = lambda step: False,
+    checkpoints: Path | None = None,
+    saves: int = 0,
 ) -> None:
     """Train to the end; `say` is called with the number of each step when it begins and when it has ended.
 
-    If `ends` is true of the next step's number, on all ranks, that is the end.
+    If `ends` is true of the next step's number, on all ranks, that is the end. Every `saves` steps a
+    checkpoint is saved, if there is a folder for `checkpoints`.
     """
     ecemb.init_process_group(
         "gloo", job="failures", arena_dir=arena_dir, host=host, timeout=timedelta(seconds=timeout_s)
@@ -140,6 +143,7 @@ def train(
         code=ecemb.Code(n=setting.n, k=setting.k),
         state=[schedule, progress],
         failure_domain=failure_domain,
+        resume=checkpoints,
     )
     data = batches(setting, rank, guard.next_step)
     probe = torch.arange(0, USERS, 10)[:, None]
@@ -177,6 +181,8 @@ def train(
             if step.number % ABORT_EVERY == ABORT_EVERY - 1 and rank == step.number // ABORT_EVERY % ranks:
                 step.abort()
         say(guard, step.number)
+        if checkpoints is not None and (step.number + 1) % saves == 0:
+            guard.save(checkpoints)
         if step.number % 10 == 9:
             with torch.no_grad():  # a look at the model between steps
                 model.users(probe)
@@ -258,6 +264,8 @@ def main() -> None:
         if worker.plan.soak:
             observer = Observer(folder, worker.start)
             train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=observer.look, ends=observer.ends)
+        elif worker.plan.saves:
+            train(*arguments, checkpoints=folder / "checkpoints", saves=worker.plan.saves)
         else:
             train(*arguments)
     except ecemb.errors.JobFinished:  # killed while it was closing: its results are there
