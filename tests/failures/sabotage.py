@@ -142,7 +142,7 @@ def prepared_first() -> list[Patch]:
     exchange = Transactions._exchange
 
     def prepares(self: Transactions, transaction: int, *args: Any) -> Any:
-        self._memory.prepare(transaction)
+        self._memory.arena.set("prepared", transaction)
         return exchange(self, transaction, *args)
 
     return [(Transactions, "_exchange", prepares)]
