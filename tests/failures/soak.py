@@ -67,7 +67,7 @@ class Soak(Job):
             partial.write_text(str(self.steps))
             partial.rename(self.folder / "stop")
         for path, board in list(self._boards.items()):
-            if board.get("start") < self._start - OLD_STARTS:
+            if 0 <= board.get("start") < self._start - OLD_STARTS:  # -1: its process is only beginning
                 self._past.append(self._boards.pop(path))
                 path.unlink()
 
