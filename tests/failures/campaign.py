@@ -90,14 +90,18 @@ def main(arguments: list[str] | None = None) -> int:
         return int(_told("run", plan, outcome, verdict(references.of(plan.setting), outcome)))
     began = time.monotonic()
     results = Results(seed)
-    _matrix(Chains(seed, lengths, cells(args.cells), forked=not args.torchrun), lengths, references, results)
-    if args.cells == "*":
-        _resumed(references, results)
-    if not args.no_hosts and args.cells == "*":
-        _hosts(results)
-    if not args.no_controls:
-        for part, event in CONTROLS.items():
-            results.controls[part] = _is_noticed(part, event, references)
+    asked = cells(args.cells)
+    try:
+        _matrix(Chains(seed, lengths, asked, forked=not args.torchrun), lengths, references, results)
+        if args.cells == "*":
+            _resumed(references, results)
+        if not args.no_hosts and args.cells == "*":
+            _hosts(results)
+        if not args.no_controls:
+            for part, event in CONTROLS.items():
+                results.controls[part] = _is_noticed(part, event, references)
+    except (KeyboardInterrupt, SystemExit):
+        results.interrupt(asked)
     print(results)
     print(f"{time.monotonic() - began:.0f} s in all, seed {seed}")
     if args.json:

@@ -48,6 +48,8 @@ class Results:
         unmet: cells that no run could be brought to meet.
         controls: part of recovery that was left out -> whether it was noticed.
         others: further scenarios, by name.
+        interrupted: whether it was ended before its time.
+        not_reached: cells that had not had their turn then.
     """
 
     def __init__(self, seed: int) -> None:
@@ -55,6 +57,8 @@ class Results:
         self.unmet: list[Cell] = []
         self.controls: dict[str, bool] = {}
         self.others: dict[str, Tally] = {}
+        self.interrupted = False
+        self.not_reached: list[Cell] = []
         self._cells: dict[Cell, Tally] = defaultdict(Tally)
         self._settings: dict[Setting, Tally] = defaultdict(Tally)
         self._roles: Counter[str] = Counter()
@@ -86,12 +90,17 @@ class Results:
                 self._roles[chain.roles[index]] += 1
         self._kills.update(death.what for death in outcome.deaths)
 
+    def interrupt(self, asked: list[Cell]) -> None:
+        """The run ends before its time: what is known is shown, and it counts as failed."""
+        self.interrupted = True
+        self.not_reached = [cell for cell in asked if cell not in self._cells and cell not in self.unmet]
+
     @property
     def failed(self) -> bool:
         """Whether anything did not hold."""
         tallies = [*self._cells.values(), *self.others.values()]
         held = all(tally.holds for tally in tallies) and all(self.controls.values())
-        return bool(self._wrong or self.unmet) or not held
+        return bool(self._wrong or self.unmet or self.interrupted) or not held
 
     def __str__(self) -> str:
         r = MAIN.tolerated
@@ -128,7 +137,10 @@ class Results:
             lines.append(f"without {part!r}: {'noticed' if noticed else 'NOT NOTICED'}")
         lines += [f"NOT MET: {cell}" for cell in self.unmet] + [f"FAILED: {text}" for text in self._wrong]
         held = sum(tally.holds for tally in self._cells.values())
-        lines += ["", f"{held} of {len(self._cells) + len(self.unmet)} cells hold"]
+        if self.interrupted:
+            lines.append(f"INTERRUPTED: {len(self.not_reached)} cells had not had their turn")
+        total = len(self._cells) + len(self.unmet) + len(self.not_reached)
+        lines += ["", f"{held} of {total} cells hold"]
         return "\n".join(lines)
 
     def _text(self, cell: Cell) -> str:
