@@ -358,6 +358,8 @@ def _refusals(folder: Path, plan: Plan, boards: list[Board]) -> tuple[dict[int, 
             continue
         told = [json.loads(path.read_text()) for path in folder.glob(f"{start}.rank*.json")]
         before, verdict = folder / f"{start}.before.json", folder / f"{start}.verdict.json"
+        if not any(board.get("event") == start - 1 for board in boards):
+            continue  # the job was over before the kill that would have led here
         if not told:
             states = json.loads(before.read_text())["states"] if before.exists() else []
             live = any(state in LIVE for state in states) and FINISHED not in states
