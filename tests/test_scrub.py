@@ -522,11 +522,10 @@ def test_warnings_come_from_rank_0_and_from_whose_memory_it_is(
         assert {record.levelname for record in caplog.records} == {"DEBUG"}
         assert len(caplog.records) == 5
         caplog.clear()
-        for memory in (scrubs.memories[2], scrubs.memories[3]):
-            memory.space.tables[0].columns[0][:, 0] ^= np.uint8(1)
+        scrubs.memories[3].space.tables[0].columns[0][:, 0] ^= np.uint8(1)
         scrubs()
         warned = Counter(int(r.getMessage().split()[1][:-1]) for r in caplog.records if r.levelno == 30)
-        assert set(warned) == {0, 2, 3} and max(warned.values()) <= scrub._LOGGED + 2
+        assert set(warned) == {0, 3} and max(warned.values()) <= scrub._LOGGED + 2
         assert warned[0] == scrub._LOGGED + 2
 
 
