@@ -142,10 +142,8 @@ def agree(
     if survivors:
         constants = survivors[0].constants
         then = json.loads(constants.layout)
-        room_bytes, lineage = (
-            then["rank_state_bytes"],
-            then.get("lineage", ""),
-        )  # not in arenas that older versions made
+        room_bytes = then["rank_state_bytes"]
+        lineage = then.get("lineage", "")  # not in arenas that older versions made
         if session.world_size > 1:
             placement = Placement(constants.n, constants.k, constants.positions)
         if constants.layout_hash != _hash(told, room_bytes):

@@ -177,9 +177,7 @@ class Guard:
             UsageError: a step is open, the loader was given before, or the guard is closed.
             StepFailed: a step failed.
         """
-        self._check_usable()
-        if self._is_open():
-            raise UsageError("guard.batches() inside guard.step(): call it once, before the training loop")
+        self._check_between_steps("batches", "call it once, before the training loop")
         return bind(loader, self._rank_state, self._is_open)
 
     def scrub(self, fraction: float = 1.0) -> ScrubReport:
@@ -213,9 +211,7 @@ class Guard:
             UndeclaredWrite: a protected table was written without being declared.
             PeerFailure: a peer died or failed; what was repaired until then stays so.
         """
-        self._check_usable()
-        if self._is_open():
-            raise UsageError("guard.scrub() inside guard.step(): leave the with block first")
+        self._check_between_steps("scrub")
         return self._scrubber.scrub(fraction, self._tables.check)
 
     def save(
@@ -249,9 +245,7 @@ class Guard:
             StepFailed: an earlier step failed.
             PeerFailure: a peer died.
         """
-        if self._is_open():
-            raise UsageError("guard.save() inside guard.step(): leave the with block first")
-        self._check_usable()
+        self._check_between_steps("save")
         self._tables.check()
         self._saver.save(path, keep=keep, asynchronous=asynchronous)
 
@@ -296,9 +290,7 @@ class Guard:
         """
         if self._closed:
             return
-        if self._is_open():
-            raise UsageError("guard.close() inside guard.step(): leave the with block first")
-        self._check_usable()
+        self._check_between_steps("close")
         self._tables.check()
         self._saver.finish()
         self._transport.barrier("closing the job")
@@ -336,6 +328,11 @@ class Guard:
                 f"restarts the job; it goes on from step {self.next_step}"
             )
         self._memory.arena.get("state")  # raises in a forked child, before it uses its parent's connections
+
+    def _check_between_steps(self, call: str, way_out: str = "leave the with block first") -> None:
+        if self._is_open():
+            raise UsageError(f"guard.{call}() inside guard.step(): {way_out}")
+        self._check_usable()
 
     def _undone(self, step: Step, ranks: list[int]) -> None:
         step.aborted = True

@@ -29,12 +29,11 @@ from .errors import (
 )
 from .memory import RankMemory
 from .replicated import ReplicatedState
-from .store import CheckpointFolder
+from .store import SIGHT_S, CheckpointFolder
 from .transport import Transport
 
 logger = logging.getLogger("ecemb")
 
-_SIGHT_S = 5.0
 _POLL_S = 0.2
 
 Path = str | os.PathLike[str]
@@ -101,17 +100,18 @@ class Saver:
         rank, size = self._transport.rank, self._transport.world_size
         pieces = pieces_of(self._memory, self._shards, rank, size)
         if asynchronous:
-            pieces = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
-        if not asynchronous:
+            copies = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+            if self._aside is None:
+                self._aside = self._another()
+                atexit.register(self._wait)
+            arguments = (self._aside, writer, token, facts, copies, keep)
+            self._thread = threading.Thread(
+                target=self._behind, args=arguments, name="ecemb-save", daemon=True
+            )
+            self._thread.start()
+        else:
             self._write(self._transport, writer, token, facts, pieces, keep)
             self._log(writer, facts, time.perf_counter() - began)
-            return
-        if self._aside is None:
-            self._aside = self._another()
-            atexit.register(self._wait)
-        arguments = (self._aside, writer, token, facts, pieces, keep)
-        self._thread = threading.Thread(target=self._behind, args=arguments, name="ecemb-save", daemon=True)
-        self._thread.start()
 
     def drain(self) -> None:
         """Waits for the save in the background, if there is one.
@@ -135,9 +135,9 @@ class Saver:
             CheckpointFailed, PeerFailure: the save in the background failed.
         """
         self.drain()
+        if self._transport.rank != 0:
+            return
         for name, store in sorted(self._stores.items()):
-            if self._transport.rank != 0:
-                continue
             try:
                 store.finish(self._job.name, self._memory.committed)
             except (EcembError, OSError) as error:
@@ -288,7 +288,7 @@ def find(reader: CheckpointReader, transport: Transport, job: str) -> Stored | N
         found[0] = reader.newest()
         return "" if found[0] is None else found[0].name
 
-    deadline = time.monotonic() + _SIGHT_S
+    deadline = time.monotonic() + SIGHT_S
     while True:
         names = shared(transport, f"looking for a checkpoint in {name_of(reader)}", look)
         if len(set(names)) == 1:

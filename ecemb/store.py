@@ -41,7 +41,7 @@ FACTS = "ecemb.json"
 _NAME = re.compile(r"step-(\d{12,})")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_SIGHT_S = 5.0  # how long a folder on a network may take to be seen by other hosts
+SIGHT_S = 5.0  # how long a folder on a network may take to be seen by other hosts
 _POLL_S = 0.1
 
 
@@ -212,7 +212,7 @@ class CheckpointFolder:
             )
 
     def _await_sight(self, folder: Path) -> None:
-        deadline = time.monotonic() + _SIGHT_S
+        deadline = time.monotonic() + SIGHT_S
         while not os.path.isdir(folder):
             if time.monotonic() > deadline:
                 raise CheckpointFailed(

@@ -540,7 +540,7 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
         elsewhere = mock.patch.object(
             CheckpointFolder, "_await_sight", lambda self, path: hidden(self, path / "elsewhere")
         )
-        with mock.patch("ecemb.store._SIGHT_S", 0.01):
+        with mock.patch("ecemb.store.SIGHT_S", 0.01):
             if place.index == 1:
                 with elsewhere, refused(CheckpointFailed, "not there on this rank", "all ranks share"):
                     guard.save(folder)

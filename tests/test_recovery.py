@@ -120,6 +120,16 @@ def cases(moments: dict[int, int], share: int, rng: random.Random) -> list[tuple
     return every[rng.randrange(share) :: share]
 
 
+def run_trials(base: Machines, share: int, rng: random.Random, folder: Path) -> None:
+    """The next step of a job, once for each case: a rank is killed at a moment of it, maybe others, too."""
+    folder.mkdir(exist_ok=True)
+    moments = base.copy(folder / "rehearsal").run(DONE + 1).moments
+    for rank, end in cases(moments, share, rng):
+        others = some_ends(moments, 0.3, rng)
+        machines = base.copy(folder / f"{rank}-{end}")
+        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
+
+
 @pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 7, 12, 12, 16), strict=True)])
 def test_every_rank_killed_at_every_moment(
     shape: tuple[int, int, int],
@@ -129,12 +139,7 @@ def test_every_rank_killed_at_every_moment(
     seed: int,
 ) -> None:
     """Really every one with two ranks; with more, another sample in every run of the tests."""
-    rng = random.Random(seed)
-    moments = begun[shape].copy(tmp_path / "rehearsal").run(DONE + 1).moments
-    for rank, end in cases(moments, share, rng):
-        others = some_ends(moments, 0.3, rng)
-        machines = begun[shape].copy(tmp_path / f"{rank}-{end}")
-        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
+    run_trials(begun[shape], share, random.Random(seed), tmp_path)
 
 
 @pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES[:3], (1, 6, 9), strict=True)])
@@ -183,11 +188,7 @@ def test_every_rank_killed_while_a_step_is_aborted(
     life = rehearsal.run(DONE + 2)
     assert not life.failures
     rehearsal.check(DONE + 2)
-    moments = base.copy(tmp_path / "again").run(DONE + 1).moments
-    for rank, end in cases(moments, share, rng):
-        others = some_ends(moments, 0.3, rng)
-        machines = base.copy(tmp_path / f"{rank}-{end}")
-        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
+    run_trials(base, share, rng, tmp_path / "trials")
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
