@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from . import durable, rankstate, saver
-from .adapters.nn import ShardedEmbeddingBag
-from .adapters.sparse import SparseTable, SparseTables
+from .adapters.engine import EngineTable
+from .adapters.tables import Tables
 from .checkpoint import CheckpointReader, Stored
 from .code import Code
 from .durable import Shard
@@ -53,7 +53,7 @@ class Request:
     Attributes:
         model: the whole model.
         optimizers: all optimizers of the training.
-        modules: the tables' modules by key.
+        modules: modules of tables that are sharded by hand, by key.
         code: the (n, k) code.
         state: the user's objects.
         failure_domain: see `ecemb.protect`.
@@ -100,7 +100,7 @@ def agree(
     session: Session,
     request: Request,
     transport: Transport,
-    tables: SparseTables,
+    tables: Tables,
     state_bytes: int,
 ) -> World:
     """Compares what all ranks have and ask for, and decides how the job goes on. All ranks.
@@ -190,11 +190,9 @@ def agree(
     return World(placement, plan, own_layouts, block_words, constants, shards, lineage, stored, lost)
 
 
-def _shard(table: SparseTable, world_size: int) -> Shard:
-    module = table.module
-    if isinstance(module, ShardedEmbeddingBag) and module.world_size == world_size:
-        return Shard(table.layout, module.rows.start, module.num_embeddings)
-    return Shard(table.layout)
+def _shard(table: EngineTable, world_size: int) -> Shard:
+    whole = table.whole(world_size)
+    return Shard(table.layout) if whole is None else Shard(table.layout, *whole)
 
 
 def _hash(told: Sequence[dict[str, Any]], room_bytes: int) -> str:

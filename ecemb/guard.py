@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapters.nn import ShardedEmbeddingBag
-from .adapters.sparse import Hooks
+from .adapters.engine import Hooks
 from .agreement import FailureDomain, Request
 from .batches import Batches, bind
 from .checkpoint import CheckpointReader, CheckpointWriter
@@ -403,20 +402,10 @@ def protect(
         raise ConfigurationError(f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}")
     if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {code!r}")
-    found: dict[str, nn.Module] = {
-        name or "model": module
-        for name, module in model.named_modules()
-        if isinstance(module, ShardedEmbeddingBag)
-    }
-    if overlap := sorted(set(found) & set(tables or {})):
-        raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
-    given = dict((tables or {}).items())
-    known = {id(module) for module in given.values()}
-    modules = {name: m for name, m in found.items() if id(m) not in known} | given
     request = Request(
         model=model,
         optimizers=_listed(optimizers, torch.optim.Optimizer),
-        modules=modules,
+        modules=dict(tables or {}),
         code=code,
         state=_listed(state, None),
         failure_domain=failure_domain,

@@ -23,7 +23,7 @@ from .kernels import Kernels
 from .parity import ParityBlocks
 from .placement import Placement
 from .replicated import Slots
-from .rows import RowSpace, Table, TableLayout
+from .rows import RowSpace, Table, TableLayout, arrange
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
@@ -61,11 +61,8 @@ class RankMemory:
         self.geometry = geometry
         self.rank = arena.header().constants.rank
         rows = arena.region("rows")
-        tables: list[Table] = []
-        at = 0
-        for layout in layouts:
-            tables.append(Table(layout, rows[at : at + layout.memory_bytes], kernels))
-            at += layout.memory_bytes
+        starts, _ = arrange(layouts)
+        tables = [Table(layout, rows, at, kernels) for layout, at in zip(layouts, starts, strict=True)]
         self.space = RowSpace(tables, geometry.generator.shape[1])
         self.parity: ParityBlocks | None = None
         if geometry.placement is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from . import durable, kernels, rankstate
-from .adapters.sparse import SparseTables
+from .adapters.tables import Tables, find
 from .agreement import Request, World, agree
 from .arena import Arena
 from .checkpoint import CheckpointReader, Stored
@@ -34,7 +34,7 @@ from .rankstate import RankState
 from .recovery import RecoveryReport, Stopwatch, fill, join, recover
 from .rendezvous import Session
 from .replicated import ReplicatedState
-from .rows import WORD_BYTES
+from .rows import WORD_BYTES, arrange
 from .saver import Saver, name_of, shared
 from .transport import Transport
 
@@ -49,7 +49,7 @@ class Opened:
 
     memory: RankMemory
     transport: Transport
-    tables: SparseTables
+    tables: Tables
     replicated: ReplicatedState
     rank_state: RankState
     saver: Saver
@@ -65,11 +65,9 @@ def open_memory(session: Session, request: Request) -> Opened:
     watch = Stopwatch()
     with watch.phase("agree"):
         transport = _control_group(session)
-        tables, rank_state, state_bytes = transport.together(
+        tables, replicated, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )
-        weights = [table.weight for table in tables.tables]
-        replicated = ReplicatedState(request.model, request.optimizers, weights)
         world = agree(session, request, transport, tables, state_bytes)
     cpu = kernels.get("cpu")
     before = session.arena
@@ -94,7 +92,9 @@ def open_memory(session: Session, request: Request) -> Opened:
     else:
         report = recover(memory, transport, world.plan, cpu, watch)
         with watch.phase("restore"):
-            transport.together("pointing to the tables", lambda: _place(memory, tables, fresh=False))
+            transport.together(
+                "pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False)
+            )
             transport.together(
                 "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
             )
@@ -128,10 +128,11 @@ def _control_group(session: Session) -> Transport:
     return Transport(group, session.patience_s)
 
 
-def _checked(request: Request) -> tuple[SparseTables, RankState, int]:
-    tables = SparseTables(request.modules, request.optimizers)
+def _checked(request: Request) -> tuple[Tables, ReplicatedState, RankState, int]:
+    tables, optimizers = find(request.model, request.modules, request.optimizers)
+    replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)
     rank_state = RankState(request.state, tables.state, tables.set_state)
-    return tables, rank_state, rankstate.room(len(rank_state.pack()))
+    return tables, replicated, rank_state, rankstate.room(len(rank_state.pack()))
 
 
 def _memory(
@@ -195,7 +196,7 @@ def _built(code: Code) -> bytes:
 
 
 def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
-    rows = sum(layout.memory_bytes for layout in world.layouts)
+    _, rows = arrange(world.layouts)
     journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
     parity, inbox = 0, session.world_size * WORD_BYTES
     if geometry.placement is not None:
@@ -216,11 +217,6 @@ def _create(session: Session, world: World, geometry: Geometry, replicated: Repl
     return Arena.create(session.directory, constants, sizes, state=state, timeout_s=session.timeout_s)
 
 
-def _place(memory: RankMemory, tables: SparseTables, *, fresh: bool) -> None:
-    for table, stored in zip(tables.tables, memory.space.tables, strict=False):
-        table.place(stored.columns, fresh=fresh)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Initial:
     """Fills new arenas: with the model as it is, or from a checkpoint."""
@@ -229,7 +225,7 @@ class _Initial:
     world: World
     memory: RankMemory
     transport: Transport
-    tables: SparseTables
+    tables: Tables
     rank_state: RankState
     replicated: ReplicatedState
 
@@ -238,7 +234,8 @@ class _Initial:
         transport, transaction = self.transport, self.world.plan.transaction
         if self.world.stored is None:
             transport.together(
-                "initialising the tables", lambda: _place(self.memory, self.tables, fresh=True)
+                "initialising the tables",
+                lambda: self.tables.place(self.memory.space.tables, fresh=True),
             )
             read: list[bytes] = []
         else:
@@ -257,7 +254,7 @@ class _Initial:
         read: list[bytes] = []
 
         def act() -> str:
-            _place(self.memory, self.tables, fresh=False)
+            self.tables.place(self.memory.space.tables, fresh=False)
             read.append(durable.restore(reader, stored, *parts))
             return ""
 

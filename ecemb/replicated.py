@@ -76,6 +76,7 @@ class ReplicatedState:
         optimizers: of those that have dense parameters, options are taken, and state but for that of
             protected parameters.
         protected: the protected parameters.
+        aside: modules whose buffers are not taken.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class ReplicatedState:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         protected: Iterable[nn.Parameter],
+        aside: Iterable[nn.Module] = (),
     ) -> None:
         self._model = model
+        self._aside = list(aside)
         self._protected = {id(parameter) for parameter in protected}
         self._optimizers = [optimizer for optimizer in optimizers if self._dense(optimizer)]
         self._outline: object = None
@@ -164,7 +167,8 @@ class ReplicatedState:
             for name, parameter in self._model.named_parameters()
             if id(parameter) not in self._protected
         }
-        tensors.update(self._model.named_buffers())
+        aside = {id(buffer) for module in self._aside for _, buffer in nn.Module.named_buffers(module)}
+        tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in aside)
         for name, tensor in tensors.items():
             if tensor.is_meta or tensor.layout is not torch.strided:
                 raise ConfigurationError(

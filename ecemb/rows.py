@@ -12,6 +12,7 @@ Must not know: optimizers, processes, what is done with the bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -52,11 +53,14 @@ class TableLayout:
         name: the table's key, unique on the rank.
         rows: number of local rows, 0 allowed.
         columns: the row-aligned tensors, in the order of their bytes in the record.
+        group: neighbours in the row space that name the same group lie column by column in memory: the
+            first columns of all, end to end, then the second ones; "" for a table that lies alone.
     """
 
     name: str
     rows: int
     columns: tuple[Column, ...]
+    group: str = ""
 
     @property
     def record_words(self) -> int:
@@ -68,24 +72,46 @@ class TableLayout:
         """8-byte words of all records."""
         return self.rows * self.record_words
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the tensors take in the arena, each aligned to 64."""
-        return sum(_aligned(self.rows * column.row_bytes) for column in self.columns)
-
     def to_json(self) -> list[object]:
         """This layout as plain lists, for headers and for comparison between ranks."""
-        return [self.name, self.rows, [[c.name, c.dtype, c.row_bytes] for c in self.columns]]
+        return [self.name, self.rows, [[c.name, c.dtype, c.row_bytes] for c in self.columns], self.group]
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> TableLayout:
         """Inverse of `to_json`."""
-        name, rows, columns = fields
-        return cls(name, rows, tuple(Column(*column) for column in columns))
+        name, rows, columns, group = fields
+        return cls(name, rows, tuple(Column(*column) for column in columns), group)
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
+    """Where each column of each table lies in memory; every group's columns are aligned to 64 bytes.
+
+    Args:
+        layouts: the rank's tables, in the order of their addresses.
+
+    Returns:
+        For each table the byte at which each of its columns starts, and the bytes of all tables together.
+
+    Raises:
+        ConfigurationError: tables of a group have different numbers of columns.
+    """
+    starts: list[list[int]] = []
+    end = 0
+    alone = itertools.count()
+    for _, neighbours in itertools.groupby(layouts, lambda layout: layout.group or next(alone)):
+        group = list(neighbours)
+        if len({len(layout.columns) for layout in group}) > 1:
+            raise ConfigurationError(
+                f"tables {[layout.name for layout in group]} are in one group, and have different columns"
+            )
+        places: list[list[int]] = [[] for _ in group]
+        for i in range(len(group[0].columns)):
+            for place, layout in zip(places, group, strict=True):
+                place.append(end)
+                end += layout.rows * layout.columns[i].row_bytes
+            end = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        starts += places
+    return starts, end
 
 
 class Table:
@@ -93,26 +119,27 @@ class Table:
 
     Args:
         layout: the shard's layout.
-        memory: uint8 [layout.memory_bytes], 64-byte aligned; holds the columns one after another. Read and
-            overwritten in place.
+        memory: uint8, of all tables of the rank, 64-byte aligned. Read and overwritten in place.
+        starts: the byte of `memory` at which each column starts, as `arrange` gives it.
         kernels: does the gathering and scattering.
     """
 
-    def __init__(self, layout: TableLayout, memory: NDArray[np.uint8], kernels: Kernels) -> None:
+    def __init__(
+        self, layout: TableLayout, memory: NDArray[np.uint8], starts: Sequence[int], kernels: Kernels
+    ) -> None:
         self.layout = layout
         self.columns: list[NDArray[np.uint8]] = []
         self._kernels = kernels
         self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
-        start = offset = 0
-        for column in layout.columns:
+        offset = 0
+        for column, start in zip(layout.columns, starts, strict=True):
             size = layout.rows * column.row_bytes
             rows = memory[start : start + size].reshape(layout.rows, column.row_bytes)
             self.columns.append(rows)
             if column.row_bytes:
-                width = math.gcd(WORD_BYTES, column.row_bytes, offset)
+                width = math.gcd(WORD_BYTES, column.row_bytes, offset, start)
                 element = f"u{width}"
                 self._parts.append((rows.view(element), element, offset // width))
-            start += _aligned(size)
             offset += column.row_bytes
         self._padded = offset % WORD_BYTES != 0
 

@@ -38,7 +38,7 @@ from ecemb.placement import Placement
 from ecemb.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery import Stopwatch, fill, join, recover
 from ecemb.replicated import ReplicatedState
-from ecemb.rows import WORD_BYTES, TableLayout, cut
+from ecemb.rows import WORD_BYTES, TableLayout, arrange, cut
 from ecemb.transaction import Transactions
 from ecemb.transport import Transport
 
@@ -408,7 +408,7 @@ def create(
         for c, _ in placement.kept(rank):
             longest = class_words(placement, geometry.block_words, c)
             inbox += (4 * longest + 8) * placement.k * WORD_BYTES
-    rows = sum(layout.memory_bytes for layout in layouts)
+    _, rows = arrange(layouts)
     journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
     fixed = {"rows": rows, "parity": parity}
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}

@@ -21,7 +21,10 @@ journal parity transport replicated rankstate loaders plan roster links checkpoi
 memory meeting watch dcp
 stripes
 transaction recovery rendezvous scrub durable store
-adapters adapters.nn adapters.sparse batches saver
+adapters adapters.engine adapters.nn batches saver
+adapters.sparse adapters.fbgemm
+adapters.torchrec
+adapters.tables
 agreement
 opening
 guard nn

@@ -13,7 +13,7 @@ import torch
 from ecemb import rankstate
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed
 from ecemb.rankstate import RankState
-from ecemb.rows import WORD_BYTES
+from ecemb.rows import WORD_BYTES, arrange
 
 
 class Counter:
@@ -272,4 +272,4 @@ def test_the_room_lets_a_state_double() -> None:
 
 def test_the_layout_is_a_table_of_one_row() -> None:
     table = rankstate.layout(40)
-    assert (table.rows, table.record_words, table.memory_bytes) == (1, 5, 64)
+    assert (table.rows, table.record_words, arrange([table])) == (1, 5, ([[0]], 64))

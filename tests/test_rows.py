@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ecemb import kernels
 from ecemb.errors import ConfigurationError
-from ecemb.rows import ALIGN_BYTES, WORD_BYTES, Column, RowSpace, Table, TableLayout, cut
+from ecemb.rows import ALIGN_BYTES, WORD_BYTES, Column, RowSpace, Table, TableLayout, arrange, cut
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8]
 DIMS = [1, 3, 7, 16]
@@ -35,9 +35,10 @@ def random_bytes(size: int, rng: random.Random) -> NDArray[np.uint8]:
 
 def bound(table: TableLayout, rng: random.Random, kernel: str = "reference") -> Table:
     """A table over random bytes, 64-byte aligned as in an arena."""
-    memory = random_bytes(table.memory_bytes + ALIGN_BYTES, rng)
+    (starts,), size = arrange([table])
+    memory = random_bytes(size + ALIGN_BYTES, rng)
     skip = -memory.ctypes.data % ALIGN_BYTES
-    return Table(table, memory[skip : skip + table.memory_bytes], kernels.get(kernel))
+    return Table(table, memory[skip : skip + size], starts, kernels.get(kernel))
 
 
 def record_bytes(table: Table, row: int) -> bytes:

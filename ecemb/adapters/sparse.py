@@ -9,7 +9,6 @@ Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
-from ..rows import Column, TableLayout
+from ..rows import Column, Table, TableLayout
+from .engine import Hooks, Ids
+from .nn import ShardedEmbeddingBag
 
-Ids = NDArray[np.int64]
 Optimizer = torch.optim.Optimizer
 
 _STATES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -66,6 +66,12 @@ class SparseTable:
         dtype = str(self.weight.dtype).removeprefix("torch.")
         columns = (Column(name, dtype, row_bytes) for name in ("weight", *self.states))
         return TableLayout(self.name, rows, tuple(columns))
+
+    def whole(self, world_size: int) -> tuple[int, int] | None:
+        """See `EngineTable.whole`."""
+        if isinstance(self.module, ShardedEmbeddingBag) and self.module.world_size == world_size:
+            return self.module.rows.start, self.module.num_embeddings
+        return None
 
     def place(self, columns: Sequence[NDArray[np.uint8]], *, fresh: bool) -> None:
         """Moves the table into the arena.
@@ -185,23 +191,8 @@ class SparseTable:
         return tensors
 
 
-@dataclasses.dataclass
-class Hooks:
-    """What the tables tell, and ask, whoever protects them.
-
-    Attributes:
-        capture: called with a table's index and the rows (int64, ascending, distinct) about to change.
-        is_open: whether a step is open.
-        on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
-    """
-
-    capture: Callable[[int, Ids], None]
-    is_open: Callable[[], bool]
-    on_undeclared: Callable[[], None]
-
-
 class SparseTables:
-    """All protected tables of this rank.
+    """The engine of tables that torch.optim updates.
 
     Args:
         modules: the tables' modules by key.
@@ -210,6 +201,8 @@ class SparseTables:
     Raises:
         UnsupportedTable, UnsupportedOptimizer: see `SparseTable`.
     """
+
+    name = "sparse"
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
         owners: dict[int, Optimizer] = {}
@@ -232,16 +225,22 @@ class SparseTables:
                     f"tables {other!r} and {name!r} share one weight: name it once in tables="
                 )
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
-        weights = {id(table.weight) for table in self.tables}
+        self.parameters = [table.weight for table in self.tables]
+        self.aside: list[nn.Module] = []
+        weights = {id(weight) for weight in self.parameters}
         self._alone = [  # the optimizers that have no dense parameters: other ranks may not have them
             optimizer
             for optimizer in optimizers
             if all(id(p) in weights for group in optimizer.param_groups for p in group["params"])
         ]
         self._handles: list[Any] = []
-        self._by_name = {table.name: index for index, table in enumerate(self.tables)}
         self._touched: set[int] = set()
         self._gradients: dict[int, tuple[torch.Tensor | None, tuple[int, ...] | None]] = {}
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves the tables into the arena; see `SparseTable.place`."""
+        for table, one in zip(self.tables, stored, strict=True):
+            table.place(one.columns, fresh=fresh)
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with optimizers and modules; from here on undeclared changes raise."""
@@ -261,24 +260,8 @@ class SparseTables:
             handle.remove()
         self._handles.clear()
 
-    def touch(self, name: str, rows: torch.Tensor) -> None:
-        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
-
-        Raises:
-            UsageError: no such table, no open step, or a row that the shard doesn't have.
-        """
-        if name not in self._by_name:
-            raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
-        if not self._hooks.is_open():
-            raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
-        index = self._by_name[name]
-        ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
-        count = self.tables[index].weight.shape[0]
-        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
-            raise UsageError(
-                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() was given "
-                f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
-            )
+    def touch(self, index: int, ids: Ids) -> None:
+        """Captures rows of a table that are about to be written by hand."""
         if index not in self._touched:
             self._check(self.tables[index])
         self._hooks.capture(index, ids)
@@ -404,7 +387,7 @@ class SparseTables:
                     f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
                     f"step: load before ecemb.protect(), or inside `with guard.step():`"
                 )
-            self.touch(table.name, torch.arange(table.weight.shape[0]))
+            self.touch(index, np.arange(table.weight.shape[0]))
 
         return before
 

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 import ecemb
-from ecemb.adapters.sparse import Hooks, SparseTables
+from ecemb.adapters.engine import Hooks
+from ecemb.adapters.sparse import SparseTables
+from ecemb.adapters.tables import Tables
 from ecemb.errors import EcembError, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ecemb.rows import Column, TableLayout
 
@@ -54,9 +56,10 @@ class Watched:
         self.captured: list[tuple[int, list[int]]] = []
         self.undeclared = 0
         self.is_open = False
-        self.tables = SparseTables(modules, optimizers)
-        self.memory = [allocate(table.layout) for table in self.tables.tables]
-        for table, columns in zip(self.tables.tables, self.memory, strict=True):
+        self.engine = SparseTables(modules, optimizers)
+        self.tables = Tables([self.engine])
+        self.memory = [allocate(table.layout) for table in self.engine.tables]
+        for table, columns in zip(self.engine.tables, self.memory, strict=True):
             table.place(columns, fresh=fresh)
         self.tables.watch(Hooks(self._capture, lambda: self.is_open, self._on_undeclared))
 
@@ -162,7 +165,7 @@ def test_rows_are_captured_before_they_change_and_with_several_steps_each_time()
     watched, module, optimizer = watch()
     seen: list[bool] = []
     before = watched.rows()
-    watched.tables._hooks.capture = lambda _, ids: seen.append((watched.rows() == before).all())
+    watched.engine._hooks.capture = lambda _, ids: seen.append((watched.rows() == before).all())
     for rows in ([1], [2], [1]):
         with watched.step():
             module.weight.grad = gradient(rows, module.weight)
@@ -331,7 +334,7 @@ def test_memory_that_holds_a_table_is_pointed_to_and_not_written(kind: str, devi
         module.weight.grad = gradient([0, 7, 7], module.weight)
         with first.step():
             optimizer.step()
-    scalars = first.tables.scalars()
+    scalars = first.engine.scalars()
     held = first.rows()
 
     again = embedding(device=device)
@@ -370,8 +373,8 @@ def test_scalars_are_what_is_not_per_row() -> None:
     with watched.step():
         for optimizer in optimizers:
             optimizer.step()
-    assert watched.tables.scalars() == {"a": {}, "b": {"step": torch.tensor(1.0)}, "c": {"step": 1}, "d": {}}
-    watched.tables.set_scalars({"a": {}, "b": {"step": torch.tensor(7.0)}, "c": {"step": 7}, "d": {}})
+    assert watched.engine.scalars() == {"a": {}, "b": {"step": torch.tensor(1.0)}, "c": {"step": 1}, "d": {}}
+    watched.engine.set_scalars({"a": {}, "b": {"step": torch.tensor(7.0)}, "c": {"step": 7}, "d": {}})
     assert optimizers[1].state[modules["b"].weight]["step"] == 7
     assert optimizers[2].state[modules["c"].weight]["step"] == 7
     with watched.step():

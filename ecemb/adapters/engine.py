@@ -1,0 +1,127 @@
+"""What an engine of embedding tables is to ecemb: the contract that every adapter fulfils.
+
+An engine owns the link between one kind of tables and the arena. In the order of its calls: its constructor
+finds the tables and refuses what would change rows that nobody declared; `place` moves them into the arena;
+`watch` begins to tell, through `Hooks`, which rows are about to change; `check` stands at the beginning and
+at the end of every step; `unwatch` ends it.
+
+Must not know: journals, parity, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ..rows import Table, TableLayout
+
+Ids = NDArray[np.int64]
+
+
+@dataclasses.dataclass
+class Hooks:
+    """What tables tell, and ask, whoever protects them.
+
+    Attributes:
+        capture: called with a table's index and the rows (int64, ascending, distinct) about to change.
+        is_open: whether a step is open.
+        on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
+    """
+
+    capture: Callable[[int, Ids], None]
+    is_open: Callable[[], bool]
+    on_undeclared: Callable[[], None]
+
+
+class EngineTable(Protocol):
+    """One table shard of this rank, as an engine shows it."""
+
+    @property
+    def name(self) -> str:
+        """The table's key."""
+        ...
+
+    @property
+    def layout(self) -> TableLayout:
+        """What the shard looks like in bytes."""
+        ...
+
+    def whole(self, world_size: int) -> tuple[int, int] | None:
+        """Where the shard stands in the whole table, for checkpoints.
+
+        Returns:
+            Its first row, and the whole table's number of rows; None if the order of the shards over
+            `world_size` ranks isn't known.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """The tables of one engine on this rank."""
+
+    @property
+    def name(self) -> str:
+        """The engine's, unique."""
+        ...
+
+    @property
+    def tables(self) -> Sequence[EngineTable]:
+        """Its tables; those of one group are neighbours."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What the model shows of the tables: not part of replicated state."""
+        ...
+
+    @property
+    def aside(self) -> Sequence[nn.Module]:
+        """Modules whose buffers are the engine's own affair, and not part of replicated state either."""
+        ...
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves the tables into the arena.
+
+        Args:
+            stored: the arena's memory of each table.
+            fresh: the memory is to be filled with the tables' values; else it holds them, and is only
+                pointed to.
+        """
+        ...
+
+    def watch(self, hooks: Hooks) -> None:
+        """From here on, rows that change are told, and undeclared changes raise."""
+        ...
+
+    def unwatch(self) -> None:
+        """Takes all hooks away."""
+        ...
+
+    def touch(self, index: int, ids: Ids) -> None:
+        """Captures rows of a table that are about to be written by hand."""
+        ...
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        ...
+
+    def note(self) -> None:
+        """Takes everything as it is now as declared (after an undo)."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What differs by rank and is not per row, as plain values and tensors."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes it back.
+
+        Raises:
+            LayoutMismatch: it doesn't fit.
+        """
+        ...

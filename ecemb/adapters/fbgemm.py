@@ -1,0 +1,336 @@
+"""FBGEMM's tables: batches of them that share their buffers, and how those move into the arena.
+
+FBGEMM keeps the tables of a *batch* (a SplitTableBatchedEmbeddingBagsCodegen module) in one buffer of
+weights and one of optimizer state, and changes rows inside backward, without a hook. `Batch` moves both
+buffers into the arena, and says which rows a lookup reads; `repoint` moves every tensor that looks at them.
+
+Nothing here imports fbgemm_gpu: whoever built the model did. What ecemb uses of it beyond its public names is
+checked when a batch is made.
+
+Must not know: TorchRec's modules, journals, parity, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
+from ..rows import Column, Table, TableLayout
+from .engine import Ids
+
+TESTED = "1.8.0"
+REPLACED = (
+    "what is trained now is not what is protected. Shard, load with assign=True, and move the model before "
+    "ecemb.protect()"
+)
+_STATES = {"EXACT_SGD": (), "EXACT_ROWWISE_ADAGRAD": ("momentum1",), "EXACT_ADAGRAD": ("momentum1",)}
+_BY_ROW = "EXACT_ROWWISE_ADAGRAD"  # one value of state for a row, else one for each value of the row
+_DTYPES = (torch.float32, torch.float16)
+_OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
+_UNSUPPORTED_MODES = (
+    "_used_rowwise_adagrad_with_counter",
+    "_used_rowwise_adagrad_with_global_weight_decay",
+)
+
+
+def own(thing: object, name: str) -> Any:
+    """An attribute that TorchRec or FBGEMM doesn't promise; an error that names the version if it's gone."""
+    try:
+        return getattr(thing, name)
+    except AttributeError:
+        versions = ", ".join(f"{package} {version(package)}" for package in ("torchrec", "fbgemm-gpu"))
+        raise UnsupportedTable(
+            f"{type(thing).__name__} has no {name!r} in this version ({versions}), and ecemb needs it to "
+            f"protect the tables: ecemb is tested with torchrec {TESTED} and the fbgemm-gpu of the same "
+            f"version; install these"
+        ) from None
+
+
+def version(package: str) -> str:
+    """The version of a package, whatever its build is called."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedTable:
+    """One shard of a TorchRec table.
+
+    Attributes:
+        name: path of the table in the model, with the columns if the shard hasn't all.
+        layout: the shard's.
+        first_row: the whole table's row with which the shard begins.
+        rows: rows of the whole table.
+    """
+
+    name: str
+    layout: TableLayout
+    first_row: int
+    rows: int
+
+    def whole(self, world_size: int) -> tuple[int, int]:
+        """See `EngineTable.whole`."""
+        return self.first_row, self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A storage that a buffer has left; held, so that its address stays its own until all views have left.
+
+    Attributes:
+        left: the storage.
+        span: the arena's tensor, one-dimensional, in its place.
+    """
+
+    left: torch.UntypedStorage
+    span: torch.Tensor
+
+
+class Batch:
+    """The tables of one FBGEMM module, which share their buffers.
+
+    Args:
+        path: of the tables in the model.
+        kernel: TorchRec's module around FBGEMM's.
+        number: among the batches of this path.
+
+    Raises:
+        UnsupportedTable, UnsupportedOptimizer: see `find`.
+    """
+
+    def __init__(self, path: str, kernel: Any, number: int) -> None:
+        self.kernel = kernel
+        self.module: Any = kernel.emb_module
+        self.configs: list[Any] = own(own(kernel, "_config"), "embedding_tables")
+        names = ", ".join(repr(config.name) for config in self.configs)
+        self.what = f"{path} ({names})"
+        self.states = _states(self.what, self.module)
+        self.buffers: list[str] = [f"{name}_host" for name in ("weights", *self.states)]
+        self._check_buffers()
+        self.tables = [self._table(path, number, config, i) for i, config in enumerate(self.configs)]
+        self.base = 0
+        self._spans: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._features = list(own(self.module, "feature_table_map"))
+
+    def _check_buffers(self) -> None:
+        for name in self.buffers:
+            kind = name.removesuffix("_host")
+            for other in ("dev", "uvm"):
+                if (tensor := own(self.module, f"{kind}_{other}")).numel():
+                    raise UnsupportedTable(
+                        f"{self.what} is on {tensor.device}: this version protects tables in host memory; "
+                        f'build the model with device=torch.device("cpu")'
+                    )
+            buffer = own(self.module, name)
+            own(self.module, f"{kind}_physical_offsets")
+            if buffer.device.type != "cpu" or buffer.dtype not in _DTYPES:
+                raise UnsupportedTable(
+                    f"{self.what} has {name} of {buffer.dtype} on {buffer.device}: ecemb protects tables of "
+                    f"float32 and float16 in host memory"
+                )
+        for name in ("embedding_specs", "learning_rate_tensor", "iter", "iter_cpu", "optimizer_args"):
+            own(self.module, name)
+
+    def _table(self, path: str, number: int, config: Any, index: int) -> FusedTable:
+        rows, width = config.local_rows, config.local_cols
+        metadata = config.local_metadata
+        first_row, first_column = metadata.shard_offsets if metadata is not None else (0, 0)
+        name = f"{path}.{config.name}"
+        if width != config.embedding_dim:
+            name += f"[:, {first_column}:{first_column + width}]"
+        columns: list[Column] = []
+        for buffer in self.buffers:
+            kind = buffer.removesuffix("_host")
+            by_row = kind != "weights" and self.module.optimizer.name == _BY_ROW
+            tensor = getattr(self.module, buffer)
+            row_bytes = (1 if by_row else width) * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            columns.append(Column("weight" if kind == "weights" else kind, dtype, row_bytes))
+            start = sum(one.local_rows * (1 if by_row else one.local_cols) for one in self.configs[:index])
+            offsets = getattr(self.module, f"{kind}_physical_offsets")
+            if int(offsets[index]) != start:
+                raise UnsupportedTable(
+                    f"table {name!r} begins at value {int(offsets[index])} of {buffer}, and not at {start}, "
+                    f"where the tables before it end: ecemb is tested with torchrec {TESTED}; install it"
+                )
+        layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
+        return FusedTable(name, layout, first_row, config.num_embeddings)
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """Moves the buffers into the arena.
+
+        Returns:
+            The storages that were left, and what took their places.
+        """
+        self._spans = []
+        moves: list[Move] = []
+        for i, name in enumerate(self.buffers):
+            buffer: torch.Tensor = getattr(self.module, name)
+            columns = [table.columns[i] for table in stored]
+            size = sum(column.nbytes for column in columns)
+            span = torch.from_numpy(np.lib.stride_tricks.as_strided(columns[0].reshape(-1), (size,), (1,)))
+            span = span.view(buffer.dtype)
+            self._spans.append(span)
+            if buffer.numel():
+                if fresh:
+                    with torch.no_grad():
+                        span.copy_(buffer)
+                moves.append(Move(buffer.untyped_storage(), span))
+                buffer.data = span
+        return moves
+
+    def touched(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Iterator[tuple[int, Ids]]:
+        """The rows that a lookup reads, by table of this batch.
+
+        Args:
+            indices: integers [L], the arguments of the lookup as FBGEMM's bounds check left them.
+            offsets: integers [bags + 1]; features one after another, each with its bags.
+            sizes: bags by feature and rank, or None if all features have equally many.
+        """
+        values = indices.detach().numpy()
+        ends = offsets.detach().numpy()
+        features = len(self._features)
+        if sizes is None:
+            bounds = (
+                ends[:: (len(ends) - 1) // features] if len(ends) > 1 else np.zeros(features + 1, np.int64)
+            )
+        else:
+            bounds = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
+        parts: dict[int, list[Any]] = {}
+        for feature, table in enumerate(self._features):
+            if bounds[feature] < bounds[feature + 1]:
+                parts.setdefault(table, []).append(values[bounds[feature] : bounds[feature + 1]])
+        for table, found in parts.items():
+            ids = np.unique(found[0] if len(found) == 1 else np.concatenate(found)).astype(
+                np.int64, copy=False
+            )
+            rows = self.tables[table].layout.rows
+            if ids[0] < 0 or ids[-1] >= rows:  # FBGEMM looks up row 0 instead, and warns
+                ids = np.unique(np.where((ids < 0) | (ids >= rows), 0, ids))
+            if rows:
+                yield table, ids
+
+    def note(self) -> None:
+        """Takes the buffers' present versions as declared. FBGEMM's own updates don't count as versions."""
+        self._versions = [getattr(self.module, name)._version for name in self.buffers]
+
+    def is_written(self) -> bool:
+        """Whether a buffer, or a view of it, was written in place through torch since `note`."""
+        return [getattr(self.module, name)._version for name in self.buffers] != self._versions
+
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if what is trained is not in the arena any more."""
+        if self.kernel.emb_module is not self.module:
+            raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
+        for name, span in zip(self.buffers, self._spans, strict=True):
+            buffer = getattr(self.module, name)
+            if buffer.numel() and buffer.data_ptr() != span.data_ptr():
+                raise UndeclaredWrite(f"the storage of {self.what} was replaced: {REPLACED}")
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless all that TorchRec shows of the tables lies in the arena."""
+        optimizer: Any = self.kernel.fused_optimizer
+        shown: list[torch.Tensor] = []
+        for state in optimizer.state.values():
+            for value in state.values():
+                shown += local(value)
+        for parameter in optimizer.params.values():
+            shown += local(parameter)
+        shown += self.module.split_embedding_weights()
+        shown += [state for states in self.module.split_optimizer_states() for state in states]
+        check_inside(self.what, shown, self._spans)
+
+    @property
+    def spans(self) -> list[torch.Tensor]:
+        """The arena's tensors under the buffers."""
+        return self._spans
+
+    def state(self) -> dict[str, Any]:
+        """Learning rate, options and counters, which are not per row."""
+        arguments = self.module.optimizer_args
+        return {
+            "lr": self.module.learning_rate_tensor.detach().clone(),
+            "iter": int(self.module.iter),
+            "iter_cpu": int(self.module.iter_cpu),
+            "options": {name: getattr(arguments, name) for name in _OPTIONS if hasattr(arguments, name)},
+            "groups": [_options(group) for group in self.kernel.fused_optimizer.param_groups],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes them back."""
+        with torch.no_grad():
+            self.module.learning_rate_tensor.copy_(state["lr"])
+            self.module.iter.fill_(state["iter"])
+            self.module.iter_cpu.fill_(state["iter_cpu"])
+        self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
+        for group, kept in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
+            group.update(kept)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _states(what: str, module: Any) -> tuple[str, ...]:
+    kind = own(module, "optimizer").name
+    if kind not in _STATES or any(getattr(module, mode, False) for mode in _UNSUPPORTED_MODES):
+        modes = "".join(f" with {mode}" for mode in _UNSUPPORTED_MODES if getattr(module, mode, False))
+        raise UnsupportedOptimizer(
+            f"{what} is updated by FBGEMM's {kind}{modes}, and ecemb doesn't know that it changes only the "
+            f"rows that a step looks up: use one of {', '.join(_STATES)} (docs/torchrec.md)"
+        )
+    return _STATES[kind]
+
+
+def local(value: Any) -> list[torch.Tensor]:
+    """The tensors of this rank that a ShardedTensor, a DTensor or a tensor consists of."""
+    if hasattr(value, "local_shards"):
+        return [getattr(shard, "tensor", shard) for shard in value.local_shards()]
+    if hasattr(value, "to_local"):
+        return local(value.tolocal())
+    return [value]
+
+
+def check_inside(what: str, shown: Sequence[torch.Tensor], spans: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedTable if a tensor is not within one of `spans`."""
+    for tensor in shown:
+        if tensor.numel() and not any(
+            span.data_ptr() <= tensor.data_ptr() < span.data_ptr() + span.nbytes for span in spans
+        ):
+            raise UnsupportedTable(
+                f"a view of {what} could not be moved into the arena, so that what the model shows would "
+                f"not be what is trained: call gc.unfreeze() before ecemb.protect(); if gc.freeze() was not "
+                f"used, this is a version of TorchRec that ecemb doesn't know ({version('torchrec')}; "
+                f"tested with {TESTED})"
+            )
+
+
+def repoint(moves: Sequence[Move]) -> None:
+    """Points every tensor of this process that lies in a storage that was left to the arena instead.
+
+    TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
+    parameters that the model shows; and the user may have taken more. The garbage collector knows them all.
+    """
+    places = {move.left.data_ptr(): move.span for move in moves}
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            try:
+                span = places.get(thing.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # a tensor without storage of its own
+                continue
+            if span is not None:
+                thing.data = span.as_strided(thing.size(), thing.stride(), thing.storage_offset())

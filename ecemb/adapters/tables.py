@@ -1,0 +1,164 @@
+"""All protected tables of this rank, whatever engine they are of.
+
+Owns their order, which is that of the row space: engine by engine. Everything else is the engines' work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, LayoutMismatch, UsageError
+from ..rows import Table
+from . import torchrec
+from .engine import Engine, EngineTable, Hooks, Ids
+from .nn import ShardedEmbeddingBag
+from .sparse import SparseTables
+
+Optimizer = torch.optim.Optimizer
+
+
+def find(
+    model: nn.Module, given: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> tuple[Tables, list[Optimizer]]:
+    """Finds all tables of a model.
+
+    Args:
+        model: the whole model.
+        given: further tables, sharded by hand.
+        optimizers: all optimizers of the training.
+
+    Returns:
+        The tables, and the optimizers that hold state: what they are combined of.
+
+    Raises:
+        ConfigurationError: a table or its optimizer can't be protected.
+    """
+    modules: dict[str, nn.Module] = {
+        name or "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedEmbeddingBag)
+    }
+    if overlap := sorted(set(modules) & set(given)):
+        raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
+    known = {id(module) for module in given.values()}
+    modules = {name: m for name, m in modules.items() if id(m) not in known} | dict(given)
+    optimizers = torchrec.leaves(model, optimizers)
+    engines: list[Engine] = [SparseTables(modules, optimizers)]
+    if (fused := torchrec.find(model)) is not None:
+        engines.append(fused)
+    return Tables(engines), optimizers
+
+
+class Tables:
+    """The tables of all engines, numbered through.
+
+    Args:
+        engines: in the order of the row space.
+
+    Raises:
+        ConfigurationError: two tables have one name.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = list(engines)
+        self.tables: list[EngineTable] = [table for engine in engines for table in engine.tables]
+        self._of: list[tuple[Engine, int]] = [
+            (engine, i) for engine in engines for i in range(len(engine.tables))
+        ]
+        self._by_name = {table.name: index for index, table in enumerate(self.tables)}
+        if len(self._by_name) < len(self.tables):
+            names = [table.name for table in self.tables]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigurationError(
+                f"tables need distinct names; {twice} stand for several: rename in tables="
+            )
+        self._hooks: Hooks | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the model shows of the tables: not part of replicated state."""
+        return [parameter for engine in self._engines for parameter in engine.parameters]
+
+    @property
+    def aside(self) -> list[nn.Module]:
+        """Modules whose buffers are not part of replicated state."""
+        return [module for engine in self._engines for module in engine.aside]
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves the tables into the arena; see `Engine.place`."""
+        at = 0
+        for engine in self._engines:
+            engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
+            at += len(engine.tables)
+
+    def watch(self, hooks: Hooks) -> None:
+        """From here on, rows that change are told, and undeclared changes raise."""
+        self._hooks = hooks
+        at = 0
+        for engine in self._engines:
+            engine.watch(Hooks(_shifted(hooks.capture, at), hooks.is_open, hooks.on_undeclared))
+            at += len(engine.tables)
+
+    def unwatch(self) -> None:
+        """Takes all hooks away."""
+        for engine in self._engines:
+            engine.unwatch()
+
+    def touch(self, name: str, rows: torch.Tensor) -> None:
+        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
+
+        Raises:
+            UsageError: no such table, no open step, or a row that the shard doesn't have.
+        """
+        if name not in self._by_name:
+            raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
+        if self._hooks is None or not self._hooks.is_open():
+            raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
+        index = self._by_name[name]
+        ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
+        count = self.tables[index].layout.rows
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
+            raise UsageError(
+                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() was given "
+                f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
+            )
+        engine, number = self._of[index]
+        engine.touch(number, ids)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        for engine in self._engines:
+            engine.check()
+
+    def note(self) -> None:
+        """Takes everything as it is now as declared (after an undo)."""
+        for engine in self._engines:
+            engine.note()
+
+    def state(self) -> dict[str, Any]:
+        """What differs by rank and is not per row, by engine."""
+        return {engine.name: engine.state() for engine in self._engines}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes it back.
+
+        Raises:
+            LayoutMismatch: other engines, or what they hold doesn't fit.
+        """
+        if set(state) != {engine.name for engine in self._engines}:
+            raise LayoutMismatch(
+                f"the job was started with tables of {sorted(state)}, and this model has tables of "
+                f"{sorted(engine.name for engine in self._engines)}: run the script that started it, or use "
+                f"another job="
+            )
+        for engine in self._engines:
+            engine.set_state(state[engine.name])
+
+
+def _shifted(capture: Callable[[int, Ids], None], by: int) -> Callable[[int, Ids], None]:
+    return lambda index, ids: capture(index + by, ids)

@@ -1,0 +1,327 @@
+"""Tables of TorchRec: what DistributedModelParallel shards, and FBGEMM looks up and updates.
+
+Owns the way from a model to FBGEMM's batches of tables, and the hooks: the touched rows of a lookup are told
+when its gradient has come back, just before FBGEMM changes them. So they belong to the step that changes
+them, however early a pipeline looked them up.
+
+torchrec is imported by whoever built the model; without such a model nothing here needs it.
+
+Must not know: journals, parity, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedTable
+from ..rows import Table
+from .engine import Hooks, Ids
+from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, own, repoint
+
+Optimizer = torch.optim.Optimizer
+
+_COLLECTIONS = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+
+
+def find(model: nn.Module) -> FusedTables | None:
+    """The tables of all of a model's modules that TorchRec has sharded; None if there are none.
+
+    Raises:
+        UnsupportedTable: a module, a table or this version of TorchRec is not one that ecemb can protect.
+        UnsupportedOptimizer: a table's optimizer isn't.
+    """
+    if "torchrec" not in sys.modules:
+        return None
+    from torchrec.distributed.types import ShardedModule  # pyright: ignore[reportMissingImports]
+
+    batches: list[Batch] = []
+    collections: list[Collection] = []
+    for path, module in _walk(model, ""):
+        if isinstance(module, ShardedModule):
+            collection = Collection(path, module)
+            collections.append(collection)
+            batches += collection.batches
+    return FusedTables(collections, batches) if collections else None
+
+
+def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """What optimizers are combined of, as far as it holds state that is the same on all ranks.
+
+    TorchRec's combined and keyed optimizers are taken apart; fused ones, whose state is the tables', are left
+    out; state that a wrapper adds (a warm-up's counter) and optimizers that run in backward are added.
+    """
+    if "torchrec" not in sys.modules:
+        return list(optimizers)
+    found: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for leaf in _leaves(optimizer):
+            found[id(leaf)] = leaf
+    from torchrec.optim.fused import FusedOptimizer  # pyright: ignore[reportMissingImports]
+
+    for parameter in model.parameters():
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            if not isinstance(optimizer, FusedOptimizer):
+                found[id(optimizer)] = optimizer
+    return list(found.values())
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    from torchrec.optim import keyed  # pyright: ignore[reportMissingImports]
+    from torchrec.optim.fused import FusedOptimizer  # pyright: ignore[reportMissingImports]
+
+    if isinstance(optimizer, keyed.CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _leaves(part)
+    elif isinstance(optimizer, keyed.KeyedOptimizerWrapper):
+        yield from _leaves(own(optimizer, "_optimizer"))
+    elif isinstance(optimizer, keyed.OptimizerWrapper):
+        inner = own(optimizer, "_optimizer")
+        yield from _leaves(inner)
+        grouped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        added = [parameter for parameter in optimizer.params.values() if id(parameter) not in grouped]
+        if added:
+            yield _Added([{"params": added}], optimizer.state)
+    elif not isinstance(optimizer, FusedOptimizer):
+        yield optimizer
+
+
+@dataclasses.dataclass
+class _Added:
+    """The state that a wrapper keeps beside that of the optimizer that it wraps."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+
+def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with the paths that they have in the model's state_dict, each once, sharded ones whole."""
+    from torchrec.distributed.model_parallel import get_unwrapped_module  # pyright: ignore
+    from torchrec.distributed.types import ShardedModule  # pyright: ignore[reportMissingImports]
+
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        module = get_unwrapped_module(module)
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield path, module
+        if not isinstance(module, ShardedModule):
+            for name, child in module.named_children():
+                yield from walk(child, f"{path}.{name}" if path else name)
+
+    return walk(module, path)
+
+
+class Collection:
+    """One sharded EmbeddingBagCollection or EmbeddingCollection.
+
+    Args:
+        path: of the module in the model.
+        module: the sharded module.
+
+    Raises:
+        UnsupportedTable, UnsupportedOptimizer: see `find`.
+    """
+
+    def __init__(self, path: str, module: Any) -> None:
+        self.path, self.module = path, module
+        if (kind := type(module).__name__) not in _COLLECTIONS:
+            raise UnsupportedTable(
+                f"{path or 'the model'} is a {kind}: ecemb protects {' and '.join(_COLLECTIONS)}, and other "
+                f"sharded modules may hold state that it would lose (docs/torchrec.md)"
+            )
+        self._shown: Any = own(module, _COLLECTIONS[kind])
+        self._sharding: Any = own(module, "module_sharding_plan")
+        prefix = f"{path}.{_COLLECTIONS[kind]}" if path else _COLLECTIONS[kind]
+        self._kernels = list(self._sharded_kernels())
+        self.batches = [Batch(prefix, kernel, number) for number, kernel in enumerate(self._kernels)]
+
+    def _sharded_kernels(self) -> Iterator[Any]:
+        """TorchRec's modules around FBGEMM's, but for those of data-parallel tables."""
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # pyright: ignore
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        for lookup in own(self.module, "_lookups"):
+            if isinstance(lookup, nn.parallel.DistributedDataParallel):
+                continue  # data-parallel: replicated state
+            for kernel in own(lookup, "_emb_modules"):
+                fbgemm = own(kernel, "emb_module")
+                if type(fbgemm) is not SplitTableBatchedEmbeddingBagsCodegen:
+                    names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
+                    raise UnsupportedTable(
+                        f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "
+                        f"{type(fbgemm).__name__}: ecemb protects the compute kernel 'fused', whose "
+                        f"optimizer is given by apply_optimizer_in_backward() or fused_params="
+                    )
+                yield kernel
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded tables' parameters, as the model shows them."""
+        return [
+            self._shown[name].weight
+            for name, sharding in self._sharding.items()
+            if sharding.sharding_type != "data_parallel"
+        ]
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if the module was sharded anew."""
+        if len(kernels := list(self._sharded_kernels())) != len(self._kernels) or any(
+            now is not then for now, then in zip(kernels, self._kernels, strict=True)
+        ):
+            raise UndeclaredWrite(f"{self.path or 'the model'} was sharded anew: {REPLACED}")
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless what state_dict() shows lies in the arena."""
+        spans = [span for batch in self.batches for span in batch.spans]
+        shown: list[torch.Tensor] = []
+        replicated = {name for name, s in self._sharding.items() if s.sharding_type == "data_parallel"}
+        for key, value in self.module.state_dict().items():
+            if key.split(".")[1] not in replicated:
+                shown += local(value)
+        check_inside(self.path or "the model", [*shown, *self.parameters], spans)
+
+
+class FusedTables:
+    """The engine of TorchRec's tables.
+
+    Args:
+        collections: the sharded modules.
+        batches: theirs, one after another.
+    """
+
+    name = "torchrec"
+
+    def __init__(self, collections: Sequence[Collection], batches: Sequence[Batch]) -> None:
+        self._collections = list(collections)
+        self._batches = list(batches)
+        self.tables: list[FusedTable] = []
+        for batch in batches:
+            batch.base = len(self.tables)
+            self.tables += batch.tables
+        self.parameters = [parameter for one in collections for parameter in one.parameters]
+        self.aside: list[nn.Module] = [one.module for one in collections]
+        self._handles: list[Any] = []
+        self._touched: set[int] = set()  # numbers of batches
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves all buffers into the arena, with all views of them that this process has."""
+        moves: list[Move] = []
+        for batch in self._batches:
+            moves += batch.place(stored[batch.base : batch.base + len(batch.tables)], fresh=fresh)
+        repoint(moves)
+        del moves  # and with them, the memory that the tables were built in
+        for batch in self._batches:
+            batch.check_views()
+        for collection in self._collections:
+            collection.check_views()
+        self.note()
+
+    def watch(self, hooks: Hooks) -> None:
+        """Registers with lookups; from here on undeclared changes raise."""
+        self._hooks = hooks
+        for batch in self._batches:
+            after = functools.partial(self._after_lookup, batch)
+            self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
+        for collection in self._collections:
+            before = functools.partial(self._before_load, collection)
+            self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
+
+    def unwatch(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def touch(self, index: int, ids: Ids) -> None:
+        """Captures rows of a table that are about to be written by hand."""
+        number = next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
+        if number not in self._touched:
+            self._check(self._batches[number])
+        self._hooks.capture(index, ids)
+        self._touched.add(number)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        for collection in self._collections:
+            collection.check()
+        for number, batch in enumerate(self._batches):
+            if number in self._touched:
+                batch.note()
+            self._check(batch)
+        self._touched.clear()
+
+    def note(self) -> None:
+        """Takes everything as it is now as declared (after an undo)."""
+        self._touched.clear()
+        for batch in self._batches:
+            batch.note()
+
+    def state(self) -> dict[str, Any]:
+        """What differs by rank and is not per row: learning rates, options and counters, by batch."""
+        return {"batches": [batch.state() for batch in self._batches]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes it back.
+
+        Raises:
+            LayoutMismatch: there are other batches.
+        """
+        if len(state["batches"]) != len(self._batches):
+            raise LayoutMismatch(
+                f"TorchRec made {len(self._batches)} batches of tables on this rank, and "
+                f"{len(state['batches'])} when the job was started: run the script that started it, or use "
+                f"another job="
+            )
+        for batch, kept in zip(self._batches, state["batches"], strict=True):
+            batch.set_state(kept)
+
+    def _check(self, batch: Batch) -> None:
+        batch.check_storage()
+        if batch.is_written():
+            self._hooks.on_undeclared()
+            raise UndeclaredWrite(
+                f"{batch.what} was written in place by something else than its optimizer: declare such "
+                f"rows with guard.touch(table, rows) inside the step, before the write. Restart the job: "
+                f"parity is made anew from the rows as they are"
+            )
+
+    def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """A lookup has been done; if it is trained, its rows are captured before backward changes them."""
+        if not output.requires_grad:
+            return
+        call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+        sizes = call.get("batch_size_per_feature_per_rank")
+        rows = functools.partial(batch.touched, call["indices"], call["offsets"], sizes)
+        output.register_hook(functools.partial(self._before_update, batch, rows))
+
+    def _before_update(
+        self, batch: Batch, rows: Callable[[], Iterator[tuple[int, Ids]]], _: torch.Tensor
+    ) -> None:
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"backward() would update {batch.what} outside of a step: call it inside "
+                f"`with guard.step():`. Nothing of it was written"
+            )
+        for table, ids in rows():
+            self._hooks.capture(batch.base + table, ids)
+
+    def _before_load(self, collection: Collection, *_: Any) -> None:
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"load_state_dict() would overwrite protected tables of {collection.path or 'the model'} "
+                f"outside of a step: load before ecemb.protect(), or inside `with guard.step():`"
+            )
+        for batch in collection.batches:
+            for number, table in enumerate(batch.tables):
+                self.touch(batch.base + number, np.arange(table.layout.rows))
