@@ -1,4 +1,4 @@
-"""`python -m bench QUESTION [--quick] [--seed N] [--json FILE]`, and `python -m bench tables`."""
+"""`python -m bench QUESTION [--engine E] [--quick] [--seed N] [--json F]`, and `python -m bench tables`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from bench.result import Arguments, Row, document, table, write
 QUESTIONS = {
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
+    "overhead": "what protection costs a training step (--engine torchrec or sparse)",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
+
+OF_ENGINES = {"overhead": ("torchrec", "sparse")}
+"""Questions that are asked of one engine of tables, and which; the first is the default."""
 
 TABLES = "tables"
 """No question: writes the page of what the questions were answered with."""
@@ -32,13 +36,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small and short; not for quoting")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
+    parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
     given = parser.parse_args(words)
     if given.question == TABLES:
         tables.write()
         return
+    engines = OF_ENGINES.get(given.question, ("",))
+    engine = given.engine or engines[0]
+    if engine not in engines:
+        parser.error(f"{given.question} is not asked of the engine {engine!r}: {[e for e in engines if e]}")
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
-    arguments = Arguments(quick=given.quick, seed=given.seed)
+    arguments = Arguments(quick=given.quick, seed=given.seed, engine=engine)
     rows = run(arguments)
     print(table(rows))
     if given.json is not None:

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,15 +53,22 @@ class Ranks:
         function: Called with its line and `args`; defined at the top of its module, and pickled.
         args: What else it is called with.
         deadline_s: When waiting for any of them is given up, counted from the start.
+        imports: Modules that the function will import, beside those that its own module does.
     """
 
     def __init__(
-        self, world_size: int, function: Callable[..., None], *args: object, deadline_s: float
+        self,
+        world_size: int,
+        function: Callable[..., None],
+        *args: object,
+        deadline_s: float,
+        imports: Sequence[str] = (),
     ) -> None:
         self._world_size = world_size
         self._function = function
         self._args = args
         self._deadline_s = deadline_s
+        self._imports = imports
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -75,7 +82,7 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
         }
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([self._function.__module__, *IMPORTS])
+        context.set_forkserver_preload([self._function.__module__, *IMPORTS, *self._imports])
         try:
             for rank in range(self._world_size):
                 here, there = context.Pipe()

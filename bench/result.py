@@ -42,10 +42,12 @@ class Arguments:
     Attributes:
         quick: Small sizes and few repeats: shows that it works, its numbers are not for quoting.
         seed: Of every random choice.
+        engine: Of the tables, if the question is asked of one.
     """
 
     quick: bool = False
     seed: int = 0
+    engine: str = ""
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,13 @@ def test_the_command_asks_the_question_and_writes_the_answer(
     assert json.loads((tmp_path / "raw.json").read_text())["question"] == "weather"
 
 
+def test_an_engine_that_the_question_is_not_asked_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["overhead", "--engine", "steam"], ["kernels", "--engine", "sparse"]):
+        with pytest.raises(SystemExit):
+            command.main(words)
+        assert "is not asked of the engine" in capsys.readouterr().err
+
+
 def test_a_question_that_nobody_asks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["astrology"])
