@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import logging
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from . import durable, kernels, rankstate
 from .adapters.tables import Tables, find
 from .agreement import Request, World, agree
 from .arena import Arena
+from .buckets import GradientBuckets, found_in
 from .checkpoint import CheckpointReader, Stored
 from .code import Code
 from .directory import remove
@@ -65,7 +66,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     watch = Stopwatch()
     with watch.phase("agree"):
         transport = _control_group(session)
-        tables, replicated, rank_state, state_bytes = transport.together(
+        tables, buckets, replicated, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )
         world = agree(session, request, transport, tables, state_bytes)
@@ -114,6 +115,9 @@ def open_memory(session: Session, request: Request) -> Opened:
         transport.together(
             "restoring rank state", lambda: rank_state.unpack(rankstate.read(memory.rank_state))
         )
+        counts = bytes(len(orders) for orders in buckets.state())
+        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1:
+            buckets.rehearse()
     job = Job(session.job, world.lineage, (request.code.n, request.code.k))
     saver = Saver(job, memory, transport, replicated, world.shards, lambda: _control_group(session))
     saver.keep_in_mind(request.reader)
@@ -128,11 +132,20 @@ def _control_group(session: Session) -> Transport:
     return Transport(group, session.patience_s)
 
 
-def _checked(request: Request) -> tuple[Tables, ReplicatedState, RankState, int]:
+def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
+    buckets = GradientBuckets([*found_in(request.model), *tables.averaged])
     replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)
-    rank_state = RankState(request.state, tables.state, tables.set_state)
-    return tables, replicated, rank_state, rankstate.room(len(rank_state.pack()))
+
+    def scalars() -> dict[str, Any]:
+        return {"tables": tables.state(), "buckets": buckets.state()}
+
+    def set_scalars(state: dict[str, Any]) -> None:
+        tables.set_state(state["tables"])
+        buckets.set_state(state["buckets"])
+
+    rank_state = RankState(request.state, scalars, set_scalars)
+    return tables, buckets, replicated, rank_state, rankstate.room(len(rank_state.pack()))
 
 
 def _memory(

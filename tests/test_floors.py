@@ -17,7 +17,7 @@ errors
 code placement kernels header lock mapping folder space
 kernels.reference kernels.cpu directory
 rows arena delta packing generators
-journal parity transport replicated rankstate loaders plan roster links checkpoint
+journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp
 stripes
 transaction recovery rendezvous scrub durable store

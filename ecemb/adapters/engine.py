@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..rows import Table, TableLayout
 
@@ -82,6 +83,11 @@ class Engine(Protocol):
     @property
     def aside(self) -> Sequence[nn.Module]:
         """Modules whose buffers are the engine's own affair, and not part of replicated state either."""
+        ...
+
+    @property
+    def averaged(self) -> Sequence[DistributedDataParallel]:
+        """What averages the gradients of replicated tables, unseen by the model's `modules()`."""
         ...
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:

@@ -227,6 +227,7 @@ class SparseTables:
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
         self.parameters = [table.weight for table in self.tables]
         self.aside: list[nn.Module] = []
+        self.averaged: list[nn.parallel.DistributedDataParallel] = []
         weights = {id(weight) for weight in self.parameters}
         self._alone = [  # the optimizers that have no dense parameters: other ranks may not have them
             optimizer

@@ -89,6 +89,11 @@ class Tables:
         """Modules whose buffers are not part of replicated state."""
         return [module for engine in self._engines for module in engine.aside]
 
+    @property
+    def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
+        """What averages the gradients of replicated tables, unseen by the model's `modules()`."""
+        return [module for engine in self._engines for module in engine.averaged]
+
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves the tables into the arena; see `Engine.place`."""
         at = 0

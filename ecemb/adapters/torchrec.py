@@ -166,6 +166,12 @@ class Collection:
                 yield kernel
 
     @property
+    def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
+        """What averages the gradients of data-parallel tables."""
+        lookups = own(self.module, "_lookups")
+        return [lookup for lookup in lookups if isinstance(lookup, nn.parallel.DistributedDataParallel)]
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded tables' parameters, as the model shows them."""
         return [
@@ -211,6 +217,7 @@ class FusedTables:
             self.tables += batch.tables
         self.parameters = [parameter for one in collections for parameter in one.parameters]
         self.aside: list[nn.Module] = [one.module for one in collections]
+        self.averaged = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []
         self._touched: set[int] = set()  # numbers of batches
 

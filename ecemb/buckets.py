@@ -1,0 +1,125 @@
+"""The buckets in which DistributedDataParallel sums gradients, and their order after a restart.
+
+DistributedDataParallel lays its buckets out anew after its first backward (of a static graph: the second), in
+the order in which gradients came. Where a value lies in a bucket decides in which order gloo and NCCL add
+the ranks' parts of it, so the last bits of a sum depend on the layout. A restarted process would begin with
+the first layout again, and its first steps would end otherwise than in a run that never stopped. So the order
+is remembered (it is rank state), and a restart rehearses the backwards that counted, with gradients of zero.
+
+Must not know: tables, arenas, the step protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+logger = logging.getLogger("ecemb")
+
+
+class GradientBuckets:
+    """The order of gradients in every DistributedDataParallel of a training.
+
+    Args:
+        modules: all of them, in an order that is the same at each start and on all ranks.
+    """
+
+    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
+        self._modules = [one for one in modules if one.static_graph or not one.find_unused_parameters]
+        self._orders: list[list[list[int]]] = [[] for _ in self._modules]
+        self._handles: list[Any] = []
+        for number, module in enumerate(self._modules):
+            if _laid_out(module):
+                logger.warning(
+                    "DistributedDataParallel has laid out its gradient buckets already: call "
+                    "ecemb.protect() before the first backward, or the last bits of dense gradients may "
+                    "differ after a restart"
+                )
+            for index, parameter in enumerate(_parameters(module)):
+                hook = functools.partial(self._arrived, number, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def state(self) -> list[list[list[int]]]:
+        """By module, the orders of the backwards that count: numbers of parameters as gradients came."""
+        if self._handles and all(map(_laid_out, self._modules)):
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        return [[list(order) for order in orders] for orders in self._orders]
+
+    def set_state(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Takes orders back; what this process has seen itself stays."""
+        for number, orders in enumerate(state[: len(self._orders)]):
+            if not self._orders[number]:
+                self._orders[number] = [list(order) for order in orders]
+
+    def rehearse(self) -> None:
+        """Lets all modules lay out their buckets as they were. All ranks, with equally many orders.
+
+        A backward runs through each, with gradients of zero in the known order, for each that counted; the
+        next forward lays the buckets out. Gradients are what they were.
+        """
+        for module, orders in zip(self._modules, self._orders, strict=True):
+            parameters = _parameters(module)
+            gradients = [parameter.grad for parameter in parameters]
+            model = module.module
+            try:
+                for order in [list(order) for order in orders]:
+                    module.module = _Rehearsal([parameters[index] for index in order])
+                    with torch.enable_grad():
+                        module().backward()
+            finally:
+                module.module = model
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+
+    def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
+        module, orders = self._modules[number], self._orders[number]
+        if (
+            isinstance(module.module, _Rehearsal)
+            or not module.require_backward_grad_sync
+            or _laid_out(module)
+        ):
+            return
+        if not orders or index in orders[-1]:
+            orders.append([])
+        orders[-1].append(index)
+
+
+def found_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """The modules of a model that are a DistributedDataParallel."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _laid_out(module: DistributedDataParallel) -> bool:
+    return getattr(module, "_has_rebuilt_buckets", False)
+
+
+class _Rehearsal(nn.Module):
+    """Something to go backward through: gradients of zero come in the order of `parameters`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._held: Mapping[int, nn.Parameter] = dict(enumerate(parameters))
+
+    def forward(self) -> torch.Tensor:
+        """A scalar. Autograd runs what was made last first: so the last gradient's part is made first."""
+        total = torch.zeros((), requires_grad=True)
+        for number in reversed(range(len(self._held))):
+            part = self._held[number].reshape(-1)[:0].sum()
+            total = total.to(part) + part
+        return total
+
+
+def _parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    return [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf and name not in module.parameters_to_ignore
+    ]

@@ -1,0 +1,102 @@
+"""A restart sums dense gradients as the run that never stopped does, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ecemb.buckets import GradientBuckets, found_in
+
+STEPS, CUT = 7, 4
+
+
+class Net(nn.Module):
+    """Gradients come in another order than the parameters were registered in, and not in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(61, 3)
+        self.first = nn.Linear(17, 61)
+        self.middle = nn.Linear(61, 61)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x).relu()).relu()).square().mean()
+
+
+def start(static: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GradientBuckets]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Net(), static_graph=static, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    return model, torch.optim.Adam(model.parameters(), lr=0.1), GradientBuckets(found_in(model))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(9, 17, generator=generator)).backward()
+        optimizer.step()
+
+
+def restarted(static: bool, cut: int, rehearses: bool) -> list[torch.Tensor]:
+    """The parameters after STEPS steps, with a new process's model and reducer from step `cut` on."""
+    model, optimizer, buckets = start(static)
+    train(model, optimizer, range(cut))
+    again, optimizer_again, buckets_again = start(static)
+    again.load_state_dict(model.state_dict())
+    optimizer_again.load_state_dict(optimizer.state_dict())
+    buckets_again.set_state(buckets.state())
+    if rehearses:
+        kept = [parameter.grad for parameter in again.parameters()]
+        buckets_again.rehearse()
+        assert all(p.grad is grad for p, grad in zip(again.parameters(), kept, strict=True))
+    train(again, optimizer_again, range(cut, STEPS))
+    if rehearses and cut > 2:
+        assert buckets_again.state() == buckets.state()
+    return [parameter.detach() for parameter in again.parameters()]
+
+
+def same(static: bool) -> list[tuple[bool, ...]]:
+    """For each cut: whether it ends as the undisturbed run, with a rehearsal and without."""
+    torch.set_num_threads(1)
+    model, optimizer, buckets = start(static)
+    train(model, optimizer, range(STEPS))
+    end = [parameter.detach() for parameter in model.parameters()]
+    assert buckets.state() and not buckets._handles  # nothing is recorded once the layout is final
+    outcomes: list[tuple[bool, ...]] = []
+    for cut in range(1, CUT + 1):
+        ends = [restarted(static, cut, rehearses) for rehearses in (True, False)]
+        outcomes.append(tuple(all(map(torch.equal, end, one)) for one in ends))
+    return outcomes
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_restart_at_any_step_sums_as_before(static: bool) -> None:
+    for outcomes in run_ranks(4, same, static, deadline_s=120):
+        assert [with_rehearsal for with_rehearsal, _ in outcomes] == [True] * CUT
+        assert not all(without for _, without in outcomes), "the net doesn't show what rehearsals are for"
+
+
+def aborted() -> list[list[list[int]]]:
+    model, optimizer, buckets = start(static=False)
+    before = buckets.state()
+    train(model, optimizer, range(1))
+    buckets.set_state(before)  # an abort: this process's reducer has seen it all the same
+    return buckets.state()
+
+
+def test_what_was_seen_is_kept_though_the_step_was_undone() -> None:
+    (orders,) = run_ranks(2, aborted)[0]
+    assert len(orders) == 1 and sorted(orders[0]) == list(range(6))
+
+
+def unused() -> int:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    return len(GradientBuckets(found_in(model)).state())
+
+
+def test_modules_that_look_for_unused_parameters_keep_their_first_layout() -> None:
+    assert run_ranks(1, unused) == [0]
