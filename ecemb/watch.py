@@ -31,6 +31,7 @@ from .links import Link, drop, pair
 logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
+_WRITING_S = 2.0
 GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that says where it was
 _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline
@@ -234,6 +235,7 @@ def end_process(why: str) -> None:
     except RuntimeError:  # no more threads: the interpreter is ending
         _report(text)
     time.sleep(GRACE_S)
+    _await_error_file()
     os._exit(EXIT_UNDECIDED)
 
 
@@ -257,11 +259,30 @@ def _write_error_file(text: str) -> None:
     place = "" if frame is None else "".join(traceback.format_stack(frame))
     ends_at = math.ceil(time.time() + GRACE_S)  # later than the victim did, who is the root cause
     extra = {"py_callstack": f"{text}\nThe main thread was here:\n{place}", "timestamp": str(ends_at)}
+    whole = f"{path}.{os.getpid()}"
+    with open(whole, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        os.link(whole, path)  # appears as a whole: torchrun's agent dies of half a file
     except FileExistsError:  # the main thread's own exception says more
-        return
+        pass
+    finally:
+        os.unlink(whole)
+
+
+def _await_error_file() -> None:
+    """Gives the main thread a moment more if it is just writing its exception where torchrun looks for it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    ends_at = time.monotonic() + _WRITING_S
+    while path and time.monotonic() < ends_at:
+        try:
+            with open(path, encoding="utf-8") as file:
+                json.load(file)
+            return
+        except ValueError:
+            time.sleep(0.01)
+        except OSError:
+            return
 
 
 def _last_exception() -> BaseException | None:

@@ -50,7 +50,7 @@ def test_a_death_is_noticed_by_all_within_a_second_whatever_they_do(tmp_path: Pa
         victim, *others = workers[4:] + workers[:4]
         for worker, command in zip(others, ["sleep", "lock", "spin"], strict=False):
             worker.do([command])  # the rest reads from a pipe
-        others[2].error_file.write_text("the main thread's")
+        others[2].error_file.write_text('"the main thread"')
         time.sleep(0.1)
         killed = time.monotonic()
         victim.process.kill()
@@ -61,7 +61,7 @@ def test_a_death_is_noticed_by_all_within_a_second_whatever_they_do(tmp_path: Pa
         for worker in others:
             assert worker.ended() == EXIT_UNDECIDED
         assert time.monotonic() - killed < 10
-        assert others[2].error_file.read_text() == "the main thread's"
+        assert others[2].error_file.read_text() == '"the main thread"'
         message = json.loads(others[0].error_file.read_text())["message"]
         assert message["message"].startswith("PeerFailure: rank 4 (host h4) died")
         assert "time.sleep" in message["extraInfo"]["py_callstack"]
@@ -277,6 +277,21 @@ def test_fifty_starts_and_stops_leave_nothing() -> None:
         watches[0].close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert threading.active_count() == threads
+
+
+def test_half_an_error_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    for whole in ('{"message": 1}', None):  # None: the writer is stuck, and is not waited for any longer
+        path.write_text('{"mess')
+        monkeypatch.setattr(watch_module, "_WRITING_S", 60.0 if whole else 0.1)
+        waiting = threading.Thread(target=watch_module._await_error_file)
+        waiting.start()
+        if whole:
+            assert waiting.is_alive()
+            path.write_text(whole)
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
 
 
 def test_the_error_file_is_not_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

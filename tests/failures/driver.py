@@ -362,6 +362,8 @@ def _refusals(folder: Path, plan: Plan, boards: list[Board]) -> tuple[dict[int, 
             continue  # the job was over before the kill that would have led here
         if not told:
             states = json.loads(before.read_text())["states"] if before.exists() else []
+            if len(states) > plan.setting.ranks - len(event.lost):
+                continue  # torchrun stopped some of the victims before they got there: they lost nothing
             live = any(state in LIVE for state in states) and FINISHED not in states
             if not event.unless or (event.unless == "fresh" and live) or not before.exists():
                 problems.append(f"start {start} was not refused, though memory of {event.lost} was gone")
