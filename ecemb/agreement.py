@@ -154,10 +154,11 @@ def agree(
         room_bytes = needed_bytes
     if stored is not None:
         rank, size = session.rank, session.world_size
+        everywhere = {table[0] for one in told for table in one["tables"]}
         saver.shared(
             transport,
             f"comparing the model with {stored.name}",
-            lambda: durable.check(stored, shards, rank, size) or "",
+            lambda: durable.check(stored, shards, rank, size, everywhere) or "",
         )
         lineage = stored.facts["lineage"]
         room_bytes = max(room_bytes, *map(rankstate.room, stored.facts["rank_state_bytes"]))

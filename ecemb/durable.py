@@ -2,8 +2,9 @@
 
 Owns the names of tensors in a checkpoint:
 
-    {table}.{column}            rows of a table of ecemb.nn, as one tensor in the table's order; columns are
-                                "weight" and the optimizer's states ("sum", "exp_avg", ...)
+    {table}.{column}            rows of a table of ecemb.nn or TorchRec, as one tensor in the table's order;
+                                columns are "weight" and the optimizer's states ("sum", "momentum1", ...); a
+                                table that is sharded by columns is one table for each range of columns
     {table}/rank{r}.{column}    a table that was sharded by hand, whose order over ranks ecemb doesn't know
     {name}                      dense parameters and buffers, as the model names them
     optimizers.{i}.state.{j}.{name}    dense optimizer state; i counts optimizers with dense parameters
@@ -16,7 +17,7 @@ Must not know: how checkpoints are stored, other ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,15 +164,24 @@ def pieces_of(memory: RankMemory, shards: Sequence[Shard], rank: int, world_size
     return [*pieces, _bytes(f"rank_state/{rank}", state)]
 
 
+def _whole_tables(tables: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
+    """All that ranks say of each table whose order over them is known: one description, if they agree."""
+    found: dict[str, list[list[Any]]] = {}
+    for table in (list(table) for of_rank in tables for table in of_rank if table[1] is not None):
+        if table not in found.setdefault(table[0], []):
+            found[table[0]].append(table)
+    return found
+
+
 def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]) -> None:
     """Raises ConfigurationError if a name would stand for two tensors."""
-    whole = [[table for table in of_rank if table[1] is not None] for of_rank in tables]
-    if any(one != whole[0] for one in whole):
+    whole = _whole_tables(tables)
+    if differing := {name: said for name, said in whole.items() if len(said) > 1}:
         raise ConfigurationError(
-            f"tables of ecemb.nn must have the same keys and shapes on all ranks to be saved; they are "
-            f"{dict(enumerate(whole))}"
+            f"a table must have the same shape and columns on all ranks that have a part of it to be saved; "
+            f"these differ: {differing}"
         )
-    taken = {f"{name}.{column[0]}" for name, _, _, columns in whole[0] for column in columns}
+    taken = {f"{name}.{column[0]}" for name, (table,) in whole.items() for column in table[3]}
     if both := sorted(taken.intersection(dense)):
         raise ConfigurationError(
             f"{both} would name both a table's tensor and a dense one in a checkpoint: give the table "
@@ -182,8 +192,18 @@ def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]
 # --- what comes back --------------------------------------------------------------------------------
 
 
-def check(stored: Stored, shards: Sequence[Shard], rank: int, world_size: int) -> None:
-    """Raises CheckpointMismatch unless the checkpoint fits this rank's tables and the number of ranks."""
+def check(
+    stored: Stored, shards: Sequence[Shard], rank: int, world_size: int, everywhere: Collection[str]
+) -> None:
+    """Raises CheckpointMismatch unless the checkpoint fits this rank's tables and the number of ranks.
+
+    Args:
+        stored: the checkpoint.
+        shards: this rank's tables.
+        rank: this one.
+        world_size: number of ranks now.
+        everywhere: names of the tables of all ranks.
+    """
     facts = stored.facts
     if facts["format"] != FORMAT:
         raise CheckpointMismatch(
@@ -191,23 +211,28 @@ def check(stored: Stored, shards: Sequence[Shard], rank: int, world_size: int) -
             f"version of ecemb that wrote it"
         )
     mine = [shard.describe() for shard in shards]
-    if facts["world_size"] == world_size:
-        then = facts["tables"][rank]
-    else:
-        then = facts["tables"][0]
-        by_hand = {table[0] for tables in [*facts["tables"], mine] for table in tables if table[1] is None}
-        if by_hand:
-            raise CheckpointMismatch(
-                f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
-                f"{sorted(by_hand)} are sharded by hand, so that ecemb can't shard them anew. Start "
-                f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
-            )
-    if then != mine:
-        differing = [table for table in then if table not in mine]
+    by_hand = {table[0] for tables in [*facts["tables"], mine] for table in tables if table[1] is None}
+    if by_hand and facts["world_size"] != world_size:
+        raise CheckpointMismatch(
+            f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
+            f"{sorted(by_hand)} are sharded by hand, so that ecemb can't shard them anew. Start "
+            f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
+        )
+    own = facts["tables"][rank] if facts["world_size"] == world_size else []
+    whole = {name: table for name, (table,) in _whole_tables(facts["tables"]).items()}
+    then = [table for table in own if table[1] is None] + list(whole.values())
+    differing = [table for table in mine if table not in then]
+    names = {table[0] for table in differing}
+    missing = [
+        table
+        for table in then
+        if table[0] in names or (table[0] not in everywhere if table[1] is not None else table not in mine)
+    ]
+    if differing or missing:
         raise CheckpointMismatch(
             f"{stored.name} (job {facts['job']!r}) holds other tables than this model has on rank {rank}: "
-            f"{differing} then and {[table for table in mine if table not in then]} now (key, rows of the "
-            f"whole, rows by hand, columns): run the script that saved it, or pass another resume="
+            f"{missing} then and {differing} now (key, rows of the whole, rows by hand, columns): run the "
+            f"script that saved it, or pass another resume="
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedTable
+from ..errors import UndeclaredWrite, UnsupportedTable
 from ..rows import Table
 from .engine import Hooks, Ids
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, own, repoint
@@ -276,22 +276,13 @@ class FusedTables:
 
     def state(self) -> dict[str, Any]:
         """What differs by rank and is not per row: learning rates, options and counters, by batch."""
-        return {"batches": [batch.state() for batch in self._batches]}
+        return {batch.tables[0].name: batch.state() for batch in self._batches}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes it back.
-
-        Raises:
-            LayoutMismatch: there are other batches.
-        """
-        if len(state["batches"]) != len(self._batches):
-            raise LayoutMismatch(
-                f"TorchRec made {len(self._batches)} batches of tables on this rank, and "
-                f"{len(state['batches'])} when the job was started: run the script that started it, or use "
-                f"another job="
-            )
-        for batch, kept in zip(self._batches, state["batches"], strict=True):
-            batch.set_state(kept)
+        """Takes it back; batches that aren't in it (a checkpoint's of another number of ranks) stay."""
+        for batch in self._batches:
+            if (kept := state.get(batch.tables[0].name)) is not None:
+                batch.set_state(kept)
 
     def _check(self, batch: Batch) -> None:
         batch.check_storage()
