@@ -164,6 +164,9 @@ class Guard:
         Random draws of the dataset come back exactly in this process (no workers). Workers start with the
         seeds that they had, but their streams begin anew: augmentations after a restart are others.
 
+        What draws ahead of the training, such as TorchRec's pipelines, would lose what it has drawn: give it
+        an iterator that begins with batch `guard.next_step` instead.
+
         Args:
             loader: the loader.
 
@@ -360,15 +363,18 @@ def protect(
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
-    Finds every `ecemb.nn.ShardedEmbeddingBag` in the model and adds `tables`. Tables move into the arena;
+    Finds every `ecemb.nn.ShardedEmbeddingBag` and every sharded EmbeddingBagCollection and
+    EmbeddingCollection of TorchRec in the model, and adds `tables`. Tables move into the arena;
     those on the meta device are materialised there. After a recovery, tables, dense parameters, optimizer
     state, random number generators and `state` are as they were after step `guard.next_step` - 1.
 
     Args:
-        model: the whole model; what is not a protected table must be the same on all ranks.
+        model: the whole model; what is not a protected table must be the same on all ranks. Wrap it in
+            DistributedDataParallel or TorchRec's DistributedModelParallel before.
         optimizers: all optimizers of the training, or the only one; those that have dense parameters are the
             same on every rank, with the same options, others may differ. Tables need
-            torch.optim.SGD, Adagrad or SparseAdam; dense parameters may have any.
+            torch.optim.SGD, Adagrad or SparseAdam (TorchRec's: its fused SGD, row-wise Adagrad or Adagrad);
+            dense parameters may have any. TorchRec's combined and keyed optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
         code: the (n, k) code; n at most the number of ranks.
