@@ -82,14 +82,31 @@ def address(deltas: Iterable[Delta], placement: Placement, rank: int) -> list[li
     return outgoing
 
 
-def pack(messages: Sequence[Sequence[Delta]]) -> tuple[Words, list[int]]:
+class Scratch:
+    """Memory that every step writes anew: to be given fresh pages costs more than to fill them."""
+
+    def __init__(self) -> None:
+        self._words = np.empty(0, np.uint64)
+
+    def room(self, words: int) -> Words:
+        """uint64 [words] of any content; what an earlier call gave is overwritten with it."""
+        if words > len(self._words):
+            self._words = np.empty(words + words // 4, np.uint64)
+        return self._words[:words]
+
+
+def pack(messages: Sequence[Sequence[Delta]], scratch: Scratch | None = None) -> tuple[Words, list[int]]:
     """Lays messages out one after another.
+
+    Args:
+        messages: one for each rank.
+        scratch: where to lay them; in memory of their own when None.
 
     Returns:
         The words of all messages, and the number of words of each.
     """
     lengths = [sum(delta.size_words for delta in message) for message in messages]
-    out = np.empty(sum(lengths), np.uint64)
+    out = (scratch or Scratch()).room(sum(lengths))
     signed = out.view(np.int64)
     at = 0
     for message in messages:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Arena
-from .delta import Delta, unpack
+from .delta import Delta, Scratch, unpack
 from .errors import InconsistentArenas
 from .rows import WORD_BYTES, RowSpace
 
@@ -47,6 +47,7 @@ class RowJournal:
         self._arena = arena
         self._space = space
         self._chunks: list[tuple[int, Ids, Words]] = []
+        self._scratch = Scratch()
 
     @property
     def label(self) -> int:
@@ -98,11 +99,11 @@ class RowJournal:
         Returns:
             addresses: int64 [m], ascending.
             starts: int64 [m + 1], where each record's words lie.
-            words: uint64 [starts[-1]], old XOR new.
+            words: uint64 [starts[-1]], old XOR new; overwritten by the next call.
         """
         tables = sorted({table for table, _, _ in self._chunks})
         merged = [self._merged(table) for table in tables]
-        words = np.empty(sum(old.size for _, old in merged), np.uint64)
+        words = self._scratch.room(sum(old.size for _, old in merged))
         addresses: list[Ids] = []
         starts: list[Ids] = []
         at = 0

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Arena
-from .delta import Delta, address, pack, split
+from .delta import Delta, Scratch, address, pack, split
 from .errors import InconsistentArenas
 from .header import NONE
 from .journal import Inbox, ParityJournal, RowJournal
@@ -78,6 +78,7 @@ class RankMemory:
         self.inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal = ParityJournal(arena)
         self.slots = Slots(arena)
+        self._messages = Scratch()
 
     @property
     def committed(self) -> int:
@@ -118,14 +119,14 @@ class RankMemory:
         """The deltas of the transaction in flight, as one message to each rank.
 
         Returns:
-            The messages' words, and the length of each, in the order of ranks.
+            The messages' words, overwritten by the next call, and the length of each, in the order of ranks.
         """
         placement = self.geometry.placement
         if placement is None:
             return np.empty(0, np.uint64), [0]
         addresses, starts, words = self.journal.changes()
         deltas = split(addresses, starts, words, self.space.bounds)
-        return pack(address(deltas, placement, self.rank))
+        return pack(address(deltas, placement, self.rank), self._messages)
 
     def receive(self, lengths: Sequence[int]) -> Words:
         """Makes room for other ranks' messages, and for the old parity under them.
