@@ -306,7 +306,7 @@ def local(value: Any) -> list[torch.Tensor]:
     if hasattr(value, "local_shards"):
         return [getattr(shard, "tensor", shard) for shard in value.local_shards()]
     if hasattr(value, "to_local"):
-        return local(value.tolocal())
+        return local(value.to_local())
     return [value]
 
 
