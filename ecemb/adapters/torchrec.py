@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import UndeclaredWrite, UnsupportedTable
+from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
 from .engine import Hooks, Ids
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, own, repoint
@@ -220,6 +220,7 @@ class FusedTables:
         self.averaged = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []
         self._touched: set[int] = set()  # numbers of batches
+        self._turn = 0  # odd in a step, even between steps, and one more at each turn
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves all buffers into the arena, with all views of them that this process has."""
@@ -260,6 +261,8 @@ class FusedTables:
 
     def check(self) -> None:
         """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        if self._hooks.is_open():
+            self._turn += 1
         for collection in self._collections:
             collection.check()
         for number, batch in enumerate(self._batches):
@@ -301,15 +304,21 @@ class FusedTables:
         call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
         sizes = call.get("batch_size_per_feature_per_rank")
         rows = functools.partial(batch.touched, call["indices"], call["offsets"], sizes)
-        output.register_hook(functools.partial(self._before_update, batch, rows))
+        output.register_hook(functools.partial(self._before_update, batch, rows, self._turn))
 
     def _before_update(
-        self, batch: Batch, rows: Callable[[], Iterator[tuple[int, Ids]]], _: torch.Tensor
+        self, batch: Batch, rows: Callable[[], Iterator[tuple[int, Ids]]], turn: int, _: torch.Tensor
     ) -> None:
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"backward() would update {batch.what} outside of a step: call it inside "
                 f"`with guard.step():`. Nothing of it was written"
+            )
+        if turn < self._turn - 1:
+            raise UsageError(
+                f"backward() would update {batch.what} by a lookup of an earlier step. What that has read is "
+                f"lost at a failure, and read again, its rows would be newer: so semi-synchronous pipelines "
+                f"can't be protected. Look up and call backward() in the same step. Nothing of it was written"
             )
         for table, ids in rows():
             self._hooks.capture(batch.base + table, ids)
