@@ -1,0 +1,138 @@
+"""Tables of several engines, numbered through: each call goes to the engine whose table it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ecemb.adapters.engine import Hooks, Ids
+from ecemb.adapters.tables import Tables
+from ecemb.errors import ConfigurationError, EcembError, LayoutMismatch, UsageError
+from ecemb.rows import Column, TableLayout
+
+
+@dataclasses.dataclass
+class OneTable:
+    name: str
+    layout: TableLayout
+
+
+class Recorder:
+    """An engine that records what it is asked."""
+
+    def __init__(self, name: str, tables: Sequence[str]) -> None:
+        self.name = name
+        columns = (Column("weight", "float32", 4),)
+        self.tables = [OneTable(key, TableLayout(key, 5, columns)) for key in tables]
+        self.parameters: list[Any] = [f"{name} parameter"]
+        self.aside: list[Any] = [f"{name} module"]
+        self.calls: list[tuple[Any, ...]] = []
+        self.hooks: Hooks | None = None
+
+    def place(self, stored: Sequence[Any], *, fresh: bool) -> None:
+        self.calls.append(("place", list(stored), fresh))
+
+    def watch(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def unwatch(self) -> None:
+        self.hooks = None
+
+    def touch(self, index: int, ids: Ids) -> None:
+        self.calls.append(("touch", index, ids.tolist()))
+
+    def check(self) -> None:
+        self.calls.append(("check",))
+
+    def note(self) -> None:
+        self.calls.append(("note",))
+
+    def state(self) -> dict[str, Any]:
+        return {"of": self.name}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.calls.append(("set_state", dict(state)))
+
+
+@contextmanager
+def refused(error: type[EcembError], *words: str) -> Iterator[None]:
+    with pytest.raises(EcembError) as caught:
+        yield
+    assert type(caught.value) is error, repr(caught.value)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+def three() -> tuple[Tables, list[Recorder]]:
+    engines = [Recorder("first", ["a", "b"]), Recorder("none", []), Recorder("last", ["c"])]
+    return Tables(engines), engines
+
+
+def test_each_engine_gets_its_own() -> None:
+    tables, (first, none, last) = three()
+    assert [table.name for table in tables.tables] == ["a", "b", "c"]
+    stored: list[Any] = [10, 11, 12]
+    tables.place(stored, fresh=True)
+    assert first.calls == [("place", [10, 11], True)]
+    assert none.calls == [("place", [], True)] and last.calls == [("place", [12], True)]
+    assert tables.parameters == ["first parameter", "none parameter", "last parameter"]
+    assert tables.aside == ["first module", "none module", "last module"]
+    for call in (tables.check, tables.note):
+        call()
+        assert all(engine.calls[-1] == (call.__name__,) for engine in (first, none, last))
+
+
+def test_captured_tables_are_numbered_through() -> None:
+    tables, (first, none, last) = three()
+    captured: list[tuple[int, list[int]]] = []
+    tables.watch(Hooks(lambda index, ids: captured.append((index, ids.tolist())), lambda: True, list))
+    for engine in (last, first):
+        assert engine.hooks is not None
+        for number in range(len(engine.tables)):
+            engine.hooks.capture(number, np.array([number]))
+    assert captured == [(2, [0]), (0, [0]), (1, [1])]
+    tables.unwatch()
+    assert first.hooks is None and none.hooks is None and last.hooks is None
+
+
+def test_a_declared_write_goes_to_its_table() -> None:
+    tables, (first, _, last) = three()
+    is_open = False
+    with refused(UsageError, "inside `with guard.step():`"):
+        tables.touch("a", torch.tensor([1]))
+    tables.watch(Hooks(lambda *_: None, lambda: is_open, list))
+    with refused(UsageError, "inside `with guard.step():`"):
+        tables.touch("a", torch.tensor([1]))
+    is_open = True
+    tables.touch("b", torch.tensor([[3, 1], [3, 0]], dtype=torch.int32))
+    tables.touch("c", torch.tensor([], dtype=torch.int64))
+    assert first.calls == [("touch", 1, [0, 1, 3])] and last.calls == [("touch", 0, [])]
+    with refused(UsageError, "'d'", "['a', 'b', 'c']"):
+        tables.touch("d", torch.tensor([1]))
+    for rows in ([5], [-1], [0, 7]):
+        with refused(UsageError, "0..4", "local shard"):
+            tables.touch("a", torch.tensor(rows))
+    assert len(first.calls) == 1
+
+
+def test_two_tables_of_one_name_are_refused() -> None:
+    with refused(ConfigurationError, "['b']", "rename in tables="):
+        Tables([Recorder("first", ["a", "b"]), Recorder("last", ["b"])])
+
+
+def test_state_is_by_engine() -> None:
+    tables, (first, _, last) = three()
+    state = tables.state()
+    assert state == {name: {"of": name} for name in ("first", "none", "last")}
+    tables.set_state(state)
+    assert first.calls == [("set_state", {"of": "first"})]
+    for other in ({"first": {}}, {**state, "new": {}}, {}):
+        with refused(LayoutMismatch, "['first', 'last', 'none']", "another job="):
+            tables.set_state(other)
+    assert len(first.calls) == len(last.calls) == 1
