@@ -20,7 +20,8 @@ setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench,torchrec-cpu]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchrec
 	@touch $@
 
 demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (CODE=4,3 RANKS=4)
