@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,10 @@ from ..rows import Column, Table, TableLayout
 from .engine import Ids
 
 TESTED = "1.8.0"
+INSTALL = (
+    f"pip install -e '.[torchrec-cpu]' && pip install --no-deps torchrec=={TESTED}, or with CUDA: "
+    f"pip install -e '.[torchrec]'"
+)
 REPLACED = (
     "what is trained now is not what is protected. Shard, load with assign=True, and move the model before "
     "ecemb.protect()"
@@ -49,8 +54,19 @@ def own(thing: object, name: str) -> Any:
         raise UnsupportedTable(
             f"{type(thing).__name__} has no {name!r} in this version ({versions}), and ecemb needs it to "
             f"protect the tables: ecemb is tested with torchrec {TESTED} and the fbgemm-gpu of the same "
-            f"version; install these"
+            f"version; install these: {INSTALL}"
         ) from None
+
+
+def need(module: str, name: str) -> Any:
+    """What ecemb imports from TorchRec or FBGEMM; an error that says what to install if it can't be had."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedTable(
+            f"torchrec {version('torchrec')} with fbgemm-gpu {version('fbgemm-gpu')} doesn't give {name} of "
+            f"{module} ({error}): ecemb is tested with version {TESTED} of both; install it: {INSTALL}"
+        ) from error
 
 
 def version(package: str) -> str:

@@ -24,7 +24,7 @@ from torch import nn
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
 from .engine import Hooks, Ids
-from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, own, repoint
+from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,12 +40,11 @@ def find(model: nn.Module) -> FusedTables | None:
     """
     if "torchrec" not in sys.modules:
         return None
-    from torchrec.distributed.types import ShardedModule  # pyright: ignore[reportMissingImports]
-
+    sharded = need("torchrec.distributed.types", "ShardedModule")
     batches: list[Batch] = []
     collections: list[Collection] = []
     for path, module in _walk(model, ""):
-        if isinstance(module, ShardedModule):
+        if isinstance(module, sharded):
             collection = Collection(path, module)
             collections.append(collection)
             batches += collection.batches
@@ -64,32 +63,29 @@ def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]
     for optimizer in optimizers:
         for leaf in _leaves(optimizer):
             found[id(leaf)] = leaf
-    from torchrec.optim.fused import FusedOptimizer  # pyright: ignore[reportMissingImports]
-
+    fused = need("torchrec.optim.fused", "FusedOptimizer")
     for parameter in model.parameters():
         for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-            if not isinstance(optimizer, FusedOptimizer):
+            if not isinstance(optimizer, fused):
                 found[id(optimizer)] = optimizer
     return list(found.values())
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
-    from torchrec.optim import keyed  # pyright: ignore[reportMissingImports]
-    from torchrec.optim.fused import FusedOptimizer  # pyright: ignore[reportMissingImports]
-
-    if isinstance(optimizer, keyed.CombinedOptimizer):
+    keyed = "torchrec.optim.keyed"
+    if isinstance(optimizer, need(keyed, "CombinedOptimizer")):
         for _, part in optimizer.optimizers:
             yield from _leaves(part)
-    elif isinstance(optimizer, keyed.KeyedOptimizerWrapper):
+    elif isinstance(optimizer, need(keyed, "KeyedOptimizerWrapper")):
         yield from _leaves(own(optimizer, "_optimizer"))
-    elif isinstance(optimizer, keyed.OptimizerWrapper):
+    elif isinstance(optimizer, need(keyed, "OptimizerWrapper")):
         inner = own(optimizer, "_optimizer")
         yield from _leaves(inner)
         grouped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
         added = [parameter for parameter in optimizer.params.values() if id(parameter) not in grouped]
         if added:
             yield _Added([{"params": added}], optimizer.state)
-    elif not isinstance(optimizer, FusedOptimizer):
+    elif not isinstance(optimizer, need("torchrec.optim.fused", "FusedOptimizer")):
         yield optimizer
 
 
@@ -103,18 +99,17 @@ class _Added:
 
 def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """All modules with the paths that they have in the model's state_dict, each once, sharded ones whole."""
-    from torchrec.distributed.model_parallel import get_unwrapped_module  # pyright: ignore
-    from torchrec.distributed.types import ShardedModule  # pyright: ignore[reportMissingImports]
-
+    unwrapped = need("torchrec.distributed.model_parallel", "get_unwrapped_module")
+    sharded = need("torchrec.distributed.types", "ShardedModule")
     seen: set[int] = set()
 
     def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        module = get_unwrapped_module(module)
+        module = unwrapped(module)
         if id(module) in seen:
             return
         seen.add(id(module))
         yield path, module
-        if not isinstance(module, ShardedModule):
+        if not isinstance(module, sharded):
             for name, child in module.named_children():
                 yield from walk(child, f"{path}.{name}" if path else name)
 
@@ -147,16 +142,15 @@ class Collection:
 
     def _sharded_kernels(self) -> Iterator[Any]:
         """TorchRec's modules around FBGEMM's, but for those of data-parallel tables."""
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # pyright: ignore
-            SplitTableBatchedEmbeddingBagsCodegen,
+        fused = need(
+            "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"
         )
-
         for lookup in own(self.module, "_lookups"):
             if isinstance(lookup, nn.parallel.DistributedDataParallel):
                 continue  # data-parallel: replicated state
             for kernel in own(lookup, "_emb_modules"):
                 fbgemm = own(kernel, "emb_module")
-                if type(fbgemm) is not SplitTableBatchedEmbeddingBagsCodegen:
+                if type(fbgemm) is not fused:
                     names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
                     raise UnsupportedTable(
                         f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters import fbgemm
+from ecemb.adapters import fbgemm, torchrec
 from ecemb.adapters.fbgemm import Move, check_inside, local, own, repoint, version
 from ecemb.errors import UnsupportedTable
 
@@ -23,6 +24,19 @@ def test_a_name_that_is_gone_is_an_error_with_the_versions(monkeypatch: pytest.M
     for word in ("SimpleNamespace", "'gone'", "torchrec 9.9", "fbgemm-gpu 9.9", fbgemm.TESTED, "install"):
         assert word in str(caught.value)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("there", [(), ("torchrec.distributed", "torchrec.distributed.types")])
+def test_a_torchrec_that_lacks_something_says_what_to_install(
+    there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchrec"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert torchrec.find(nn.Linear(1, 1)) is None
+    for name in ("torchrec", *there):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(UnsupportedTable, match=r"ShardedModule of torchrec.*pip install --no-deps torchrec=="):
+        torchrec.find(nn.Linear(1, 1))
 
 
 def test_versions_are_those_of_any_build() -> None:
