@@ -96,7 +96,8 @@ class Guard:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
 
         Everything that changes state belongs in the body. If the body raises, its changes are undone on
-        this rank, the other ranks undo theirs at their exchange, and the job needs a restart.
+        this rank, the other ranks undo theirs at their exchange, and the job needs a restart. Also a
+        decorator: with `@guard.step()` above it, each call of a function is a step.
 
         Yields:
             The step, with its number.
