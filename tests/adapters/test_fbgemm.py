@@ -35,7 +35,9 @@ def test_a_torchrec_that_lacks_something_says_what_to_install(
     assert torchrec.find(nn.Linear(1, 1)) is None
     for name in ("torchrec", *there):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(UnsupportedTable, match=r"ShardedModule of torchrec.*pip install --no-deps torchrec=="):
+    with pytest.raises(
+        UnsupportedTable, match=r"ShardedModule of torchrec.*pip install --no-deps torchrec=="
+    ):
         torchrec.find(nn.Linear(1, 1))
 
 
