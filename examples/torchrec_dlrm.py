@@ -152,7 +152,7 @@ def bits(thing: Any) -> Iterator[bytes]:
         yield thing.detach().numpy().tobytes() if isinstance(thing, Tensor) else repr(thing).encode()
 
 
-logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", force=True)
+logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", force=True)
 for noisy in ("torchrec", "torch.fx"):
     logging.getLogger(noisy).setLevel(logging.ERROR)
 warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own calls
