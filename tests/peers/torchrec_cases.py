@@ -36,7 +36,7 @@ TOGETHER: dict[str, tuple[Any, ...]] = {
 TRAINING = TOGETHER | {"variable_batch_size": ANY_BOOL, "data_type": ("FP32", "FP16")}
 POOLED = {"pooling": ("SUM", "MEAN")}
 # What is left out fails on gloo without ecemb, too (docs/torchrec.md): batches of different sizes where rows
-# are sharded, grid sharding with mean pooling, and batch sizes by feature with row-wise or data-parallel tables.
+# are sharded, grid with mean pooling, batch sizes by feature with row-wise or data-parallel tables.
 EQUAL_BATCHES = {"variable_batch_size": (False,)}
 ONE = {"sharder_type": ("embedding_bag_collection",), "kernel_type": ("fused",)}
 LOADING = ONE | {"sharding_type": SHARDINGS}
