@@ -35,6 +35,12 @@ def _words(arena: Arena, region: str, word: str) -> Words:
     return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
 
 
+def _used(record: Words) -> int:
+    """Words of a record (uint64 [1, m]) up to the last that isn't 0."""
+    changed = np.flatnonzero(record)
+    return int(changed[-1]) + 1 if len(changed) else 0
+
+
 class RowJournal:
     """Old records of the rows that one transaction changes, in chunks of one table each.
 
@@ -96,6 +102,8 @@ class RowJournal:
     def changes(self) -> tuple[Ids, Ids, Words]:
         """The deltas of all captured rows against what they hold now.
 
+        A lone record's last words are left out if they haven't changed: rank state fills a part of its own.
+
         Returns:
             addresses: int64 [m], ascending.
             starts: int64 [m + 1], where each record's words lie.
@@ -113,9 +121,9 @@ class RowJournal:
             np.bitwise_xor(new, old, out=new)
             addresses.append(ids * old.shape[1] + self._space.bases[table])
             starts.append(at + np.arange(len(ids), dtype=np.int64) * old.shape[1])
-            at += old.size
+            at += _used(new) if len(ids) == 1 else old.size
         end = np.array([at], np.int64)
-        return np.concatenate([*addresses, end[:0]]), np.concatenate([*starts, end]), words
+        return np.concatenate([*addresses, end[:0]]), np.concatenate([*starts, end]), words[:at]
 
     def _merged(self, table: int) -> tuple[Ids, Words]:
         chunks = [(ids, old) for index, ids, old in self._chunks if index == table]

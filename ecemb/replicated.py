@@ -93,6 +93,8 @@ class ReplicatedState:
         self._outline: object = None
         self._outline_bytes = b""
         self._outline_sum = 0
+        self._size = 0
+        self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the slot
 
     @property
     def size_bytes(self) -> int:
@@ -108,17 +110,25 @@ class ReplicatedState:
         if outline != self._outline:
             self._outline, self._outline_bytes = outline, dump(outline)
             self._outline_sum = zlib.crc32(self._outline_bytes)
+            self._views.clear()
+            _, self._size = _places(tensors, _HEAD.size + len(self._outline_bytes))
+        memory = slots.open(transaction, self._size)
+        views = self._views.get(memory.ctypes.data)
+        if views is None:
+            views = self._views[memory.ctypes.data] = self._lay_out(memory, tensors)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor.detach())
+        slots.seal(transaction)
+
+    def _lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Writes everything but the tensors to a slot, and returns where they belong."""
         head = len(self._outline_bytes)
-        places, size = _places(tensors, _HEAD.size + head)
-        memory = slots.open(transaction, size)
+        memory[:] = 0  # what an earlier state left between tensors differs by rank
         memory[: _HEAD.size] = np.frombuffer(_HEAD.pack(head, self._outline_sum), np.uint8)
         memory[_HEAD.size : _HEAD.size + head] = np.frombuffer(self._outline_bytes, np.uint8)
-        end = _HEAD.size + head
-        for tensor, place in zip(tensors, places, strict=True):
-            memory[end:place] = 0  # what an earlier state left between tensors differs by rank
-            _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
-            end = place + tensor.nbytes
-        slots.seal(transaction)
+        places, _ = _places(tensors, _HEAD.size + head)
+        pairs = zip(places, tensors, strict=True)
+        return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
 
     def load(self, slots: Slots, transaction: int) -> None:
         """Puts the state of `transaction` back into the model and the optimizers.
