@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
@@ -314,8 +315,9 @@ class FusedTables:
                 f"lost at a failure, and read again, its rows would be newer: so semi-synchronous pipelines "
                 f"can't be protected. Look up and call backward() in the same step. Nothing of it was written"
             )
-        for table, ids in rows():
-            self._hooks.capture(batch.base + table, ids)
+        with record_function("ecemb.capture"):
+            for table, ids in rows():
+                self._hooks.capture(batch.base + table, ids)
 
     def _before_load(self, collection: Collection, *_: Any) -> None:
         if not self._hooks.is_open():
