@@ -17,9 +17,9 @@ turns, in random order, on the same batches, so that whatever else the machine d
 torch's Adagrad. Above them the dense part of a DLRM (13-512-256-dim, 512-512-256-1) under
 DistributedDataParallel, with Adagrad. A sample looks up one row of each table; the popularity of rows falls
 with their place in its order to the power of `skew`; 1.2 gives 7,200 rows a rank and step, which is what the
-costs in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine, no overlap
-with training (`overlap`), every step committed (`window`). After the run both models have to hold the same
-bytes on every rank, all steps have to be committed, and parity has to fit every row.
+costs in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine, no
+overlap with training (`overlap`), every step committed (`window`). After the run both models have to hold the
+same bytes on every rank, all steps have to be committed, and parity has to fit every row.
 """
 
 from __future__ import annotations
