@@ -84,7 +84,7 @@ class RowJournal:
         m = len(ids)
         if m == 0:
             return 0
-        width = self._space.tables[table].layout.record_words
+        width = self._space.named[table].layout.record_words
         used = self._arena.get("rows_bytes")
         size = (_HEAD_WORDS + m + m * width) * WORD_BYTES
         self._arena.reserve("row_journal", used + size)
@@ -94,7 +94,7 @@ class RowJournal:
         saved = signed[_HEAD_WORDS : _HEAD_WORDS + m]
         saved[:] = ids
         records = words[_HEAD_WORDS + m :].reshape(m, width)
-        self._space.tables[table].gather(saved, records)
+        self._space.named[table].gather(saved, records)
         self._arena.set("rows_bytes", used + size)
         self._chunks.append((table, saved, records))
         return m
@@ -117,7 +117,7 @@ class RowJournal:
         at = 0
         for table, (ids, old) in zip(tables, merged, strict=True):
             new = words[at : at + old.size].reshape(old.shape)
-            self._space.tables[table].gather(ids, new)
+            self._space.named[table].gather(ids, new)
             np.bitwise_xor(new, old, out=new)
             addresses.append(ids * old.shape[1] + self._space.bases[table])
             starts.append(at + np.arange(len(ids), dtype=np.int64) * old.shape[1])
@@ -141,7 +141,7 @@ class RowJournal:
         """
         rows = 0
         for table, ids, records in reversed(list(self._stored())):
-            self._space.tables[table].scatter_(ids, records)
+            self._space.named[table].scatter_(ids, records)
             rows += len(ids)
         return rows
 
@@ -152,9 +152,9 @@ class RowJournal:
         while at < len(words):
             head = signed[at : at + _HEAD_WORDS].tolist()
             table, m = head if len(head) == _HEAD_WORDS else (-1, 0)
-            if not 0 <= table < len(self._space.tables):
-                raise self._damaged(f"names table {table}, but the rank has {len(self._space.tables)}")
-            layout = self._space.tables[table].layout
+            if not 0 <= table < len(self._space.named):
+                raise self._damaged(f"names table {table}, but the rank has {len(self._space.named)}")
+            layout = self._space.named[table].layout
             at += _HEAD_WORDS
             if m < 0 or at + m * (1 + layout.record_words) > len(words):
                 raise self._damaged(f"says that {m} rows of table {layout.name!r} follow word {at}")

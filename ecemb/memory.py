@@ -23,7 +23,7 @@ from .kernels import Kernels
 from .parity import ParityBlocks
 from .placement import Placement
 from .replicated import Slots
-from .rows import RowSpace, Table, TableLayout, arrange
+from .rows import RowSpace, Table, TableLayout, arrange, joined
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
@@ -62,8 +62,11 @@ class RankMemory:
         self.rank = arena.header().constants.rank
         rows = arena.region("rows")
         starts, _ = arrange(layouts)
-        tables = [Table(layout, rows, at, kernels) for layout, at in zip(layouts, starts, strict=True)]
-        self.space = RowSpace(tables, geometry.generator.shape[1])
+        tables, named = (
+            [Table(layout, rows, at, kernels) for layout, at in zip(each, starts, strict=True)]
+            for each in (layouts, joined(layouts))
+        )
+        self.space = RowSpace(tables, geometry.generator.shape[1], named)
         self.parity: ParityBlocks | None = None
         if geometry.placement is not None:
             self.parity = ParityBlocks(

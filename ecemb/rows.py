@@ -114,6 +114,22 @@ def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
     return starts, end
 
 
+def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
+    """Tables as rows of them are named together: of a group with equal columns, the first stands for all.
+
+    Its rows are the rows of all of the group's tables, one after another: they lie so in memory (`arrange`)
+    and in the row space, so that one call can take rows of many tables. Other tables stand for themselves.
+    """
+    found = list(layouts)
+    for start, layout in enumerate(layouts):
+        if layout.group and (start == 0 or layouts[start - 1].group != layout.group):
+            group = list(itertools.takewhile(lambda one: one.group == layout.group, layouts[start:]))  # noqa: B023
+            if len({one.columns for one in group}) == 1:
+                rows = sum(one.rows for one in group)
+                found[start] = dataclasses.replace(layout, name=layout.group, rows=rows)
+    return found
+
+
 class Table:
     """One table shard, bound to its memory.
 
@@ -248,13 +264,15 @@ class RowSpace:
     Args:
         tables: the rank's tables, in the order of their addresses.
         k: number of data blocks.
+        named: the tables by which rows are captured and undone (see `joined`); `tables` when None.
     """
 
-    def __init__(self, tables: Sequence[Table], k: int) -> None:
+    def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
         names = [table.layout.name for table in tables]
         if len(set(names)) != len(names):
             raise ConfigurationError(f"tables need distinct names; got {names}: rename one in tables=")
         self.tables = list(tables)
+        self.named = list(named or tables)
         layouts = [table.layout for table in tables]
         addresses = Addresses(layouts, k)
         self.bases, self.bounds = addresses.bases, addresses.bounds

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ecemb import kernels
 from ecemb.errors import ConfigurationError
-from ecemb.rows import ALIGN_BYTES, WORD_BYTES, Column, RowSpace, Table, TableLayout, arrange, cut
+from ecemb.rows import ALIGN_BYTES, WORD_BYTES, Column, RowSpace, Table, TableLayout, arrange, cut, joined
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8]
 DIMS = [1, 3, 7, 16]
@@ -268,3 +268,38 @@ def test_fewer_records_than_blocks_leave_blocks_empty() -> None:
     assert bounds[0] == 0
     assert bounds[-1] == 100
     assert set(bounds) == {0, 100}
+
+
+# --- groups of tables ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) -> None:
+    rng = random.Random(seed)
+    columns = (Column("weight", "float32", 16), Column("momentum1", "float32", 4))
+    layouts = [
+        TableLayout("alone", 5, columns),
+        *(TableLayout(f"g{i}", rows, columns, "g") for i, rows in enumerate((3, 0, 7, 1))),
+        *(TableLayout(f"h{i}", 4, columns[: i + 1] * (2 - i), "h") for i in range(2)),
+        TableLayout("last", 1, columns[:1]),
+    ]
+    starts, size = arrange(layouts)
+    memory = random_bytes(size + ALIGN_BYTES, rng)
+    skip = -memory.ctypes.data % ALIGN_BYTES
+    memory = memory[skip : skip + size]
+    found = joined(layouts)
+    assert [one.rows for one in found] == [5, 11, 0, 7, 1, 4, 4, 1]
+    tables, named = (
+        [Table(one, memory, at, kernels.get(kernel)) for one, at in zip(each, starts, strict=True)]
+        for each in (layouts, found)
+    )
+    space = RowSpace(tables, 2, named)
+    group = np.concatenate([table.read(0, table.layout.rows) for table in tables[1:5]])
+    out = np.zeros((4, group.shape[1]), np.uint64)
+    ids = np.array([0, 3, 9, 10], np.int64)
+    space.named[1].gather(ids, out)
+    assert (out == group[ids]).all()
+    at = ids[2] * group.shape[1] + space.bases[1]
+    assert (space.read(at, at + group.shape[1]) == group[9]).all()
+    space.named[1].scatter_(ids[2:3], ~out[2:3])
+    assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()

@@ -34,7 +34,7 @@ from ecemb import kernels
 from ecemb.adapters import torchrec as adapter
 from ecemb.adapters.engine import Hooks
 from ecemb.adapters.tables import Tables
-from ecemb.rows import Table, arrange
+from ecemb.rows import Table, arrange, joined
 
 WIDTH = 4
 OPTIMIZERS: dict[str, Any] = {
@@ -153,6 +153,7 @@ class Watched:
             for layout, at in zip(layouts, starts, strict=True)
         ]
         self.names = [layout.name for layout in layouts]
+        self.named = joined(layouts)
         self.captured: dict[str, set[int]] = {}
         self.undeclared = 0
         self.is_open = False
@@ -188,8 +189,13 @@ class Watched:
     def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
         assert ids.dtype == np.int64 and ids.ndim == 1
         assert (np.diff(ids) > 0).all(), "captured rows must be ascending and distinct"
-        assert len(ids) and ids[0] >= 0 and ids[-1] < self.stored[table].layout.rows
-        self.captured.setdefault(self.names[table], set()).update(ids.tolist())
+        assert len(ids) and ids[0] >= 0 and ids[-1] < self.named[table].rows
+        while len(ids):  # rows of a group count on through its tables
+            rows = self.stored[table].layout.rows
+            here = ids[ids < rows].tolist()
+            if here:
+                self.captured.setdefault(self.names[table], set()).update(here)
+            ids, table = ids[ids >= rows] - rows, table + 1
 
     def _on_undeclared(self) -> None:
         self.undeclared += 1

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import importlib
 import importlib.metadata
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,10 @@ class Batch:
         self.base = 0
         self._spans: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._features = list(own(self.module, "feature_table_map"))
+        self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
+        self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
+        self._first = np.cumsum([0, *self._rows])
+        self._uniform = len({table.layout.columns for table in self.tables}) == 1
 
     def _check_buffers(self) -> None:
         for name in self.buffers:
@@ -208,33 +212,48 @@ class Batch:
         return moves
 
     def touched(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Iterator[tuple[int, Ids]]:
-        """The rows that a lookup reads, by table of this batch.
+        """The rows that a lookup reads, as `named` gives them.
 
         Args:
             indices: integers [L], the arguments of the lookup as FBGEMM's bounds check left them.
             offsets: integers [bags + 1]; features one after another, each with its bags.
             sizes: bags by feature and rank, or None if all features have equally many.
         """
-        values = indices.detach().numpy()
-        ends = offsets.detach().numpy()
-        features = len(self._features)
+        values, ends = indices.detach().numpy(), offsets.detach().numpy()
         if sizes is None:
-            bounds = (
-                ends[:: (len(ends) - 1) // features] if len(ends) > 1 else np.zeros(features + 1, np.int64)
-            )
+            bags = (len(ends) - 1) // len(self._features)
+            edges = ends[::bags] if bags else np.zeros(len(self._features) + 1, np.int64)
         else:
-            bounds = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
-        parts: dict[int, list[Any]] = {}
-        for feature, table in enumerate(self._features):
-            if bounds[feature] < bounds[feature + 1]:
-                parts.setdefault(table, []).append(values[bounds[feature] : bounds[feature + 1]])
-        for table, found in parts.items():
-            ids = _distinct(found[0] if len(found) == 1 else np.concatenate(found))
-            rows = self.tables[table].layout.rows
-            if ids[0] < 0 or ids[-1] >= rows:  # FBGEMM looks up row 0 instead, and warns
-                ids = _distinct(np.where((ids < 0) | (ids >= rows), 0, ids))
-            if rows:
-                yield table, ids
+            edges = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
+        counts = np.diff(edges)
+        rows = np.repeat(self._rows[self._features], counts)
+        values = values[edges[0] : edges[-1]]
+        outside = (values < 0) | (values >= rows)
+        if outside.any():  # FBGEMM looks up row 0 instead, and warns
+            values = np.where(outside, 0, values)
+        numbers = values + np.repeat(self._first[self._features], counts)
+        if not self._rows.all():
+            numbers = numbers[rows > 0]
+        if len(numbers):
+            yield from self.named(_distinct(numbers))
+
+    def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
+        """Rows as they are captured, by table of this batch (see `rows.joined`).
+
+        Args:
+            numbers: int64 [m], ascending: rows of the batch, its tables' rows one after another.
+        """
+        if self._uniform:
+            yield 0, numbers
+            return
+        edges = np.searchsorted(numbers, self._first)
+        for table, (a, b) in enumerate(itertools.pairwise(edges)):
+            if a < b:
+                yield table, numbers[a:b] - self._first[table]
+
+    def numbers(self, table: int, ids: Ids) -> Ids:
+        """Rows of one table as rows of the batch."""
+        return ids + self._first[table]
 
     def note(self) -> None:
         """Takes the buffers' present versions as declared. FBGEMM's own updates don't count as versions."""

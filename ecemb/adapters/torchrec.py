@@ -249,9 +249,11 @@ class FusedTables:
     def touch(self, index: int, ids: Ids) -> None:
         """Captures rows of a table that are about to be written by hand."""
         number = next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
+        batch = self._batches[number]
         if number not in self._touched:
-            self._check(self._batches[number])
-        self._hooks.capture(index, ids)
+            self._check(batch)
+        for table, rows in batch.named(batch.numbers(index - batch.base, ids)):
+            self._hooks.capture(batch.base + table, rows)
         self._touched.add(number)
 
     def check(self) -> None:
