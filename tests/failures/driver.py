@@ -364,6 +364,9 @@ def _refusals(folder: Path, plan: Plan, boards: list[Board]) -> tuple[dict[int, 
             states = json.loads(before.read_text())["states"] if before.exists() else []
             if len(states) > plan.setting.ranks - len(event.lost):
                 continue  # torchrun stopped some of the victims before they got there: they lost nothing
+            committed = [b.get("committed") for b in boards if b.get("start") == start - 1]
+            if not states and max(committed, default=-1) >= plan.setting.steps:
+                continue  # the last victims fell when the job was closing: the survivors closed it
             live = any(state in LIVE for state in states) and FINISHED not in states
             if not event.unless or (event.unless == "fresh" and live) or not before.exists():
                 problems.append(f"start {start} was not refused, though memory of {event.lost} was gone")
