@@ -99,9 +99,8 @@ class Transactions:
             table: index of the table in the row space.
             ids: int64 [m], ascending and distinct.
         """
-        began = time.perf_counter()  # no span of its own: one lookup captures rows of many tables
-        self.captured_rows += self._memory.journal.capture(table, ids)
-        self.seconds["capture"] = self.seconds.get("capture", 0.0) + time.perf_counter() - began
+        with self._phase("capture"):
+            self.captured_rows += self._memory.journal.capture(table, ids)
 
     def abort(self) -> None:
         """Votes against the transaction in flight: `commit` undoes it on all ranks and commits it empty."""

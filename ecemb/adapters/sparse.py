@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.profiler import record_function
 
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..rows import Column, Table, TableLayout
@@ -362,8 +361,7 @@ class SparseTables:
             ids = table.touched()
             self._gradients[index] = table.weight.grad, table.gradient()  # held: no other gets its id
             if ids is not None and len(ids):
-                with record_function("ecemb.capture"):
-                    self._hooks.capture(index, ids)
+                self._hooks.capture(index, ids)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         for index, table in self._of(optimizer):

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
@@ -317,9 +316,8 @@ class FusedTables:
                 f"lost at a failure, and read again, its rows would be newer: so semi-synchronous pipelines "
                 f"can't be protected. Look up and call backward() in the same step. Nothing of it was written"
             )
-        with record_function("ecemb.capture"):
-            for table, ids in rows():
-                self._hooks.capture(batch.base + table, ids)
+        for table, ids in rows():
+            self._hooks.capture(batch.base + table, ids)
 
     def _before_load(self, collection: Collection, *_: Any) -> None:
         if not self._hooks.is_open():
