@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,9 +97,7 @@ def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
     """
     starts: list[list[int]] = []
     end = 0
-    alone = itertools.count()
-    for _, neighbours in itertools.groupby(layouts, lambda layout: layout.group or next(alone)):
-        group = list(neighbours)
+    for group in _groups(layouts):
         if len({len(layout.columns) for layout in group}) > 1:
             raise ConfigurationError(
                 f"tables {[layout.name for layout in group]} are in one group, and have different columns"
@@ -120,14 +118,21 @@ def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
     Its rows are the rows of all of the group's tables, one after another: they lie so in memory (`arrange`)
     and in the row space, so that one call can take rows of many tables. Other tables stand for themselves.
     """
-    found = list(layouts)
-    for start, layout in enumerate(layouts):
-        if layout.group and (start == 0 or layouts[start - 1].group != layout.group):
-            group = list(itertools.takewhile(lambda one: one.group == layout.group, layouts[start:]))  # noqa: B023
-            if len({one.columns for one in group}) == 1:
-                rows = sum(one.rows for one in group)
-                found[start] = dataclasses.replace(layout, name=layout.group, rows=rows)
+    found: list[TableLayout] = []
+    for first, *others in _groups(layouts):
+        if any(one.columns != first.columns for one in others):
+            found += [first, *others]
+        else:
+            rows = sum(one.rows for one in (first, *others))
+            found += [dataclasses.replace(first, name=first.group or first.name, rows=rows), *others]
     return found
+
+
+def _groups(layouts: Sequence[TableLayout]) -> Iterator[list[TableLayout]]:
+    """Runs of neighbours that name the same group; a table that lies alone is a run of its own."""
+    alone = itertools.count()
+    for _, group in itertools.groupby(layouts, lambda layout: layout.group or next(alone)):
+        yield list(group)
 
 
 class Table:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
-from ..rows import Column, Table, TableLayout
+from ..rows import Column, Table, TableLayout, joined
 from .engine import Ids
 
 TESTED = "1.8.0"
@@ -132,17 +132,17 @@ class Batch:
         self.configs: list[Any] = own(own(kernel, "_config"), "embedding_tables")
         names = ", ".join(repr(config.name) for config in self.configs)
         self.what = f"{path} ({names})"
-        self.states = _states(self.what, self.module)
-        self.buffers: list[str] = [f"{name}_host" for name in ("weights", *self.states)]
+        states = _states(self.what, self.module)
+        self.buffers: list[str] = [f"{name}_host" for name in ("weights", *states)]
         self._check_buffers()
         self.tables = [self._table(path, number, config, i) for i, config in enumerate(self.configs)]
         self.base = 0
-        self._spans: list[torch.Tensor] = []
+        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers
         self._versions: list[int] = []
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
         self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *self._rows])
-        self._uniform = len({table.layout.columns for table in self.tables}) == 1
+        self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
     def _check_buffers(self) -> None:
         for name in self.buffers:
@@ -160,7 +160,7 @@ class Batch:
                     f"{self.what} has {name} of {buffer.dtype} on {buffer.device}: ecemb protects tables of "
                     f"float32 and float16 in host memory"
                 )
-        for name in ("embedding_specs", "learning_rate_tensor", "iter", "iter_cpu", "optimizer_args"):
+        for name in ("learning_rate_tensor", "iter", "iter_cpu", "optimizer_args"):
             own(self.module, name)
 
     def _table(self, path: str, number: int, config: Any, index: int) -> FusedTable:
@@ -194,7 +194,7 @@ class Batch:
         Returns:
             The storages that were left, and what took their places.
         """
-        self._spans = []
+        self.spans = []
         moves: list[Move] = []
         for i, name in enumerate(self.buffers):
             buffer: torch.Tensor = getattr(self.module, name)
@@ -202,7 +202,7 @@ class Batch:
             size = sum(column.nbytes for column in columns)
             span = torch.from_numpy(np.lib.stride_tricks.as_strided(columns[0].reshape(-1), (size,), (1,)))
             span = span.view(buffer.dtype)
-            self._spans.append(span)
+            self.spans.append(span)
             if buffer.numel():
                 if fresh:
                     with torch.no_grad():
@@ -243,7 +243,7 @@ class Batch:
         Args:
             numbers: int64 [m], ascending: rows of the batch, its tables' rows one after another.
         """
-        if self._uniform:
+        if self._joined:
             yield 0, numbers
             return
         edges = np.searchsorted(numbers, self._first)
@@ -267,7 +267,7 @@ class Batch:
         """Raises UndeclaredWrite if what is trained is not in the arena any more."""
         if self.kernel.emb_module is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
-        for name, span in zip(self.buffers, self._spans, strict=True):
+        for name, span in zip(self.buffers, self.spans, strict=True):
             buffer = getattr(self.module, name)
             if buffer.numel() and buffer.data_ptr() != span.data_ptr():
                 raise UndeclaredWrite(f"the storage of {self.what} was replaced: {REPLACED}")
@@ -283,12 +283,7 @@ class Batch:
             shown += local(parameter)
         shown += self.module.split_embedding_weights()
         shown += [state for states in self.module.split_optimizer_states() for state in states]
-        check_inside(self.what, shown, self._spans)
-
-    @property
-    def spans(self) -> list[torch.Tensor]:
-        """The arena's tensors under the buffers."""
-        return self._spans
+        check_inside(self.what, shown, self.spans)
 
     def state(self) -> dict[str, Any]:
         """Learning rate, options and counters, which are not per row."""
@@ -375,4 +370,5 @@ def repoint(moves: Sequence[Move]) -> None:
             except (RuntimeError, NotImplementedError):  # a tensor without storage of its own
                 continue
             if span is not None:
-                thing.data = span.as_strided(thing.size(), thing.stride(), thing.storage_offset())
+                values = span.view(thing.dtype)  # a view may read the bytes as another type
+                thing.data = values.as_strided(thing.size(), thing.stride(), thing.storage_offset())

@@ -41,14 +41,8 @@ def find(model: nn.Module) -> FusedTables | None:
     if "torchrec" not in sys.modules:
         return None
     sharded = need("torchrec.distributed.types", "ShardedModule")
-    batches: list[Batch] = []
-    collections: list[Collection] = []
-    for path, module in _walk(model, ""):
-        if isinstance(module, sharded):
-            collection = Collection(path, module)
-            collections.append(collection)
-            batches += collection.batches
-    return FusedTables(collections, batches) if collections else None
+    collections = [Collection(path, module) for path, module in _walk(model) if isinstance(module, sharded)]
+    return FusedTables(collections) if collections else None
 
 
 def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -97,7 +91,7 @@ class _Added:
     state: Any
 
 
-def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules with the paths that they have in the model's state_dict, each once, sharded ones whole."""
     unwrapped = need("torchrec.distributed.model_parallel", "get_unwrapped_module")
     sharded = need("torchrec.distributed.types", "ShardedModule")
@@ -113,7 +107,7 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             for name, child in module.named_children():
                 yield from walk(child, f"{path}.{name}" if path else name)
 
-    return walk(module, path)
+    return walk(model, "")
 
 
 class Collection:
@@ -137,27 +131,32 @@ class Collection:
         self._shown: Any = own(module, _COLLECTIONS[kind])
         self._sharding: Any = own(module, "module_sharding_plan")
         prefix = f"{path}.{_COLLECTIONS[kind]}" if path else _COLLECTIONS[kind]
-        self._kernels = list(self._sharded_kernels())
-        self.batches = [Batch(prefix, kernel, number) for number, kernel in enumerate(self._kernels)]
+        self._replicated = {
+            name for name, sharding in self._sharding.items() if sharding.sharding_type == "data_parallel"
+        }
+        kernels = list(self._kernels())
+        self._check_kernels(kernels)
+        self.batches = [Batch(prefix, kernel, number) for number, kernel in enumerate(kernels)]
 
-    def _sharded_kernels(self) -> Iterator[Any]:
+    def _kernels(self) -> Iterator[Any]:
         """TorchRec's modules around FBGEMM's, but for those of data-parallel tables."""
+        for lookup in own(self.module, "_lookups"):
+            if not isinstance(lookup, nn.parallel.DistributedDataParallel):
+                yield from own(lookup, "_emb_modules")
+
+    def _check_kernels(self, kernels: Sequence[Any]) -> None:
         fused = need(
             "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"
         )
-        for lookup in own(self.module, "_lookups"):
-            if isinstance(lookup, nn.parallel.DistributedDataParallel):
-                continue  # data-parallel: replicated state
-            for kernel in own(lookup, "_emb_modules"):
-                fbgemm = own(kernel, "emb_module")
-                if type(fbgemm) is not fused:
-                    names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
-                    raise UnsupportedTable(
-                        f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "
-                        f"{type(fbgemm).__name__}: ecemb protects the compute kernel 'fused', whose "
-                        f"optimizer is given by apply_optimizer_in_backward() or fused_params="
-                    )
-                yield kernel
+        for kernel in kernels:
+            fbgemm = own(kernel, "emb_module")
+            if type(fbgemm) is not fused:
+                names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
+                raise UnsupportedTable(
+                    f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "
+                    f"{type(fbgemm).__name__}: ecemb protects the compute kernel 'fused', whose "
+                    f"optimizer is given by apply_optimizer_in_backward() or fused_params="
+                )
 
     @property
     def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
@@ -168,26 +167,19 @@ class Collection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded tables' parameters, as the model shows them."""
-        return [
-            self._shown[name].weight
-            for name, sharding in self._sharding.items()
-            if sharding.sharding_type != "data_parallel"
-        ]
+        return [self._shown[name].weight for name in self._sharding if name not in self._replicated]
 
     def check(self) -> None:
         """Raises UndeclaredWrite if the module was sharded anew."""
-        if len(kernels := list(self._sharded_kernels())) != len(self._kernels) or any(
-            now is not then for now, then in zip(kernels, self._kernels, strict=True)
-        ):
+        if [id(kernel) for kernel in self._kernels()] != [id(batch.kernel) for batch in self.batches]:
             raise UndeclaredWrite(f"{self.path or 'the model'} was sharded anew: {REPLACED}")
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless what state_dict() shows lies in the arena."""
         spans = [span for batch in self.batches for span in batch.spans]
         shown: list[torch.Tensor] = []
-        replicated = {name for name, s in self._sharding.items() if s.sharding_type == "data_parallel"}
         for key, value in self.module.state_dict().items():
-            if key.split(".")[1] not in replicated:
+            if key.split(".")[1] not in self._replicated:
                 shown += local(value)
         check_inside(self.path or "the model", [*shown, *self.parameters], spans)
 
@@ -197,16 +189,15 @@ class FusedTables:
 
     Args:
         collections: the sharded modules.
-        batches: theirs, one after another.
     """
 
     name = "torchrec"
 
-    def __init__(self, collections: Sequence[Collection], batches: Sequence[Batch]) -> None:
+    def __init__(self, collections: Sequence[Collection]) -> None:
         self._collections = list(collections)
-        self._batches = list(batches)
+        self._batches = [batch for one in collections for batch in one.batches]
         self.tables: list[FusedTable] = []
-        for batch in batches:
+        for batch in self._batches:
             batch.base = len(self.tables)
             self.tables += batch.tables
         self.parameters = [parameter for one in collections for parameter in one.parameters]
