@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class GradientBuckets:
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         self._modules = [one for one in modules if one.static_graph or not one.find_unused_parameters]
         self._orders: list[list[list[int]]] = [[] for _ in self._modules]
-        self._handles: list[Any] = []
+        self._handles: list[list[Any]] = [[] for _ in self._modules]
         for number, module in enumerate(self._modules):
             if _laid_out(module):
                 logger.warning(
@@ -43,14 +43,15 @@ class GradientBuckets:
                 )
             for index, parameter in enumerate(_parameters(module)):
                 hook = functools.partial(self._arrived, number, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles[number].append(parameter.register_post_accumulate_grad_hook(hook))
 
     def state(self) -> list[list[list[int]]]:
         """By module, the orders of the backwards that count: numbers of parameters as gradients came."""
-        if self._handles and all(map(_laid_out, self._modules)):
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+        for module, orders, handles in zip(self._modules, self._orders, self._handles, strict=True):
+            if len(orders) == _counting(module):
+                for handle in handles:
+                    handle.remove()
+                handles.clear()
         return [[list(order) for order in orders] for orders in self._orders]
 
     def set_state(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -70,7 +71,7 @@ class GradientBuckets:
             gradients = [parameter.grad for parameter in parameters]
             model = module.module
             try:
-                for order in [list(order) for order in orders]:
+                for order in orders:
                     module.module = _Rehearsal([parameters[index] for index in order])
                     with torch.enable_grad():
                         module().backward()
@@ -81,13 +82,11 @@ class GradientBuckets:
 
     def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
         module, orders = self._modules[number], self._orders[number]
-        if (
-            isinstance(module.module, _Rehearsal)
-            or not module.require_backward_grad_sync
-            or _laid_out(module)
-        ):
+        if isinstance(module.module, _Rehearsal) or not module.require_backward_grad_sync:
             return
         if not orders or index in orders[-1]:
+            if len(orders) == _counting(module) or _laid_out(module):
+                return
             orders.append([])
         orders[-1].append(index)
 
@@ -95,6 +94,11 @@ class GradientBuckets:
 def found_in(model: nn.Module) -> list[DistributedDataParallel]:
     """The modules of a model that are a DistributedDataParallel."""
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _counting(module: DistributedDataParallel) -> int:
+    """How many backwards there are before the buckets are laid out for good."""
+    return 2 if module.static_graph else 1
 
 
 def _laid_out(module: DistributedDataParallel) -> bool:
@@ -106,13 +110,13 @@ class _Rehearsal(nn.Module):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._held: Mapping[int, nn.Parameter] = dict(enumerate(parameters))
+        self._held = list(parameters)
 
     def forward(self) -> torch.Tensor:
         """A scalar. Autograd runs what was made last first: so the last gradient's part is made first."""
         total = torch.zeros((), requires_grad=True)
-        for number in reversed(range(len(self._held))):
-            part = self._held[number].reshape(-1)[:0].sum()
+        for parameter in reversed(self._held):
+            part = parameter.reshape(-1)[:0].sum()
             total = total.to(part) + part
         return total
 
