@@ -209,6 +209,17 @@ def _built(code: Code) -> bytes:
 
 
 def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
+    reserved, growing = _sizes(session, world, geometry, replicated)
+    regions = tuple({**reserved, **growing}.items())
+    constants = dataclasses.replace(world.constants, regions=regions)
+    state = State.INIT if world.plan.begins else State.REBUILDING
+    return Arena.create(session.directory, constants, reserved, state=state, timeout_s=session.timeout_s)
+
+
+def _sizes(
+    session: Session, world: World, geometry: Geometry, replicated: ReplicatedState
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the regions that are reserved at once, and the most that the others may grow to."""
     _, rows = arrange(world.layouts)
     journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
     parity, inbox = 0, session.world_size * WORD_BYTES
@@ -222,12 +233,9 @@ def _create(session: Session, world: World, geometry: Geometry, replicated: Repl
     slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
     if survivors := session.roster.survivors:  # room for whatever the donor's slot holds
         slot = max(slot, dict(survivors[0].constants.regions)["slot0"])
-    sizes = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
+    reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
-    slots = {"slot0": slot, "slot1": slot}
-    constants = dataclasses.replace(world.constants, regions=tuple({**sizes, **growing, **slots}.items()))
-    state = State.INIT if world.plan.begins else State.REBUILDING
-    return Arena.create(session.directory, constants, sizes, state=state, timeout_s=session.timeout_s)
+    return reserved, {**growing, "slot0": slot, "slot1": slot}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -250,6 +250,11 @@ def _watch_start(worker: Worker) -> None:
         worker.board.write("arena", str(self.path))
         return claim(self)
 
+    def filled(fill: Callable[..., Any], path: Path, *args: Any) -> Any:
+        worker.board.write("arena", str(path))  # the file exists, so there is memory to lose
+        with worker.during("creating an arena"):
+            return fill(path, *args)
+
     def turning(phase: str) -> Callable[..., Any]:
         def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with worker.during("finishing recovery" if phase == "restoring" else phase):
@@ -278,7 +283,7 @@ def _watch_start(worker: Worker) -> None:
     around(rendezvous, "_claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)
     _wrap(guard, "open_memory", opened)
-    around(opening, "_create", "creating an arena")
+    _wrap(arena.Arena, "_fill", filled)
     around(opening, "join", "joining")
     _wrap(opening, "fill", turning("going live"))
     around(opening._Initial, "write", "filling")
