@@ -19,24 +19,35 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, TypeAlias, cast, final
+from typing import ClassVar, Final, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ecemb.errors import KernelError, KernelUnavailable
 
-Words: TypeAlias = NDArray[np.uint64]
-Indices: TypeAlias = NDArray[np.int64]
-Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
+from .checks import (
+    BYTE,
+    INDEX,
+    WORD,
+    Elements,
+    Indices,
+    Words,
+    check_array,
+    check_ids,
+    check_length,
+    check_output,
+    check_places,
+    check_rows,
+    check_spans,
+    check_weight,
+)
+from .rowset import RowSet
+
+__all__ = ["NAMES", "POLYNOMIAL", "Elements", "Indices", "Kernels", "RowSet", "Words", "get"]
 
 POLYNOMIAL: Final = 0x11D
 """The field polynomial of GF(2^8) that the products use: x^8 + x^4 + x^3 + x^2 + 1."""
-
-_WORD: Final = np.dtype(np.uint64)
-_INDEX: Final = np.dtype(np.int64)
-_BYTE: Final = np.dtype(np.uint8)
-_ELEMENTS: Final = tuple(np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64))
 
 _MODULES: Final = {
     "reference": ("ecemb.kernels.reference", "Reference"),
@@ -55,8 +66,7 @@ def get(name: str) -> Kernels:
         name: One of `NAMES`.
 
     Raises:
-        KernelUnavailable: There are no kernels of that name, or what they are built on is not
-            installed.
+        KernelUnavailable: There are no kernels of that name, or what they need is not installed.
     """
     if name not in _MODULES:
         raise KernelUnavailable(
@@ -97,8 +107,8 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_rows("gather", table, ids, "out", out, column)
-        _check_output("gather", "out", out, table=table)
+        check_rows("gather", table, ids, "out", out, column)
+        check_output("gather", "out", out, table=table)
         self._gather(table, ids, out, column)
 
     @final
@@ -118,9 +128,74 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_rows("scatter_", table, ids, "records", records, column)
-        _check_output("scatter_", "table", table, records=records)
+        check_rows("scatter_", table, ids, "records", records, column)
+        check_output("scatter_", "table", table, records=records)
         self._scatter(table, ids, records, column)
+
+    @final
+    def change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+        """Computes how rows of a table differ from a column range of records: gather and delta in one pass.
+
+        `out[:, column:column+w] = table[ids] XOR old[:, column:column+w]`
+
+        Args:
+            table: uint8/16/32/64 [rows, w]; read.
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            old: the table's dtype [m, W]; read.
+            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others left
+                alone. Not overlapping the table or `old`.
+            column: First column in `old` and `out`, in elements; column + w <= W.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_rows("change", table, ids, "out", out, column)
+        check_array("change", "old", old, 2, (table.dtype,))
+        if old.shape != out.shape:
+            raise KernelError(
+                f"change: old has the shape {list(old.shape)}, and has to have out's, {list(out.shape)}"
+            )
+        check_output("change", "out", out, table=table, old=old)
+        self._change(table, ids, old, out, column)
+
+    @final
+    def distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+        """Adds rows to a set, and says which ones were not in it yet.
+
+        Args:
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            rows: The set; afterwards all of `ids` are in it.
+            out: int64 [at least m]; the first count places are overwritten with the rows that were not
+                in the set, ascending, each once; the others are left alone. Not overlapping `ids`.
+
+        Returns:
+            count, how many they are.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("distinct", "ids", ids, 1, (INDEX,))
+        check_array("distinct", "out", out, 1, (INDEX,))
+        if out.size < ids.size:
+            raise KernelError(f"distinct: out has room for {out.size} of the {ids.size} ids that may be new")
+        check_ids("distinct", ids, rows.rows, "set")
+        check_output("distinct", "out", out, ids=ids)
+        return self._distinct(ids, rows, out)
+
+    @final
+    def forget_(self, rows: RowSet, ids: Indices) -> None:
+        """Takes rows out of a set.
+
+        Args:
+            rows: The set; afterwards none of `ids` is in it.
+            ids: int64 [m], row numbers, in any order, repeats allowed, in the set or not; read.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("forget_", "ids", ids, 1, (INDEX,))
+        check_ids("forget_", ids, rows.rows, "set")
+        self._forget(rows, ids)
 
     @final
     def xor(self, a: Words, b: Words, out: Words) -> None:
@@ -129,14 +204,13 @@ class Kernels(ABC):
         Args:
             a: uint64, any shape; read.
             b: uint64, the same shape; read.
-            out: uint64, the same shape; overwritten. It may be `a` or `b`, but not overlap one by a
-                part.
+            out: uint64, the same shape; overwritten. May be `a` or `b`, but not overlap a part of one.
 
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
         for label, array in (("a", a), ("b", b), ("out", out)):
-            _check_array("xor", label, array, None, (_WORD,))
+            check_array("xor", label, array, None, (WORD,))
             if array.shape != a.shape:
                 raise KernelError(
                     f"xor: {label} has the shape {list(array.shape)}, and has to have a's, {list(a.shape)}"
@@ -147,7 +221,7 @@ class Kernels(ABC):
             for label, array in (("a", a), ("b", b))
             if np.may_share_memory(out, array) and array.ctypes.data != out.ctypes.data
         }
-        _check_output("xor", "out", out, **parts)
+        check_output("xor", "out", out, **parts)
         self._xor(a, b, out)
 
     @final
@@ -169,8 +243,8 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_spans("gather_words", "src", src, offsets, starts, "out", out)
-        _check_output("gather_words", "out", out, src=src)
+        check_spans("gather_words", "src", src, offsets, starts, "out", out)
+        check_output("gather_words", "out", out, src=src)
         self._gather_words(src, offsets, starts, out)
 
     @final
@@ -191,8 +265,8 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_spans("scatter_words_", "dst", dst, offsets, starts, "src", src)
-        _check_output("scatter_words_", "dst", dst, src=src)
+        check_spans("scatter_words_", "dst", dst, offsets, starts, "src", src)
+        check_output("scatter_words_", "dst", dst, src=src)
         self._scatter_words(dst, offsets, starts, src)
 
     @final
@@ -215,11 +289,73 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_spans("mul_add_", "dst", dst, offsets, starts, "src", src)
-        _check_output("mul_add_", "dst", dst, src=src)
-        _check_weight("mul_add_", weight)
+        check_spans("mul_add_", "dst", dst, offsets, starts, "src", src)
+        check_output("mul_add_", "dst", dst, src=src)
+        check_weight("mul_add_", weight)
         if weight:
             self._mul_add(dst, offsets, starts, src, weight)
+
+    @final
+    def gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+        """Packs m rows of w words.
+
+        `out[i] = src[offsets[i]:offsets[i]+w]`
+
+        Args:
+            src: uint64 [S]; read.
+            offsets: int64 [m], where each row begins in `src`, in words; any order, repeats and
+                overlaps allowed; read.
+            out: uint64 [m, w]; overwritten. Not overlapping `src`.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("gather_rows", "src", src, offsets, "out", out)
+        check_output("gather_rows", "out", out, src=src)
+        self._gather_rows(src, offsets, out)
+
+    @final
+    def scatter_rows_(self, dst: Words, offsets: Indices, src: Words) -> None:
+        """Unpacks m rows of w words.
+
+        `dst[offsets[i]:offsets[i]+w] = src[i]`
+
+        In order: where rows overlap in `dst` the last one stays.
+
+        Args:
+            dst: uint64 [S]; the rows are overwritten, the rest left alone.
+            offsets: int64 [m], where each row begins in `dst`, in words; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("scatter_rows_", "dst", dst, offsets, "src", src)
+        check_output("scatter_rows_", "dst", dst, src=src)
+        self._scatter_rows(dst, offsets, src)
+
+    @final
+    def mul_add_rows_(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+        """Adds m weighted rows of w words.
+
+        `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`
+
+        This is how parity is updated by deltas.
+
+        Args:
+            dst: uint64 [S]; the rows are updated, the rest left alone.
+            offsets: int64 [m], where each row begins in `dst`, in words; repeats and overlaps add up; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+            weight: 0..255; 0 changes nothing, 1 is plain XOR.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("mul_add_rows_", "dst", dst, offsets, "src", src)
+        check_output("mul_add_rows_", "dst", dst, src=src)
+        check_weight("mul_add_rows_", weight)
+        if weight:
+            self._mul_add_rows(dst, offsets, src, weight)
 
     @final
     def mul_add_block_(self, dst: Words, src: Words, weight: int) -> None:
@@ -233,11 +369,11 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_array("mul_add_block_", "dst", dst, 1, (_WORD,))
-        _check_array("mul_add_block_", "src", src, 1, (_WORD,))
-        _check_length("mul_add_block_", "src", src, "dst", dst)
-        _check_output("mul_add_block_", "dst", dst, src=src)
-        _check_weight("mul_add_block_", weight)
+        check_array("mul_add_block_", "dst", dst, 1, (WORD,))
+        check_array("mul_add_block_", "src", src, 1, (WORD,))
+        check_length("mul_add_block_", "src", src, "dst", dst)
+        check_output("mul_add_block_", "dst", dst, src=src)
+        check_weight("mul_add_block_", weight)
         if weight:
             self._mul_add_block(dst, src, weight)
 
@@ -255,17 +391,17 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        _check_array("dot", "weights", weights, 1, (_BYTE,))
-        _check_array("dot", "out", out, 1, (_WORD,))
+        check_array("dot", "weights", weights, 1, (BYTE,))
+        check_array("dot", "out", out, 1, (WORD,))
         if len(blocks) != weights.size:
             raise KernelError(
                 f"dot: {len(blocks)} blocks and {weights.size} weights; each block has one weight"
             )
         named = {f"blocks[{j}]": block for j, block in enumerate(blocks)}
         for label, block in named.items():
-            _check_array("dot", label, block, 1, (_WORD,))
-            _check_length("dot", label, block, "out", out)
-        _check_output("dot", "out", out, **named)
+            check_array("dot", label, block, 1, (WORD,))
+            check_length("dot", label, block, "out", out)
+        check_output("dot", "out", out, **named)
         self._dot(blocks, weights, out)
 
     # What an implementation fills in. Arguments are checked already; a weight is not 0 (though it
@@ -276,6 +412,15 @@ class Kernels(ABC):
 
     @abstractmethod
     def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None: ...
+
+    @abstractmethod
+    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None: ...
+
+    @abstractmethod
+    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int: ...
+
+    @abstractmethod
+    def _forget(self, rows: RowSet, ids: Indices) -> None: ...
 
     @abstractmethod
     def _xor(self, a: Words, b: Words, out: Words) -> None: ...
@@ -290,126 +435,16 @@ class Kernels(ABC):
     def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None: ...
 
     @abstractmethod
+    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None: ...
+
+    @abstractmethod
+    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None: ...
+
+    @abstractmethod
+    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None: ...
+
+    @abstractmethod
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None: ...
 
     @abstractmethod
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], out: Words) -> None: ...
-
-
-def _check_array(
-    operation: str,
-    label: str,
-    array: object,
-    dimensions: int | None,
-    dtypes: tuple[np.dtype[Any], ...],
-) -> None:
-    if not isinstance(array, np.ndarray):
-        raise KernelError(f"{operation}: {label} has to be a numpy array, not {type(array).__name__}")
-    known = cast("NDArray[Any]", array)
-    if known.dtype not in dtypes:
-        rule = "/".join(str(dtype) for dtype in dtypes)
-        raise KernelError(
-            f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}; pass a view"
-        )
-    if dimensions is not None and known.ndim != dimensions:
-        raise KernelError(
-            f"{operation}: {label} has the shape {list(known.shape)}, and has to have {dimensions} "
-            "dimension(s)"
-        )
-    if not (known.flags.c_contiguous and known.flags.aligned):
-        raise KernelError(
-            f"{operation}: {label} has to be C-contiguous and aligned; its shape is "
-            f"{list(known.shape)} and its strides are {list(known.strides)} bytes"
-        )
-
-
-def _check_output(operation: str, label: str, output: NDArray[Any], **inputs: NDArray[Any]) -> None:
-    if not output.flags.writeable:
-        raise KernelError(f"{operation}: {label} is written to, and the array given is read-only")
-    for name, array in inputs.items():
-        # Exact, and not only a guess, for contiguous arrays: it compares their bounds.
-        if np.may_share_memory(output, array):
-            raise KernelError(
-                f"{operation}: {label} is written to while {name} is read; their memory overlaps"
-            )
-
-
-def _check_length(
-    operation: str, label: str, array: NDArray[Any], other: str, reference: NDArray[Any]
-) -> None:
-    if array.size != reference.size:
-        raise KernelError(
-            f"{operation}: {label} has {array.size} words, and has to have {other}'s {reference.size}"
-        )
-
-
-def _check_weight(operation: str, weight: int) -> None:
-    if not isinstance(cast(object, weight), int | np.integer) or not 0 <= weight <= 255:
-        raise KernelError(
-            f"{operation}: weight {weight!r} is no element of GF(2^8), which are the ints 0..255"
-        )
-
-
-def _check_rows(
-    operation: str, table: Elements, ids: Indices, label: str, records: Elements, column: int
-) -> None:
-    _check_array(operation, "table", table, 2, _ELEMENTS)
-    _check_array(operation, label, records, 2, (table.dtype,))
-    _check_array(operation, "ids", ids, 1, (_INDEX,))
-    rows, width = table.shape
-    if records.shape[0] != ids.size:
-        raise KernelError(
-            f"{operation}: {label} has {records.shape[0]} rows, and has to have one for each of "
-            f"the {ids.size} ids"
-        )
-    if not 0 <= column <= records.shape[1] - width:
-        raise KernelError(
-            f"{operation}: the table's {width} columns from column {column} on are not within "
-            f"{label}'s {records.shape[1]}"
-        )
-    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
-        i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
-        raise KernelError(f"{operation}: ids[{i}] = {ids[i]} is no row of the table, which has {rows}")
-
-
-def _check_spans(
-    operation: str,
-    sparse: str,
-    words: Words,
-    offsets: Indices,
-    starts: Indices,
-    dense: str,
-    packed: Words,
-) -> None:
-    _check_array(operation, sparse, words, 1, (_WORD,))
-    _check_array(operation, dense, packed, 1, (_WORD,))
-    _check_array(operation, "offsets", offsets, 1, (_INDEX,))
-    _check_array(operation, "starts", starts, 1, (_INDEX,))
-    if starts.size != offsets.size + 1:
-        raise KernelError(
-            f"{operation}: {starts.size} starts for {offsets.size} offsets; there has to be one "
-            "more, the end of the last span"
-        )
-    first, last = int(starts[0]), int(starts[-1])
-    ascending = starts[:-1] <= starts[1:]
-    if not ascending.all():
-        i = int(np.flatnonzero(~ascending)[0])
-        raise KernelError(
-            f"{operation}: starts have to ascend, and starts[{i}] = {starts[i]} is followed by "
-            f"{starts[i + 1]}"
-        )
-    if first < 0 or last > packed.size:
-        raise KernelError(
-            f"{operation}: starts run from {first} to {last}, and have to stay within {dense}'s "
-            f"{packed.size} words"
-        )
-    if offsets.size == 0:
-        return
-    # The lengths are within `packed` and the offsets within one word of `words`: nothing overflows.
-    room = words.size - np.diff(starts) - offsets.clip(-1, words.size + 1)
-    if int(offsets.min()) < 0 or int(room.min()) < 0:
-        i = int(np.flatnonzero((offsets < 0) | (room < 0))[0])
-        raise KernelError(
-            f"{operation}: span {i} of {starts[i + 1] - starts[i]} words at offsets[{i}] = "
-            f"{offsets[i]} is not within {sparse}'s {words.size} words"
-        )

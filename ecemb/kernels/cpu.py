@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Final, TypeVar, cast, final
 
 import numba
 import numpy as np
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 
-from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
+from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, RowSet, Words
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,6 +53,7 @@ def _constants() -> NDArray[np.uint64]:
 
 
 _CONSTANTS: Final = _constants()
+_trailing_zeros = cast(Any, trailing_zeros)
 
 
 @_compiled
@@ -72,6 +74,49 @@ def _put_rows(table: Elements, ids: Indices, records: Elements, column: int) -> 
         target = table[ids[i]]
         for j in range(width):
             target[j] = source[j]
+
+
+@_compiled
+def _change_rows(table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+    width = table.shape[1]
+    for i in range(ids.size):
+        source = table[ids[i]]
+        before = old[i, column : column + width]
+        target = out[i, column : column + width]
+        for j in range(width):
+            target[j] = source[j] ^ before[j]
+
+
+@_compiled
+def _add_rows(ids: Indices, seen: Words, fresh: Words, summary: Words, out: Indices) -> int:
+    one, six, low = np.uint64(1), np.uint64(6), np.uint64(63)
+    for i in range(ids.size):
+        row = np.uint64(ids[i])
+        word = row >> six
+        fresh[word] |= (one << (row & low)) & ~seen[word]
+        summary[word >> six] |= one << (word & low)
+    count = 0
+    for i in range(summary.size):
+        words = summary[i]
+        summary[i] = 0
+        while words:
+            word = np.uint64(i) * np.uint64(64) + np.uint64(_trailing_zeros(words))
+            words &= words - one
+            bits = fresh[word]
+            fresh[word] = 0
+            seen[word] |= bits
+            while bits:
+                out[count] = np.int64(word * np.uint64(64) + np.uint64(_trailing_zeros(bits)))
+                bits &= bits - one
+                count += 1
+    return count
+
+
+@_compiled
+def _drop_rows(ids: Indices, seen: Words) -> None:
+    for i in range(ids.size):
+        row = np.uint64(ids[i])
+        seen[row >> np.uint64(6)] &= ~(np.uint64(1) << (row & np.uint64(63)))
 
 
 @_compiled
@@ -134,6 +179,15 @@ class Cpu(Kernels):
     def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
         _put_rows(table, ids, records, column)
 
+    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+        _change_rows(table, ids, old, out, column)
+
+    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+        return _add_rows(ids, rows.seen, rows.fresh, rows.summary, out)
+
+    def _forget(self, rows: RowSet, ids: Indices) -> None:
+        _drop_rows(ids, rows.seen)
+
     def _xor(self, a: Words, b: Words, out: Words) -> None:
         np.bitwise_xor(a, b, out=out)  # numpy's own loop is vectorised and drops the lock.
 
@@ -148,6 +202,15 @@ class Cpu(Kernels):
             _xor_spans(dst, offsets, starts, src)
         else:
             _multiply_spans(dst, offsets, starts, src, _CONSTANTS[weight])
+
+    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+        _pack(src, offsets, _starts(out), out.reshape(-1))
+
+    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
+        _unpack(dst, offsets, _starts(src), src.reshape(-1))
+
+    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+        self._mul_add(dst, offsets, _starts(src), src.reshape(-1), weight)
 
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
         if weight == 1:
@@ -166,3 +229,8 @@ class Cpu(Kernels):
 
 
 _WHOLE: Final = np.zeros(1, np.int64)
+
+
+def _starts(rows: Words) -> Indices:
+    count, width = rows.shape
+    return np.arange(count + 1, dtype=np.int64) * width

@@ -13,7 +13,8 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, Words
+from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, RowSet, Words
+from ecemb.kernels.rowset import ROWS_PER_WORD
 
 
 def product(weight: int, words: Words) -> Words:
@@ -43,6 +44,22 @@ class Reference(Kernels):
         for i, row in enumerate(ids):
             table[row] = records[i, column : column + table.shape[1]]
 
+    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+        for i, row in enumerate(ids):
+            end = column + table.shape[1]
+            out[i, column:end] = table[row] ^ old[i, column:end]
+
+    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+        place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+        new = np.unique(ids[rows.seen[place] & bit == 0])
+        np.bitwise_or.at(rows.seen, place, bit)
+        out[: new.size] = new
+        return new.size
+
+    def _forget(self, rows: RowSet, ids: Indices) -> None:
+        bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+        np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
+
     def _xor(self, a: Words, b: Words, out: Words) -> None:
         out[...] = a ^ b
 
@@ -57,6 +74,18 @@ class Reference(Kernels):
     def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
         for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
             dst[offset : offset + end - start] ^= product(weight, src[start:end])
+
+    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+        for offset, row in zip(offsets, out, strict=True):
+            row[...] = src[offset : offset + row.size]
+
+    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
+        for offset, row in zip(offsets, src, strict=True):
+            dst[offset : offset + row.size] = row
+
+    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+        for offset, row in zip(offsets, src, strict=True):
+            dst[offset : offset + row.size] ^= product(weight, row)
 
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
         dst ^= product(weight, src)

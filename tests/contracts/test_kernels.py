@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ecemb import kernels
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
-from ecemb.kernels import Kernels
+from ecemb.kernels import Kernels, RowSet
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
@@ -27,6 +27,8 @@ ELEMENTS = [np.uint8, np.uint16, np.uint32, np.uint64]
 SIZES = [0, 1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 8193, 131_071, 131_072, 131_073]
 
 Words = NDArray[np.uint64]
+
+FAR, NEAR = 2**63 - 1, -(2**63)
 
 
 @pytest.fixture(params=kernels.NAMES)
@@ -150,6 +152,89 @@ def test_the_last_record_of_a_repeated_row_stays(work: Kernels) -> None:
     assert table.tolist() == [[0, 0], [4, 5], [2, 3]]
 
 
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
+def test_change(
+    work: Kernels,
+    rng: np.random.Generator,
+    dtype: Any,
+    rows: int,
+    width: int,
+    count: int,
+    record: int,
+    column: int,
+) -> None:
+    table, out = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
+    old, chosen = draw(rng, count, record, dtype=dtype), rng.integers(0, max(rows, 1), count)
+    before, expected = (table.copy(), old.copy()), out.copy()
+    for i, row in enumerate(chosen):
+        for j in range(width):
+            expected[i, column + j] = table[row, j] ^ old[i, column + j]
+    work.change(table, chosen, old, out, column)
+    assert out.tobytes() == expected.tobytes()
+    assert (table.tobytes(), old.tobytes()) == (before[0].tobytes(), before[1].tobytes())
+
+
+# Sets of rows.
+
+
+def add(work: Kernels, rows: RowSet, chosen: NDArray[np.int64]) -> list[int]:
+    """Calls `distinct`, and checks what holds after every call."""
+    out = np.full(chosen.size + 2, -7, np.int64)
+    before = chosen.copy()
+    count = work.distinct(chosen, rows, out)
+    assert not rows.fresh.any()
+    assert not rows.summary.any()
+    assert (out[count:] == -7).all()
+    assert chosen.tobytes() == before.tobytes()
+    return out[:count].tolist()
+
+
+def members(rows: RowSet) -> list[int]:
+    return np.flatnonzero(np.unpackbits(rows.seen.view(np.uint8), bitorder="little")).tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4095, 4096, 4097, 300_000])
+def test_rows_are_new_once(work: Kernels, rng: np.random.Generator, size: int) -> None:
+    rows, known = RowSet(size), set[int]()
+    for count in (0, 1, 7, 200, 1000):
+        chosen = rng.integers(0, max(size, 1), count if size else 0)
+        assert add(work, rows, chosen) == sorted(set(chosen.tolist()) - known)
+        known |= set(chosen.tolist())
+        assert members(rows) == sorted(known)
+        forgotten = rng.permutation(
+            np.concatenate([chosen[::3], rng.integers(0, max(size, 1), min(size, 5))])
+        )
+        work.forget_(rows, forgotten)
+        known -= set(forgotten.tolist())
+        assert members(rows) == sorted(known)
+
+
+def test_first_and_last_rows_are_rows(work: Kernels) -> None:
+    rows = RowSet(4097)
+    assert add(work, rows, ids(4096, 0, 4096, 4095, 63, 64)) == [0, 63, 64, 4095, 4096]
+    assert add(work, rows, np.arange(4097)) == [
+        row for row in range(4097) if row not in (0, 63, 64, 4095, 4096)
+    ]
+    work.forget_(rows, np.arange(4097))
+    assert not rows.seen.any()
+
+
+@pytest.mark.parametrize("wrong", [-1, 65, FAR, NEAR])
+def test_a_set_refuses_what_is_no_row_of_it(work: Kernels, wrong: int) -> None:
+    rows, out = RowSet(65), ids(5, 5, 5)
+    add(work, rows, ids(64))
+    for call, operation in (
+        (lambda: work.distinct(ids(1, 2, wrong), rows, out), "distinct"),
+        (lambda: work.forget_(rows, ids(64, 2, wrong)), "forget_"),
+    ):
+        with pytest.raises(KernelError, match=rf"^{operation}: ids\[2\] = {wrong} is .* set, which has 65"):
+            call()
+        assert members(rows) == [64]
+        assert not rows.fresh.any()
+    assert out.tolist() == [5, 5, 5]
+
+
 # Words.
 
 
@@ -190,6 +275,54 @@ def test_scatter_words(work: Kernels, rng: np.random.Generator, lengths: list[in
         for j in range(length):
             expected[offset + j] = src[start + j]
     work.scatter_words_(dst, offsets, starts, src)
+    assert dst.tobytes() == expected.tobytes()
+
+
+# rows, words of each
+PLACES = [(0, 3), (4, 0), (1, 1), (1, 201), (9, 5), (40, 8), (50, 1), (33, 16), (20, 17), (7, 63), (5, 129)]
+
+
+def places(rng: np.random.Generator, size: int, count: int, width: int) -> NDArray[np.int64]:
+    """Random offsets of rows of `width` words within `size`, the first and the last possible one included."""
+    offsets = rng.integers(0, size - width, count, endpoint=True)
+    offsets[:1], offsets[1:2] = 0, size - width
+    return rng.permutation(offsets)
+
+
+@pytest.mark.parametrize(("count", "width"), PLACES)
+def test_gather_rows(work: Kernels, rng: np.random.Generator, count: int, width: int) -> None:
+    src, out = draw(rng, 201), draw(rng, count, width)
+    offsets = places(rng, src.size, count, width)
+    expected = out.copy()
+    for i, offset in enumerate(offsets):
+        for j in range(width):
+            expected[i, j] = src[offset + j]
+    work.gather_rows(src, offsets, out)
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(("count", "width"), PLACES)
+def test_scatter_rows(work: Kernels, rng: np.random.Generator, count: int, width: int) -> None:
+    dst, src = draw(rng, 201), draw(rng, count, width)
+    offsets = places(rng, dst.size, count, width)  # They overlap: the last one stays.
+    expected = dst.copy()
+    for i, offset in enumerate(offsets):
+        for j in range(width):
+            expected[offset + j] = src[i, j]
+    work.scatter_rows_(dst, offsets, src)
+    assert dst.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("weight", [0, 1, 2, 0x1D, 0x80, 255, np.uint8(200), np.int64(3)])
+@pytest.mark.parametrize(("count", "width"), PLACES)
+def test_mul_add_rows(work: Kernels, rng: np.random.Generator, count: int, width: int, weight: Any) -> None:
+    dst, src = draw(rng, 201), draw(rng, count, width)
+    offsets = places(rng, dst.size, count, width)  # They overlap: they add up.
+    expected, weighted = dst.copy(), times(int(weight), src)
+    for i, offset in enumerate(offsets):
+        for j in range(width):
+            expected[offset + j] ^= weighted[i, j]
+    work.mul_add_rows_(dst, offsets, src, weight)
     assert dst.tobytes() == expected.tobytes()
 
 
@@ -286,7 +419,6 @@ def unaligned(size: int) -> Words:
     return np.zeros(size * 8 + 1, np.uint8)[1:].view(np.uint64)
 
 
-FAR, NEAR = 2**63 - 1, -(2**63)
 OVER = np.zeros(16, np.uint64)  # Parts of it overlap.
 
 
@@ -367,6 +499,38 @@ def test_spans_that_break_the_contract(work: Kernels, operation: str, case: str)
     refused(work, operation, (*arguments, 3) if operation == "mul_add_" else arguments, message)
 
 
+PLACE_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    # sparse words, offsets, rows
+    "past the end": ((w(9), ids(0, 8), w(4).reshape(2, 2)), r"row 1 of 2 words .* = 8 .* 9 words"),
+    "too long": ((w(9), ids(0), w(10).reshape(1, 10)), r"row 0 of 10 words"),
+    "negative": ((w(9), ids(-1), w(2).reshape(1, 2)), r"offsets\[0\] = -1"),
+    "far": ((w(9), ids(FAR), w(2).reshape(1, 2)), rf"= {FAR} is"),
+    "near": ((w(9), ids(NEAR), w(2).reshape(1, 2)), rf"= {NEAR} is"),
+    "empty but outside": ((w(9), ids(10), w(0).reshape(1, 0)), r"row 0 of 0 words .* = 10"),
+    "too few rows": ((w(9), ids(0, 1), w(2).reshape(1, 2)), r"has 1 rows, .* 2 offsets"),
+    "int offsets": ((w(9), np.zeros(1, np.int32), w(2).reshape(1, 2)), r"offsets has the dtype int32"),
+    "signed words": ((np.zeros(9, np.int64), ids(0), w(2).reshape(1, 2)), r"has the dtype int64"),
+    "flat": ((w(9), ids(0), w(2)), r"has the shape \[2\], .* 2 dimension"),
+    "strided": ((w(9), ids(0, 1), w(8).reshape(2, 4)[:, :2]), r"C-contiguous and aligned"),
+    "unaligned": ((unaligned(9), ids(0), w(2).reshape(1, 2)), r"C-contiguous and aligned"),
+    "overlapping": ((OVER[:9], ids(0), OVER[8:10].reshape(1, 2)), r"memory overlaps"),
+    "None": ((None, ids(0), w(2).reshape(1, 2)), r"not NoneType"),
+}
+
+
+@pytest.mark.parametrize("operation", ["gather_rows", "scatter_rows_", "mul_add_rows_"])
+@pytest.mark.parametrize("case", PLACE_REFUSALS)
+def test_places_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
+    arguments, message = PLACE_REFUSALS[case]
+    refused(work, operation, (*arguments, 3) if operation == "mul_add_rows_" else arguments, message)
+
+
+@pytest.mark.parametrize("case", ROW_REFUSALS)
+def test_changes_that_break_the_contract(work: Kernels, case: str) -> None:
+    (table, chosen, out, column), message = ROW_REFUSALS[case]
+    refused(work, "change", (table, chosen, np.zeros_like(out), out, column), message)
+
+
 def b(*weights: int) -> NDArray[np.uint8]:
     return np.array(weights, np.uint8)
 
@@ -376,6 +540,20 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("scatter_", (read_only(t(5, 2)), ids(0), t(1, 2), 0), r"table is written to, .* read-only"),
     ("gather", (OVER.reshape(8, 2), ids(0), OVER[:2].reshape(1, 2), 0), r"memory overlaps"),
     ("scatter_", (OVER.reshape(8, 2), ids(0), OVER[:2].reshape(1, 2), 0), r"memory overlaps"),
+    ("change", (t(5, 2), ids(0), t(1, 2), read_only(t(1, 2)), 0), r"out is written to, .* read-only"),
+    ("change", (t(5, 2), ids(0), t(1, 3), t(1, 2), 0), r"old has the shape \[1, 3\], .* \[1, 2\]"),
+    ("change", (t(5, 2), ids(0), t(1, 2, np.uint8), t(1, 2), 0), r"old has the dtype uint8"),
+    ("change", (w(8).reshape(4, 2), ids(0), OVER[:2].reshape(1, 2), OVER[1:3].reshape(1, 2), 0), r"overlap"),
+    ("change", (OVER.reshape(8, 2), ids(0), w(2).reshape(1, 2), OVER[:2].reshape(1, 2), 0), r"overlap"),
+    ("distinct", (ids(0, 1), RowSet(5), ids(0)), r"room for 1 of the 2 ids"),
+    ("distinct", (ids(0, 1), RowSet(5), read_only(ids(0, 0))), r"out is written to"),
+    ("distinct", (OVER[:2].view(np.int64), RowSet(5), OVER[1:3].view(np.int64)), r"memory overlaps"),
+    ("distinct", ([0], RowSet(5), ids(0)), r"ids has to be a numpy array, not list"),
+    ("forget_", (RowSet(5), np.zeros(1, np.int32)), r"ids has the dtype int32"),
+    ("gather_rows", (w(3), ids(0), read_only(w(1).reshape(1, 1))), r"out is written to"),
+    ("scatter_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1)), r"dst is written to"),
+    ("mul_add_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1), 2), r"dst is written to"),
+    ("mul_add_rows_", (w(3), ids(0), w(1).reshape(1, 1), 256), r"weight 256"),
     ("xor", (w(3), w(4), w(3)), r"b has the shape \[4\], .* \[3\]"),
     ("xor", (w(3), w(3), w(4)), r"out has the shape \[4\], .* \[3\]"),
     ("xor", (w(3), w(1), w(3)), r"b has the shape \[1\]"),

@@ -1,0 +1,175 @@
+"""What every kernel asks of its arguments, before the first byte is written.
+
+Owns the array types of the contract and the rules about dtype, shape, layout, range and overlap. Each check
+raises `KernelError`, which names the operation and the argument. Must not know: what a kernel computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecemb.errors import KernelError
+
+Words: TypeAlias = NDArray[np.uint64]
+Indices: TypeAlias = NDArray[np.int64]
+Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+WORD: Final = np.dtype(np.uint64)
+INDEX: Final = np.dtype(np.int64)
+BYTE: Final = np.dtype(np.uint8)
+ELEMENTS: Final = tuple(np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64))
+
+
+def check_array(
+    operation: str,
+    label: str,
+    array: object,
+    dimensions: int | None,
+    dtypes: tuple[np.dtype[Any], ...],
+) -> None:
+    """`array` is contiguous numpy of one of the dtypes, with so many dimensions."""
+    if not isinstance(array, np.ndarray):
+        raise KernelError(f"{operation}: {label} has to be a numpy array, not {type(array).__name__}")
+    known = cast("NDArray[Any]", array)
+    if known.dtype not in dtypes:
+        rule = "/".join(str(dtype) for dtype in dtypes)
+        raise KernelError(
+            f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}; pass a view"
+        )
+    if dimensions is not None and known.ndim != dimensions:
+        raise KernelError(
+            f"{operation}: {label} has the shape {list(known.shape)}, and has to have {dimensions} "
+            "dimension(s)"
+        )
+    if not (known.flags.c_contiguous and known.flags.aligned):
+        raise KernelError(
+            f"{operation}: {label} has to be C-contiguous and aligned; its shape is "
+            f"{list(known.shape)} and its strides are {list(known.strides)} bytes"
+        )
+
+
+def check_output(operation: str, label: str, output: NDArray[Any], **inputs: NDArray[Any]) -> None:
+    """`output` may be written to, and shares no memory with `inputs`."""
+    if not output.flags.writeable:
+        raise KernelError(f"{operation}: {label} is written to, and the array given is read-only")
+    for name, array in inputs.items():
+        # Exact, and not only a guess, for contiguous arrays: it compares their bounds.
+        if np.may_share_memory(output, array):
+            raise KernelError(
+                f"{operation}: {label} is written to while {name} is read; their memory overlaps"
+            )
+
+
+def check_length(
+    operation: str, label: str, array: NDArray[Any], other: str, reference: NDArray[Any]
+) -> None:
+    """`array` is as long as `reference`."""
+    if array.size != reference.size:
+        raise KernelError(
+            f"{operation}: {label} has {array.size} words, and has to have {other}'s {reference.size}"
+        )
+
+
+def check_weight(operation: str, weight: int) -> None:
+    """`weight` is an element of the field."""
+    if not isinstance(cast(object, weight), int | np.integer) or not 0 <= weight <= 255:
+        raise KernelError(
+            f"{operation}: weight {weight!r} is no element of GF(2^8), which are the ints 0..255"
+        )
+
+
+def check_rows(
+    operation: str, table: Elements, ids: Indices, label: str, records: Elements, column: int
+) -> None:
+    """`ids` are rows of `table`, whose width fits in `records` from `column` on."""
+    check_array(operation, "table", table, 2, ELEMENTS)
+    check_array(operation, label, records, 2, (table.dtype,))
+    check_array(operation, "ids", ids, 1, (INDEX,))
+    rows, width = table.shape
+    if records.shape[0] != ids.size:
+        raise KernelError(
+            f"{operation}: {label} has {records.shape[0]} rows, and has to have one for each of "
+            f"the {ids.size} ids"
+        )
+    if not 0 <= column <= records.shape[1] - width:
+        raise KernelError(
+            f"{operation}: the table's {width} columns from column {column} on are not within "
+            f"{label}'s {records.shape[1]}"
+        )
+    check_ids(operation, ids, rows, "table")
+
+
+def check_ids(operation: str, ids: Indices, rows: int, whose: str) -> None:
+    """Every id is a row, 0..rows-1, of `whose`."""
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+        i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
+        raise KernelError(f"{operation}: ids[{i}] = {ids[i]} is no row of the {whose}, which has {rows}")
+
+
+def check_places(
+    operation: str, sparse: str, words: Words, offsets: Indices, dense: str, packed: Words
+) -> None:
+    """`words` [S] has a row of `packed` [m, w] at each of `offsets` [m]."""
+    check_array(operation, sparse, words, 1, (WORD,))
+    check_array(operation, dense, packed, 2, (WORD,))
+    check_array(operation, "offsets", offsets, 1, (INDEX,))
+    count, width = packed.shape
+    if count != offsets.size:
+        raise KernelError(
+            f"{operation}: {dense} has {count} rows, and has to have one for each of the {offsets.size} "
+            "offsets"
+        )
+    last = words.size - width
+    if count and not (int(offsets.min()) >= 0 and int(offsets.max()) <= last):
+        i = int(np.flatnonzero((offsets < 0) | (offsets > last))[0])
+        raise KernelError(
+            f"{operation}: row {i} of {width} words at offsets[{i}] = {offsets[i]} is not within {sparse}'s "
+            f"{words.size} words"
+        )
+
+
+def check_spans(
+    operation: str,
+    sparse: str,
+    words: Words,
+    offsets: Indices,
+    starts: Indices,
+    dense: str,
+    packed: Words,
+) -> None:
+    """`words` has a span at each of `offsets`, as long as `starts` says, and `packed` has them all."""
+    check_array(operation, sparse, words, 1, (WORD,))
+    check_array(operation, dense, packed, 1, (WORD,))
+    check_array(operation, "offsets", offsets, 1, (INDEX,))
+    check_array(operation, "starts", starts, 1, (INDEX,))
+    if starts.size != offsets.size + 1:
+        raise KernelError(
+            f"{operation}: {starts.size} starts for {offsets.size} offsets; there has to be one "
+            "more, the end of the last span"
+        )
+    first, last = int(starts[0]), int(starts[-1])
+    ascending = starts[:-1] <= starts[1:]
+    if not ascending.all():
+        i = int(np.flatnonzero(~ascending)[0])
+        raise KernelError(
+            f"{operation}: starts have to ascend, and starts[{i}] = {starts[i]} is followed by "
+            f"{starts[i + 1]}"
+        )
+    if first < 0 or last > packed.size:
+        raise KernelError(
+            f"{operation}: starts run from {first} to {last}, and have to stay within {dense}'s "
+            f"{packed.size} words"
+        )
+    if offsets.size == 0:
+        return
+    # The lengths are within `packed` and the offsets within one word of `words`: nothing overflows.
+    room = words.size - np.diff(starts) - offsets.clip(-1, words.size + 1)
+    if int(offsets.min()) < 0 or int(room.min()) < 0:
+        i = int(np.flatnonzero((offsets < 0) | (room < 0))[0])
+        raise KernelError(
+            f"{operation}: span {i} of {starts[i + 1] - starts[i]} words at offsets[{i}] = "
+            f"{offsets[i]} is not within {sparse}'s {words.size} words"
+        )
