@@ -1,35 +1,45 @@
 """What does protection cost a training step, in processor time, in wall time, and in bytes sent?
 
-Two equal models are trained in the same processes: blocks of steps of the protected one and of the other take
-turns, in random order, on the same batches, so that whatever else the machine does meets both.
+Equal models are trained in the same processes: blocks of steps of the protected one, of one whose rows are
+replicated, and of a bare one take turns, in random order, on the same batches, so that whatever else the
+machine does meets all of them.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in a block of the
-  protected model, over that in the block of its twin, less 1. A sample for each pair of blocks.
+  method's model, over that in the block of its bare twin, less 1. A sample for each round of blocks.
 - `overhead_wall_pct`: the same for the wall time of the slowest rank. Ranks share the cores, so that
   this includes the waiting for one another.
 - `step_cpu_ms`, `step_wall_ms`: those times themselves, a step (processor time of all ranks).
-- `bytes_sent_per_step`: what a rank sends for protection.
-- `touched_rows_per_step`: rows that change on a rank, and that are protected in the step.
+- `bytes_sent_per_step`: what a rank sends for protection, or for replication.
+- `touched_rows_per_step`: rows of a rank that are protected, or copied. Rows that several steps of a window
+  change count once.
 - `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `exchange` and
   `agree` are mostly waiting for slower ranks.
 
+`replication` is the rival: each rank copies its changed rows to the memory of n - k other ranks, which hold
+a replica of all its tables (n - k times their memory; parity takes (n - k)/k times). It survives the loss
+of as many ranks, but has no transaction, so that replicas may be of different steps, and keeps neither dense
+parameters nor generators. With a `window` of s, both wait for the end of s steps, and send what changed in
+them once.
+
 `torchrec`: DistributedModelParallel, tables sharded by rows, row-wise Adagrad. `sparse`: ecemb.nn's tables,
-torch's Adagrad. Above them the dense part of a DLRM (13-512-256-dim, 512-512-256-1) under
-DistributedDataParallel, with Adagrad. A sample looks up one row of each table; the popularity of rows falls
-with their place in its order to the power of `skew`; 1.2 gives 7,200 rows a rank and step, which is what the
-costs in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine, no
-overlap with training (`overlap`), every step committed (`window`). After the run both models have to hold the
-same bytes on every rank, all steps have to be committed, and parity has to fit every row.
+torch's Adagrad. `dlrm`: above them the dense part of a DLRM (13-512-256-dim, 512-512-256-1) under
+DistributedDataParallel, with Adagrad; a sample looks up one row of each table. `sparse-heavy`: a perceptron
+with one hidden layer of 64; a sample looks up 100 rows, 10 of each table, and takes their sums: hardly
+anything but the tables' work, which is the worst case. The popularity of rows falls with their place in its
+order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs in the
+design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine, no overlap with
+training (`overlap`). After the run all models have to hold the same bytes on every rank, replicas those of
+the rows, all steps have to be committed, and parity has to fit every row.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.overhead_rank import BARE, PHASE, PROTECTED, WARM_UP, Order, work
+from bench.overhead_rank import BARE, METHODS, PHASE, PROTECTED, REPLICATION, Order, work
 from bench.ranks import Ranks
 from bench.result import Arguments, Label, Row, WrongResult, summary
 from ecemb.code import Code
@@ -37,6 +47,8 @@ from ecemb.directory import arenas, remove
 
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
+WINDOWS = (1,)
+"""Steps that are committed at once: each is measured with each code."""
 IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
 """Engine -> what its ranks import, which takes long."""
 
@@ -46,20 +58,26 @@ class Scale:
     """How much is measured.
 
     Attributes:
+        name: Of the setting.
         tables: Number of tables.
         rows: Of each table, over all ranks.
         dim: Of each row.
+        lookups: Rows of each table that a sample looks up.
+        dense: See `Order`.
         batch: Samples a rank takes in a step.
         skew: See `Order`.
-        steps: Of a block.
-        repeats: Pairs of blocks.
+        steps: Of a block, or more, so that it is whole windows.
+        repeats: Rounds of blocks.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
     """
 
+    name: str = "dlrm"
     tables: int = 26
     rows: int = 200_000
     dim: int = 64
+    lookups: int = 1
+    dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
     steps: int = 10
@@ -70,22 +88,35 @@ class Scale:
     @property
     def setting(self) -> str:
         """What a row's label says of it."""
-        tables = f"{self.tables} x {self.rows:,} x {self.dim}"
-        return f"{tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
+        tables = f"{self.tables} x {self.rows:,} x {self.dim}, {self.lookups} of each"
+        return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
 FULL = Scale()
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, steps=2, repeats=2, timeout_s=280)
 
 
+def sparse_heavy(scale: Scale) -> Scale:
+    """The setting that has hardly anything but the tables' work."""
+    return replace(
+        scale, name="sparse-heavy", tables=min(10, scale.tables), lookups=10, dense="small", skew=1.05
+    )
+
+
 def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
-    scale = QUICK if arguments.quick else FULL
-    return [row for code in CODES for row in measure(scale, arguments.engine, code, arguments.seed)]
+    scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
+    return [
+        row
+        for setting in (scale, sparse_heavy(scale))
+        for code in codes
+        for window in WINDOWS
+        for row in measure(setting, arguments.engine, code, window, arguments.seed)
+    ]
 
 
-def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
-    """Trains twins on n ranks, and compares what it cost.
+def measure(scale: Scale, engine: str, code: Code, window: int, seed: int) -> list[Row]:
+    """Trains twins on n ranks, and compares what they cost.
 
     Raises:
         WrongResult: Protection changed the result, or was not there.
@@ -100,9 +131,12 @@ def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
         tables=scale.tables,
         rows=scale.rows,
         dim=scale.dim,
+        lookups=scale.lookups,
+        dense=scale.dense,
         batch=scale.batch,
         skew=scale.skew,
-        steps=scale.steps,
+        window=window,
+        steps=-(-scale.steps // window) * window,
         repeats=scale.repeats,
         seed=seed,
         timeout_s=scale.timeout_s,
@@ -119,11 +153,11 @@ def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
     labels: dict[str, Label] = {
         "engine": engine,
         "code": f"({code.n}, {code.k})",
-        "window": 1,
+        "window": window,
         "overlap": "none",
         "setting": scale.setting,
     }
-    return rows_of(answers, scale.steps, labels)
+    return rows_of(answers, order.steps, labels)
 
 
 def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -132,17 +166,27 @@ def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         WrongResult: They differ, nothing was trained, steps are missing, or parity doesn't fit the rows.
     """
-    steps = WARM_UP + order.steps * order.repeats
+    steps = order.warm_up + order.steps * order.repeats
+    columns = {answer["rank"]: answer["columns"] for answer in answers}
     for rank, answer in enumerate(answers):
         ends = answer["digests"]
         if ends[PROTECTED] != ends[BARE]:
             raise WrongResult(f"rank {rank}: the protected model is not what its twin is")
+        if ends[REPLICATION] != ends[BARE]:
+            raise WrongResult(f"rank {rank}: the replicated model is not what its twin is")
         if ends[PROTECTED] == answer["began"]:
             raise WrongResult(f"rank {rank}: training has changed nothing")
         if answer["committed_steps"] != steps:
             raise WrongResult(f"rank {rank}: {answer['committed_steps']} of {steps} steps are committed")
         if answer["wrong_words"] or not answer["scrubbed"]:
             raise WrongResult(f"rank {rank}: {answer['wrong_words']} words of parity don't fit the rows")
+        if len(answer["replicas"]) != order.n - order.k:
+            raise WrongResult(f"rank {rank}: holds replicas of ranks {sorted(answer['replicas'])} alone")
+        for source, held in answer["replicas"].items():
+            if held != columns[source]:
+                raise WrongResult(
+                    f"rank {rank}: its replica of rank {source} is not what that rank's rows are"
+                )
 
 
 def rows_of(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[str, Label]) -> list[Row]:
@@ -154,18 +198,20 @@ def rows_of(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[st
 
     rows: list[Row] = []
     for metric, name, joined in (("cpu", "cpu_s", sum), ("wall", "wall_s", max)):
-        seconds = {twin: [joined(ranks) for ranks in blocks(twin, name)] for twin in (PROTECTED, BARE)}
-        more = [100 * (a / b - 1) for a, b in zip(seconds[PROTECTED], seconds[BARE], strict=True)]
-        rows.append(summary(f"overhead_{metric}_pct", "%", more, **labels))
+        seconds = {twin: [joined(ranks) for ranks in blocks(twin, name)] for twin in METHODS}
+        for twin in (PROTECTED, REPLICATION):
+            more = [100 * (a / b - 1) for a, b in zip(seconds[twin], seconds[BARE], strict=True)]
+            rows.append(summary(f"overhead_{metric}_pct", "%", more, **labels, method=twin))
         for twin, taken in seconds.items():
             each = [1000 * one / steps for one in taken]
             rows.append(summary(f"step_{metric}_ms", "ms", each, **labels, method=twin))
     for metric, name, unit in (
         ("bytes_sent_per_step", "sent_bytes", "bytes"),
-        ("touched_rows_per_step", "captured_rows", "rows"),
+        ("touched_rows_per_step", "touched_rows", "rows"),
     ):
-        each = [count / steps for ranks in blocks(PROTECTED, name) for count in ranks]
-        rows.append(summary(metric, unit, each, **labels))
+        for twin in (PROTECTED, REPLICATION):
+            each = [count / steps for ranks in blocks(twin, name) for count in ranks]
+            rows.append(summary(metric, unit, each, **labels, method=twin))
     phases = [name for name in answers[0]["blocks"][PROTECTED][0] if name.startswith(PHASE)]
     for name in phases:
         each = [1000 * sum(ranks) / len(ranks) / steps for ranks in blocks(PROTECTED, name)]

@@ -1,4 +1,4 @@
-"""The models that `bench.overhead` trains: tables of one engine under the dense part of a DLRM.
+"""The models that `bench.overhead` trains: tables of one engine under a dense part.
 
 A model of TorchRec looks as its users write it. torchrec is imported when such a model is built.
 """
@@ -9,17 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import ecemb
 
+Ids = NDArray[np.int64]
+
 INTEGERS = 13
 BOTTOM = (512, 256)
 TOP = (512, 512, 256)
+SMALL = 64
 TABLES_LR, DENSE_LR = 0.02, 0.005
 
 
@@ -28,7 +33,7 @@ class Batch(NamedTuple):
 
     Attributes:
         integers: float32 [batch, INTEGERS].
-        ids: int64 [tables, batch], one row of each table for each sample.
+        ids: int64 [tables, batch, lookups], of each sample the rows of each table whose sum it takes.
         clicks: float32 [batch, 1].
     """
 
@@ -44,7 +49,8 @@ class Twin:
         model: Called with a batch's integers and what `feed` makes of its ids.
         optimizers: Of the whole training.
         feed: Makes the model's input of ids.
-        tables: Returns the tables' local tensors, weights and optimizer state.
+        tables: Returns of each table its local tensors: the weight, then the optimizer's states.
+        touched: Makes what `touched` returns; called once.
     """
 
     def __init__(
@@ -52,12 +58,14 @@ class Twin:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         feed: Callable[[Tensor], Any],
-        tables: Callable[[], list[Tensor]],
+        tables: Callable[[], list[list[Tensor]]],
+        touched: Callable[[], Callable[[], Ids]],
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self._feed = feed
-        self._tables = tables
+        self.tables = tables
+        self._touched = touched
 
     def train(self, batch: Batch) -> None:
         """One step."""
@@ -71,7 +79,15 @@ class Twin:
     def tensors(self) -> list[Tensor]:
         """All that training changes on this rank: the tables, then the dense parameters."""
         dense = [value for name, value in self.model.named_parameters() if "dense" in name]
-        return [*self._tables(), *dense]
+        return [tensor for table in self.tables() for tensor in table] + dense
+
+    def touched(self) -> Callable[[], Ids]:
+        """Begins to note which rows a step changes.
+
+        Returns:
+            Gives those of the last step, of all tables one after another, as they were met.
+        """
+        return self._touched()
 
 
 class Dense(nn.Module):
@@ -92,18 +108,35 @@ class Dense(nn.Module):
         return self.top(torch.cat([bottom, products], dim=1))
 
 
+class Small(nn.Module):
+    """One small perceptron on the integers and all embeddings."""
+
+    def __init__(self, tables: int, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(perceptron(INTEGERS + tables * dim, SMALL), nn.Linear(SMALL, 1))
+
+    def forward(self, integers: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [batch, 1] of integers [batch, INTEGERS] and embeddings [batch, tables, dim]."""
+        return self.layers(torch.cat([integers, embedded.flatten(1)], dim=1))
+
+
+DENSE: Mapping[str, Callable[[int, int], nn.Module]] = {"dlrm": Dense, "small": Small}
+"""Kind of the dense part -> what builds it, for so many tables of this dimension."""
+
+
 def perceptron(*widths: int) -> nn.Sequential:
     """Linear layers of these widths, each followed by a ReLU."""
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
 
 
-def torchrec_twin(tables: int, rows: int, dim: int) -> Twin:
+def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
     """Tables of TorchRec, sharded by rows over all ranks, with row-wise Adagrad inside backward."""
     import torchrec
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -121,13 +154,13 @@ def torchrec_twin(tables: int, rows: int, dim: int) -> Twin:
                     for i in range(tables)
                 ],
             )
-            self.dense = Dense(tables, dim)
+            self.dense = DENSE[dense_part](tables, dim)
 
         def forward(self, integers: Tensor, ids: torchrec.KeyedJaggedTensor) -> Tensor:
             return self.dense(integers, self.tables(ids).values().reshape(-1, tables, dim))
 
     def feed(ids: Tensor) -> torchrec.KeyedJaggedTensor:
-        lengths = torch.ones(ids.numel(), dtype=torch.int64)
+        lengths = torch.full((ids.shape[0] * ids.shape[1],), ids.shape[2])
         return torchrec.KeyedJaggedTensor(features, ids.reshape(-1), lengths=lengths)
 
     features = [f"f{i}" for i in range(tables)]
@@ -149,38 +182,65 @@ def torchrec_twin(tables: int, rows: int, dim: int) -> Twin:
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adagrad(given, lr=DENSE_LR))
 
-    def tensors() -> list[Tensor]:
-        states = model.fused_optimizer.state_dict()["state"]
-        shown = [value for key, value in sorted(model.state_dict().items()) if "embedding_bags" in key]
-        shown += [value for _, state in sorted(states.items()) for _, value in sorted(state.items())]
-        return [shard.tensor for value in shown for shard in value.local_shards()]
+    # TorchRec keeps FBGEMM's modules in plain lists, which model.modules() doesn't see.
+    lookups = get_unwrapped_module(model).tables._lookups
+    (module,) = (kernel.emb_module for lookup in lookups for kernel in lookup._emb_modules)
 
-    return Twin(model, [model.fused_optimizer, dense], feed, tensors)
+    def local() -> list[list[Tensor]]:
+        weights, states = module.split_embedding_weights(), module.split_optimizer_states()
+        return [[weight, *of_table] for weight, of_table in zip(weights, states, strict=True)]
+
+    def touched() -> Callable[[], Ids]:
+        looked_up: list[Tensor] = []
+        bases = np.cumsum([0, *(len(weight) for weight in module.split_embedding_weights())])
+        bases = bases[list(module.feature_table_map)]
+
+        def note(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            looked_up[:] = [kwargs["indices"], kwargs["offsets"]]
+
+        def rows() -> Ids:
+            indices, offsets = (tensor.numpy() for tensor in looked_up)
+            bags = (len(offsets) - 1) // len(bases)
+            return indices + np.repeat(bases, np.diff(offsets[::bags]))
+
+        module.register_forward_hook(note, with_kwargs=True)
+        return rows
+
+    return Twin(model, [model.fused_optimizer, dense], feed, local, touched)
 
 
-def sparse_twin(tables: int, rows: int, dim: int) -> Twin:
+def sparse_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
     """Tables of ecemb.nn, with torch's Adagrad on sparse gradients."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tables = nn.ModuleList(ecemb.nn.ShardedEmbeddingBag(rows, dim) for _ in range(tables))
-            self.dense = DistributedDataParallel(Dense(tables, dim))
+            self.dense = DistributedDataParallel(DENSE[dense_part](tables, dim))
 
         def forward(self, integers: Tensor, ids: Tensor) -> Tensor:
-            found = [table(row.unsqueeze(1)) for table, row in zip(self.tables, ids, strict=True)]
+            found = [table(of_table) for table, of_table in zip(self.tables, ids, strict=True)]
             return self.dense(integers, torch.stack(found, dim=1))
 
     model = Model()
     sparse = torch.optim.Adagrad(model.tables.parameters(), lr=TABLES_LR)
     dense = torch.optim.Adagrad(model.dense.parameters(), lr=DENSE_LR)
 
-    def tensors() -> list[Tensor]:
-        weights = list(model.tables.parameters())
-        return [*weights, *(sparse.state[weight]["sum"] for weight in weights)]
+    weights = list(model.tables.parameters())
+    bases = np.cumsum([0, *(len(weight) for weight in weights)])
 
-    return Twin(model, [sparse, dense], lambda ids: ids, tensors)
+    def local() -> list[list[Tensor]]:
+        return [[weight, sparse.state[weight]["sum"]] for weight in weights]
+
+    def touched() -> Ids:
+        gradients = (weight.grad._indices()[0].numpy() for weight in weights)
+        return np.concatenate([rows + base for rows, base in zip(gradients, bases, strict=False)])
+
+    return Twin(model, [sparse, dense], lambda ids: ids, local, lambda: touched)
 
 
-ENGINES: Mapping[str, Callable[[int, int, int], Twin]] = {"torchrec": torchrec_twin, "sparse": sparse_twin}
-"""Engine -> what builds a model of so many tables, of so many rows each, of this dimension."""
+ENGINES: Mapping[str, Callable[[int, int, int, str], Twin]] = {
+    "torchrec": torchrec_twin,
+    "sparse": sparse_twin,
+}
+"""Engine -> what builds a model of so many tables, of so many rows each, of this dimension, under `DENSE`."""

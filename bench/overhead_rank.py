@@ -1,7 +1,7 @@
-"""One rank of `bench.overhead`: trains two equal models by turns, one of them under a guard.
+"""One rank of `bench.overhead`: trains equal models by turns, one under a guard, one replicated, one bare.
 
-Blocks of steps alternate, so that whatever else the machine does meets both twins. Both take the same batches
-in the same order; at the end both have to hold the same bytes.
+Blocks of steps alternate, so that whatever else the machine does meets all of them. All take the same batches
+in the same order; at the end they have to hold the same bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import hashlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,12 +23,14 @@ from torch import Tensor
 import ecemb
 from bench.overhead_models import ENGINES, INTEGERS, Batch, Twin
 from bench.ranks import Line
+from bench.replication import Replication, Shard, joined
 
-PROTECTED, BARE = "protected", "bare"
+PROTECTED, REPLICATION, BARE = "protected", "replication", "bare"
+METHODS = (PROTECTED, REPLICATION, BARE)
 PHASE = "phase "
 """Begins the names of what is counted by phase."""
 WARM_UP = 2
-"""Steps of both twins before the guard, in which DDP settles the order of its buckets, and as many after."""
+"""Steps of all twins before the guard, in which DDP settles the order of its buckets."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,13 @@ class Order:
         tables: Number of tables.
         rows: Of each table, over all ranks.
         dim: Of each row.
-        batch: Samples a rank takes in a step; each looks up one row of each table.
+        lookups: Rows of each table that a sample looks up.
+        dense: One of `DENSE`.
+        batch: Samples a rank takes in a step.
         skew: The rows' popularity falls with their place in the order of it to this power.
-        steps: Of a block.
-        repeats: Pairs of blocks, one of each twin.
+        window: Steps that are committed, or copied, at once.
+        steps: Of a block, a multiple of the window.
+        repeats: Rounds of blocks, one of each twin.
         seed: Of all that is drawn.
         timeout_s: Of every wait.
     """
@@ -60,12 +65,71 @@ class Order:
     tables: int
     rows: int
     dim: int
+    lookups: int
+    dense: str
     batch: int
     skew: float
+    window: int
     steps: int
     repeats: int
     seed: int
     timeout_s: float
+
+    @property
+    def warm_up(self) -> int:
+        """Steps between the guard and what is timed."""
+        return max(WARM_UP, self.window)
+
+
+class Bare:
+    """A twin that nothing protects."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.twin = twin
+
+    def train(self, batch: Batch) -> None:
+        """One step."""
+        self.twin.train(batch)
+
+    def counted(self) -> dict[str, float]:
+        """What it has sent so far, and of how many rows."""
+        return {}
+
+
+class Protected(Bare):
+    """A twin under a guard."""
+
+    def __init__(self, twin: Twin, guard: ecemb.Guard) -> None:
+        super().__init__(twin)
+        self.guard = guard
+
+    def train(self, batch: Batch) -> None:
+        """One step, as a transaction."""
+        with self.guard.step():
+            self.twin.train(batch)
+
+    def counted(self) -> dict[str, float]:
+        """The same, and seconds by phase."""
+        stats = self.guard.stats()
+        phases = {f"{PHASE}{name}": spent for name, spent in stats["seconds"].items()}
+        return {"sent_bytes": stats["sent_bytes"], "touched_rows": stats["captured_rows"], **phases}
+
+
+class Replicated(Bare):
+    """A twin whose rows are copied to other ranks."""
+
+    def __init__(self, twin: Twin, order: Order) -> None:
+        super().__init__(twin)
+        self.replication = Replication(twin.tables(), twin.touched(), order.n - order.k, order.window)
+
+    def train(self, batch: Batch) -> None:
+        """One step, and its copies."""
+        self.twin.train(batch)
+        self.replication.step()
+
+    def counted(self) -> dict[str, float]:
+        """What it has sent so far, and of how many rows."""
+        return {"sent_bytes": self.replication.sent_bytes, "touched_rows": self.replication.copied_rows}
 
 
 def work(line: Line, order: Order) -> None:
@@ -73,40 +137,55 @@ def work(line: Line, order: Order) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=order.timeout_s)
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir, timeout=timeout)
-    batches = draw(order, dist.get_rank(), 2 * WARM_UP + order.steps * order.repeats)
-    before, after, timed = batches[:WARM_UP], batches[WARM_UP : 2 * WARM_UP], batches[2 * WARM_UP :]
+    rank = dist.get_rank()
+    batches = draw(order, rank, WARM_UP + order.warm_up + order.steps * order.repeats)
+    before, batches = batches[:WARM_UP], batches[WARM_UP:]
+    after, timed = batches[: order.warm_up], batches[order.warm_up :]
     twins: dict[str, Twin] = {}
-    for name in (BARE, PROTECTED):
+    for name in METHODS:
         torch.manual_seed(order.seed)
-        twins[name] = ENGINES[order.engine](order.tables, order.rows, order.dim)
-        for batch in before:
-            twins[name].train(batch)
-    protected = twins[PROTECTED]
-    began = digest(protected.tensors())
-    code = ecemb.Code(n=order.n, k=order.k)
-    guard = ecemb.protect(protected.model, optimizers=protected.optimizers, code=code, failure_domain="rank")
-    run(twins[BARE], after, None)
-    run(protected, after, guard)
+        twins[name] = ENGINES[order.engine](order.tables, order.rows, order.dim, order.dense)
+        run(Bare(twins[name]), before)
+    began = digest(twins[PROTECTED].tensors())
+    guard = protect(twins[PROTECTED], order)
+    methods = {
+        PROTECTED: Protected(twins[PROTECTED], guard),
+        REPLICATION: (replicated := Replicated(twins[REPLICATION], order)),
+        BARE: Bare(twins[BARE]),
+    }
+    for method in methods.values():
+        run(method, after)
 
-    taken: dict[str, list[dict[str, Any]]] = {PROTECTED: [], BARE: []}
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
     for repeat, names in enumerate(turns(order.repeats, order.seed)):
         block = timed[repeat * order.steps : (repeat + 1) * order.steps]
         for name in names:
-            taken[name].append(measured(twins[name], block, guard if name == PROTECTED else None))
+            taken[name].append(measured(methods[name], block))
 
     report = guard.scrub()
     line.tell(
         {
+            "rank": rank,
             "blocks": taken,
             "committed_steps": guard.stats()["steps"],
             "wrong_words": report.wrong_words,
             "scrubbed": report.complete,
             "began": began,
             "digests": {name: digest(twin.tensors()) for name, twin in twins.items()},
+            "columns": by_columns(joined(twins[REPLICATION].tables())),
+            "replicas": {
+                source: by_columns(shards) for source, shards in replicated.replication.replicas.items()
+            },
         }
     )
     guard.close()
     dist.destroy_process_group()
+
+
+def protect(twin: Twin, order: Order) -> ecemb.Guard:
+    """The guard of the protected twin."""
+    code = ecemb.Code(n=order.n, k=order.k)
+    return ecemb.protect(twin.model, optimizers=twin.optimizers, code=code, failure_domain="rank")
 
 
 def draw(order: Order, rank: int, count: int) -> list[Batch]:
@@ -118,7 +197,7 @@ def draw(order: Order, rank: int, count: int) -> list[Batch]:
     own = np.random.default_rng([order.seed, rank])
     batches: list[Batch] = []
     for _ in range(count):
-        place = np.searchsorted(heaped, own.random((order.tables, order.batch)))
+        place = np.searchsorted(heaped, own.random((order.tables, order.batch, order.lookups)))
         ids = np.stack([rows[np.minimum(p, order.rows - 1)] for rows, p in zip(popular, place, strict=True)])
         integers = own.random((order.batch, INTEGERS), np.float32)
         clicks = own.integers(0, 2, (order.batch, 1)).astype(np.float32)
@@ -126,46 +205,38 @@ def draw(order: Order, rank: int, count: int) -> list[Batch]:
     return batches
 
 
-def turns(repeats: int, seed: int) -> list[tuple[str, str]]:
-    """Who is first in each pair of blocks: in every two pairs, each twin once, in random order."""
+def turns(repeats: int, seed: int) -> list[tuple[str, ...]]:
+    """Who is when in each round of blocks: in every three rounds, each twin has each place once."""
     rng = random.Random(seed)
-    pairs: list[tuple[str, str]] = []
-    while len(pairs) < repeats:
-        two = [(PROTECTED, BARE), (BARE, PROTECTED)]
-        rng.shuffle(two)
-        pairs += two
-    return pairs[:repeats]
+    rounds: list[tuple[str, ...]] = []
+    while len(rounds) < repeats:
+        names = rng.sample(METHODS, len(METHODS))
+        turned = [tuple(names[i:] + names[:i]) for i in range(len(names))]
+        rounds += rng.sample(turned, len(turned))
+    return rounds[:repeats]
 
 
-def measured(twin: Twin, batches: Sequence[Batch], guard: ecemb.Guard | None) -> dict[str, Any]:
-    """Trains a block; the time that it took on this rank, and what the guard counted meanwhile."""
+def measured(method: Bare, batches: Sequence[Batch]) -> dict[str, Any]:
+    """Trains a block; the time that it took on this rank, and what was counted meanwhile."""
     gc.collect()
-    before = counted(guard)
+    before = method.counted()
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    run(twin, batches, guard)
+    run(method, batches)
     taken = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
-    after = counted(guard)
+    after = method.counted()
     return taken | {name: after[name] - before.get(name, 0) for name in after}
 
 
-def counted(guard: ecemb.Guard | None) -> dict[str, float]:
-    """What a guard counts: bytes, rows, and seconds by phase."""
-    if guard is None:
-        return {}
-    stats = guard.stats()
-    counts: Mapping[str, float] = {name: stats[name] for name in ("sent_bytes", "captured_rows")}
-    return {**counts, **{f"{PHASE}{name}": spent for name, spent in stats["seconds"].items()}}
-
-
-def run(twin: Twin, batches: Sequence[Batch], guard: ecemb.Guard | None) -> None:
+def run(method: Bare, batches: Sequence[Batch]) -> None:
     """Trains one twin on batches."""
     for batch in batches:
-        if guard is None:
-            twin.train(batch)
-        else:
-            with guard.step():
-                twin.train(batch)
+        method.train(batch)
+
+
+def by_columns(shards: Sequence[Shard]) -> list[str]:
+    """A hash of each tensor of tables, joined as they are in replicas."""
+    return [digest([torch.from_numpy(column)]) for shard in shards for column in shard.columns]
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

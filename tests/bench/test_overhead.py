@@ -9,38 +9,60 @@ import numpy as np
 import pytest
 
 from bench import overhead, overhead_rank
-from bench.overhead import QUICK
-from bench.overhead_rank import BARE, PROTECTED, WARM_UP, Order
+from bench.overhead import QUICK, Scale, sparse_heavy
+from bench.overhead_rank import BARE, METHODS, PROTECTED, REPLICATION, Order
 from bench.result import Arguments, Row, WrongResult
 from ecemb.code import Code
 
 CODE = Code(4, 3)
-ORDER = Order("torchrec", "job", "/dev/shm", 4, 3, 2, 50, 4, 30, 1.05, 3, 2, 7, 60.0)
+ORDER = Order(
+    engine="torchrec",
+    job="job",
+    arena_dir="/dev/shm",
+    n=4,
+    k=3,
+    tables=2,
+    rows=50,
+    dim=4,
+    lookups=1,
+    dense="dlrm",
+    batch=30,
+    skew=1.05,
+    window=1,
+    steps=3,
+    repeats=2,
+    seed=7,
+    timeout_s=60.0,
+)
 METRICS = {
-    "overhead_cpu_pct": 1,
-    "overhead_wall_pct": 1,
-    "step_cpu_ms": 2,
-    "step_wall_ms": 2,
-    "bytes_sent_per_step": 1,
-    "touched_rows_per_step": 1,
+    "overhead_cpu_pct": 2,
+    "overhead_wall_pct": 2,
+    "step_cpu_ms": 3,
+    "step_wall_ms": 3,
+    "bytes_sent_per_step": 2,
+    "touched_rows_per_step": 2,
     "step_phase_ms": 6,
 }
 
 
+@pytest.mark.parametrize("scale", [QUICK, sparse_heavy(QUICK)], ids=lambda scale: scale.name)
 @pytest.mark.parametrize("engine", ["sparse", "torchrec"])
-def test_twins_stay_the_same_and_their_cost_is_told(engine: str) -> None:
+def test_twins_stay_the_same_and_their_cost_is_told(engine: str, scale: Scale) -> None:
     if engine == "torchrec":
         pytest.importorskip("torchrec", reason="TorchRec is not installed")
-    rows = overhead.measure(QUICK, engine, CODE, seed=3)
+    rows = overhead.measure(scale, engine, CODE, 1, seed=3)
     found = {name: [row for row in rows if row.metric == name] for name in METRICS}
     assert {name: len(of) for name, of in found.items()} == METRICS
     assert sum(map(len, found.values())) == len(rows)
     for row in rows:
         assert (row.labels["engine"], row.labels["code"], row.labels["window"]) == (engine, "(4, 3)", 1)
     assert found["overhead_cpu_pct"][0].repeats == QUICK.repeats
-    sent, touched = found["bytes_sent_per_step"][0], found["touched_rows_per_step"][0]
-    assert 0 < touched.low < touched.high < QUICK.tables * QUICK.batch * CODE.n
-    assert sent.low > touched.low * QUICK.dim * 4
+    (touched, copied), sent = found["touched_rows_per_step"], found["bytes_sent_per_step"]
+    assert (touched.labels["method"], copied.labels["method"]) == (PROTECTED, REPLICATION)
+    assert (touched.value, touched.low, touched.high) == (copied.value, copied.low, copied.high)
+    assert 0 < touched.low < touched.high < scale.tables * scale.batch * scale.lookups * CODE.n
+    for one in sent:
+        assert one.low > touched.low * scale.dim * 4
     assert {row.labels["phase"] for row in found["step_phase_ms"]} == {
         "capture",
         "state",
@@ -58,60 +80,72 @@ def test_batches_are_the_same_again_and_skewed() -> None:
     assert not first[0].ids.equal(first[1].ids) and not first[0].ids.equal(other[0].ids)
     for table in range(order.tables):
         popular = [
-            np.bincount(batches[0].ids[table].numpy(), minlength=1000).argmax() for batches in (first, other)
+            np.bincount(batches[0].ids[table].flatten().numpy(), minlength=1000).argmax()
+            for batches in (first, other)
         ]
         assert popular[0] == popular[1]
-        assert 100 < len(set(first[0].ids[table].tolist())) < 400
+        assert 100 < len(set(first[0].ids[table].flatten().tolist())) < 400
 
 
-def test_each_twin_is_first_equally_often() -> None:
-    turns = overhead_rank.turns(8, seed=1)
-    assert turns == overhead_rank.turns(8, seed=1)
-    for at in range(0, 8, 2):
-        assert sorted(turns[at : at + 2]) == sorted([(PROTECTED, BARE), (BARE, PROTECTED)])
-    assert len(overhead_rank.turns(3, seed=1)) == 3
+def test_each_twin_has_each_place_equally_often() -> None:
+    turns = overhead_rank.turns(9, seed=1)
+    assert turns == overhead_rank.turns(9, seed=1)
+    for at in range(0, 9, 3):
+        for place in zip(*turns[at : at + 3], strict=True):
+            assert set(place) == set(METHODS)
+    assert len(overhead_rank.turns(4, seed=1)) == 4
 
 
 ANSWER = {
-    "digests": {PROTECTED: "ab", BARE: "ab"},
+    "rank": 0,
+    "digests": {PROTECTED: "ab", REPLICATION: "ab", BARE: "ab"},
     "began": "aa",
-    "committed_steps": WARM_UP + 6,
+    "committed_steps": ORDER.warm_up + 6,
     "wrong_words": 0,
     "scrubbed": True,
+    "columns": ["a", "b"],
+    "replicas": {1: ["a", "b"]},
 }
+OTHER = ANSWER | {"rank": 1, "replicas": {0: ["a", "b"]}}
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"digests": {PROTECTED: "ab", BARE: "ac"}}, "rank 1: the protected model is not what its twin is"),
+        ({"digests": ANSWER["digests"] | {BARE: "ac"}}, "rank 1: the protected model is not what its twin"),
+        ({"digests": ANSWER["digests"] | {REPLICATION: "ac"}}, "rank 1: the replicated model is not what"),
         ({"began": "ab"}, "rank 1: training has changed nothing"),
         ({"committed_steps": 6}, "rank 1: 6 of 8 steps"),
         ({"wrong_words": 5}, "rank 1: 5 words of parity"),
         ({"scrubbed": False}, "rank 1: 0 words of parity"),
+        ({"replicas": {}}, r"rank 1: holds replicas of ranks \[\] alone"),
+        ({"replicas": {0: ["a", "c"]}}, "rank 1: its replica of rank 0 is not what that rank's rows are"),
     ],
 )
 def test_a_run_that_proves_nothing(change: dict[str, Any], complaint: str) -> None:
-    overhead.check(ORDER, [ANSWER, ANSWER])
+    overhead.check(ORDER, [ANSWER, OTHER])
     with pytest.raises(WrongResult, match=complaint):
-        overhead.check(ORDER, [ANSWER, ANSWER | change])
+        overhead.check(ORDER, [ANSWER, OTHER | change])
 
 
-def test_a_sample_is_a_pair_of_blocks() -> None:
+def test_a_sample_is_a_round_of_blocks() -> None:
     def blocks(cpu: list[float], wall: list[float], **more: float) -> list[dict[str, float]]:
         return [{"cpu_s": c, "wall_s": w, **more} for c, w in zip(cpu, wall, strict=True)]
 
-    counts = {"sent_bytes": 50.0, "captured_rows": 20.0, "phase apply": 0.004}
+    copied = {"sent_bytes": 70.0, "touched_rows": 20.0}
+    counts = {"sent_bytes": 50.0, "touched_rows": 20.0, "phase apply": 0.004}
     answers = [
         {
             "blocks": {
                 PROTECTED: blocks([1.2, 1.0], [2.0, 4.0], **counts),
+                REPLICATION: blocks([1.0, 2.0], [2.0, 1.0], **copied),
                 BARE: blocks([1.0, 1.0], [2.0, 1.0]),
             }
         },
         {
             "blocks": {
                 PROTECTED: blocks([1.0, 1.0], [3.0, 2.0], **counts),
+                REPLICATION: blocks([1.0, 1.0], [2.0, 3.0], **copied),
                 BARE: blocks([1.0, 1.0], [1.0, 2.0]),
             }
         },
@@ -122,21 +156,50 @@ def test_a_sample_is_a_pair_of_blocks() -> None:
         (one,) = [r for r in rows if r.metric == metric and labels.items() <= r.labels.items()]
         return one
 
-    assert (row("overhead_cpu_pct").low, row("overhead_cpu_pct").high) == pytest.approx((0, 10))
-    assert (row("overhead_wall_pct").low, row("overhead_wall_pct").high) == pytest.approx((50, 100))
+    protected, replicated = ({"method": method} for method in (PROTECTED, REPLICATION))
+    cpu = row("overhead_cpu_pct", **protected)
+    assert (cpu.low, cpu.high) == pytest.approx((0, 10))
+    wall = row("overhead_wall_pct", **protected)
+    assert (wall.low, wall.high) == pytest.approx((50, 100))
+    rival = row("overhead_cpu_pct", **replicated)
+    assert (rival.low, rival.high) == pytest.approx((0, 50))
     assert row("step_cpu_ms", method=BARE).value == pytest.approx(200)
-    assert row("step_wall_ms", method=PROTECTED).high == pytest.approx(400)
-    assert (row("bytes_sent_per_step").value, row("touched_rows_per_step").value) == (5, 2)
+    assert row("step_wall_ms", **protected).high == pytest.approx(400)
+    assert row("bytes_sent_per_step", **protected).value == 5
+    assert row("bytes_sent_per_step", **replicated).value == 7
+    assert row("touched_rows_per_step", **protected).value == 2
     assert row("step_phase_ms", phase="apply").value == pytest.approx(0.4)
 
 
-def test_each_code_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, Code]] = []
+@pytest.mark.parametrize(("quick", "codes"), [(False, overhead.CODES), (True, overhead.CODES[:1])])
+def test_each_setting_code_and_window_is_measured(
+    quick: bool, codes: tuple[Code, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, Code, int]] = []
 
-    def pretend(scale: Any, engine: str, code: Code, seed: int) -> list[Row]:
-        asked.append((engine, code))
+    def pretend(scale: Scale, engine: str, code: Code, window: int, seed: int) -> list[Row]:
+        asked.append((scale.name, engine, code, window))
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
-    overhead.run(Arguments(quick=True, engine="sparse"))
-    assert asked == [("sparse", Code(4, 3)), ("sparse", Code(4, 2))]
+    overhead.run(Arguments(quick=quick, engine="sparse"))
+    assert asked == [
+        (name, "sparse", code, window)
+        for name in ("dlrm", "sparse-heavy")
+        for code in codes
+        for window in overhead.WINDOWS
+    ]
+
+
+def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[Order] = []
+
+    def pretend(*args: Any, **_: Any) -> None:
+        orders.append(args[2])
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(overhead, "Ranks", pretend)
+    for window in (1, 16):
+        with pytest.raises(ZeroDivisionError):
+            overhead.measure(overhead.FULL, "sparse", CODE, window, seed=0)
+    assert [(order.steps, order.warm_up) for order in orders] == [(10, 2), (16, 16)]
