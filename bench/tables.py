@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
 
-ACROSS = ("kernel", "method", "over", "part", "buffer", "phase")
+ACROSS = ("kernel", "method", "over", "packing", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
 HEAD = """# Measurements
