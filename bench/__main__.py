@@ -14,6 +14,7 @@ QUESTIONS = {
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
+    "scaling": "what protection costs a rank when there are more ranks",
     "wire": "whether it would pay to pack deltas before they are sent",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
