@@ -16,7 +16,7 @@ from bench.scaling_rank import AGREEMENT, DELTAS, EMPTY, counting
 from ecemb.code import Code
 from ecemb.placement import Placement
 
-SCALE = Scale(ranks=(5,), rows=500, batch=100, steps=1, timeout_s=120)
+SCALE = Scale(ranks=(5,), rows=4000, batch=200, steps=1, timeout_s=120)
 
 
 def test_messages_are_counted_on_real_ranks() -> None:
