@@ -7,27 +7,30 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import tables
+from bench import performance, tables
 from bench.result import Arguments, Row, document, table, write
 
 QUESTIONS = {
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
+    "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
     "scaling": "what protection costs a rank when there are more ranks",
     "wire": "whether it would pay to pack deltas before they are sent",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
 
-OF_ENGINES = {"overhead": ("torchrec", "sparse")}
+OF_ENGINES = {"overhead": ("torchrec", "sparse"), "profile": ("torchrec", "sparse")}
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
 TABLES = "tables"
-"""No question: writes the page of what the questions were answered with."""
+"""No question: writes the pages of what the questions were answered with."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    choices = QUESTIONS | {TABLES: "writes docs/measurements.md from bench/results/*.json"}
+    choices = QUESTIONS | {
+        TABLES: "writes docs/measurements.md and docs/performance.md's figures from bench/results/*.json"
+    }
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Verifies, measures, prints a table, and writes raw numbers as JSON.",
@@ -42,6 +45,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     if given.question == TABLES:
         tables.write()
+        performance.write()
         return
     engines = OF_ENGINES.get(given.question, ("",))
     engine = given.engine or engines[0]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 import ecemb
 
@@ -68,13 +69,17 @@ class Twin:
         self._touched = touched
 
     def train(self, batch: Batch) -> None:
-        """One step."""
+        """One step. Its parts are spans, as the guard's phases are."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        logits = self.model(batch.integers, self._feed(batch.ids))
-        functional.binary_cross_entropy_with_logits(logits, batch.clicks).backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with record_function("bench.forward"):
+            logits = self.model(batch.integers, self._feed(batch.ids))
+            loss = functional.binary_cross_entropy_with_logits(logits, batch.clicks)
+        with record_function("bench.backward"):
+            loss.backward()
+        with record_function("bench.optimizer"):
+            for optimizer in self.optimizers:
+                optimizer.step()
 
     def tensors(self) -> list[Tensor]:
         """All that training changes on this rank: the tables, then the dense parameters."""

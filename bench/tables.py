@@ -1,7 +1,8 @@
 """`python -m bench tables`: writes docs/measurements.md from what is in bench/results.
 
 Nothing in that page is typed by hand: a question's title and explanation are the docstring of its module,
-the rest is in the JSON. The same files always give the same page.
+the rest is in the JSON. The same files always give the same page. `bench.performance` writes the figures of
+another page from the same tables.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _MIB = 1 << 20
 _SHORT_HASH = 12
 
 
+PICTURED = ("timeline_ms",)
+"""Metrics that are for a picture, and would make no table that anybody reads."""
 ELSEWHERE = ("failures", "soak")
 """What `make failures` and `make soak` write is no answer to a question of bench/, and not on this page."""
 
@@ -48,11 +51,15 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> None:
     Raises:
         BadResult: A file is not in the form of `bench.result`, or of a question that is not asked any more.
     """
-    text = render(load(results))
-    page.parent.mkdir(exist_ok=True)
-    partial = page.with_name(page.name + ".partial")
+    replace(page, render(load(results)))
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    partial.replace(page)
+    partial.replace(path)
 
 
 def load(results: Path) -> list[dict[str, Any]]:
@@ -121,7 +128,7 @@ def origin(document: Mapping[str, Any]) -> str:
 def metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns one table for each metric, under its name and unit."""
     tables: list[str] = []
-    for metric in dict.fromkeys(row["metric"] for row in rows):
+    for metric in dict.fromkeys(row["metric"] for row in rows if row["metric"] not in PICTURED):
         chosen = [row for row in rows if row["metric"] == metric]
         unit = chosen[0]["unit"]
         tables.append(f"**`{metric}`**, {unit}\n\n{table(chosen, unit)}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench import tables
+from bench import performance, tables
 from bench.result import Arguments, document, once, summary, write
 
 ROWS = [
@@ -65,16 +65,22 @@ def test_a_question_that_was_answered_twice_is_explained_once() -> None:
     assert page.count("Measured on 2025-11-21 on A chip") == 1
 
 
-def test_the_command_writes_the_page_and_writes_it_again(
+def test_the_command_writes_the_pages_and_writes_them_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "docs" / "measurements.md"
+    other = tmp_path / "other" / "performance.md"
+    other.parent.mkdir()
+    other.write_text("<!-- table: memory arena_over_tables -->\n<!-- end -->\n")
     monkeypatch.setattr(tables.write, "__defaults__", (tmp_path, page))
+    monkeypatch.setattr(performance.write, "__defaults__", (tmp_path, other))
     write(tmp_path / "memory.json", DOCUMENT)
     for _ in range(2):
         command.main(["tables"])
         assert page.read_text(encoding="utf-8") == tables.render([DOCUMENT])
-    assert [path.name for path in page.parent.iterdir()] == [page.name]
+        assert "\n| (4, 3) | 1.3633 | 1.34 |\n" in other.read_text(encoding="utf-8")
+    for written in (page, other):
+        assert [path.name for path in written.parent.iterdir()] == [written.name]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""The figures of docs/performance.md: its text is written by hand, and every number in it by this.
+
+What lies between `<!-- table: QUESTION METRIC ... -->`, alone on its line, and `<!-- end -->` is replaced by
+these metrics' tables from bench/results, and what follows `<!-- picture: QUESTION -->` by a step's picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import tables
+from bench.picture import draw
+from bench.result import FIXED
+from bench.tables import BadResult
+
+PAGE = tables.ROOT / "docs" / "performance.md"
+PICTURE = "protected-step.svg"
+
+_BLOCK = re.compile(r"(<!-- (table|picture): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Documents = Sequence[Mapping[str, Any]]
+
+
+def write(results: Path = tables.RESULTS, page: Path = PAGE) -> None:
+    """Writes the page's figures anew, and its picture beside it; each whole or not at all.
+
+    Raises:
+        BadResult: A file in `results` is not in the form, or has not the metrics that the page asks for.
+    """
+    documents = tables.load(results)
+    tables.replace(page, fill(page.read_text(encoding="utf-8"), documents))
+    profiles = of(documents, "profile")
+    if profiles:
+        tables.replace(page.with_name(PICTURE), draw(profiles[0]["rows"]))
+
+
+def fill(text: str, documents: Documents) -> str:
+    """Returns the page with figures of these documents.
+
+    Raises:
+        BadResult: See `write`.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        opening, kind, question, metrics, closing = match.groups()
+        found = of(documents, question)
+        if not found:
+            content = f"Not measured yet: `python -m bench {question} --json bench/results/{question}.json`."
+        elif kind == "picture":
+            content = f"![One step of one rank]({PICTURE})"
+        else:
+            content = "\n\n".join(figures(document, metrics.split()) for document in found)
+        return f"{opening}\n{content}\n\n{closing}"
+
+    return _BLOCK.sub(block, text)
+
+
+def of(documents: Documents, question: str) -> list[Mapping[str, Any]]:
+    """The documents that answer a question."""
+    return [document for document in documents if document["question"] == question]
+
+
+def figures(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
+    """Returns the tables of some metrics of one document, and under them what all rows have in common."""
+    missing = set(metrics) - {row["metric"] for row in document["rows"]}
+    if missing:
+        raise BadResult(f"the answer to {document['question']} has no {sorted(missing)}: ask it again")
+    chosen = [row for row in document["rows"] if row["metric"] in metrics]
+    fixed = {
+        name: value
+        for name, value in chosen[0].items()
+        if name not in FIXED and len(chosen) > 1 and all(row.get(name) == value for row in chosen)
+    }
+    varying = [{name: value for name, value in row.items() if name not in fixed} for row in chosen]
+    said = ", ".join(f"{name} {tables.labelled(name, value)}" for name, value in fixed.items())
+    origin = " ".join(filter(None, [said and f"All with {said}.", tables.origin(document)]))
+    return "\n\n".join([*tables.metrics(varying), origin])
