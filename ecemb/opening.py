@@ -70,7 +70,8 @@ def open_memory(session: Session, request: Request) -> Opened:
             "checking the model and its optimizers", lambda: _checked(request)
         )
         world = agree(session, request, transport, tables, state_bytes)
-    cpu = kernels.get("cpu")
+    with watch.phase("kernels"):
+        cpu = kernels.get("cpu")
     before = session.arena
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)

@@ -12,17 +12,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .code import Code
 from .errors import InconsistentArenas
 from .header import State
 from .kernels import Kernels
 from .memory import RankMemory
-from .parity import class_words
-from .placement import Placement
-from .plan import Kind, Rebuild, RecoveryPlan, plan_recovery
+from .plan import Kind, RecoveryPlan, plan_recovery
+from .rebuild import copy_replicated, rebuild_lost
 from .stripes import chunks, collect, compare, longest_block
 from .transport import Transport
 
@@ -30,11 +25,7 @@ __all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover"]
 
 logger = logging.getLogger("ecemb")
 
-Words = NDArray[np.uint64]
-
 SAMPLE_WORDS = 1 << 12
-_SENDS_IN_FLIGHT = 4
-_CHUNKS_TOGETHER = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +149,9 @@ def recover(
             _encode_again(memory, transport)
     if plan.lost:
         with watch.phase("rebuild"):
-            received += _rebuild(memory, transport, plan, kernels)
+            received += rebuild_lost(memory, transport, plan, kernels)
         with watch.phase("replicated"):
-            received += _copy_replicated(memory, transport, plan)
+            received += copy_replicated(memory, transport, plan)
         with watch.phase("verify"):
             _verify(memory, transport)
     if newcomer:
@@ -207,84 +198,3 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
                 f"here: {wrong}): memory rotted, or rows changed without being declared. Remove the arenas "
                 f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
             )
-
-
-def _rebuild(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels) -> int:
-    """Works through the lost blocks in the plan's order; partial sums are added up along each chain.
-
-    Every rank takes its parts in the same order, receives before it sends, and its sends don't block: no
-    cycle of waits can form, and a newcomer receives each lost byte once, whatever k is.
-
-    Returns:
-        Bytes that this rank received for itself.
-    """
-    placement = memory.geometry.placement
-    if placement is None or memory.parity is None:
-        return 0
-    code = Code(placement.n, placement.k)
-    waits: list[Callable[[], None]] = []
-    received = taken = 0
-    for task in plan.rebuild:
-        ranks = [rank for _, rank in task.sources] + [task.rank]
-        place = ranks.index(memory.rank) if memory.rank in ranks else None
-        size = _lost_words(memory, placement, task)
-        what = f"the rebuild of block {task.block} of stripe class {task.stripe_class}"
-        available = [block for block, _ in task.sources]
-        weights = code.decode_weights([task.block], available, memory.geometry.generator)[0]
-        for start, stop in chunks(0, size):
-            taken += 1
-            if taken % _CHUNKS_TOGETHER == 0:  # who has no part must not wait longer than a deadline
-                transport.barrier(what)
-            if place is None:
-                continue
-            words = np.zeros(stop - start, np.uint64)
-            if place > 0:
-                transport.receive(words, ranks[place - 1], what)
-            if place == len(task.sources):
-                memory.write_block_(task.stripe_class, task.block, start, words)
-                received += words.nbytes
-                continue
-            own = memory.read_block(task.stripe_class, task.sources[place][0], start, stop)
-            kernels.mul_add_block_(words[: len(own)], own, int(weights[place]))
-            waits.append(transport.send(words, ranks[place + 1], what))
-            if len(waits) > _SENDS_IN_FLIGHT:
-                waits.pop(0)()
-    for wait in waits:
-        wait()
-    return received
-
-
-def _lost_words(memory: RankMemory, placement: Placement, task: Rebuild) -> int:
-    if task.block < placement.k:
-        return memory.geometry.block_words[task.rank][task.block]
-    return class_words(placement, memory.geometry.block_words, task.stripe_class)
-
-
-def _copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> int:
-    """The donor gives every newcomer its slot of the plan's transaction. All ranks may call it."""
-    what = "copying replicated state"
-    if memory.rank == plan.donor:
-        state = memory.slots.read(plan.transaction)
-        words = np.zeros(-(-len(state) // 8), np.uint64)
-        words.view(np.uint8)[: len(state)] = state
-        size = np.array([len(state)], np.uint64)
-        waits = [
-            transport.send(part, rank, what)
-            for rank in plan.lost
-            for part in (size, *(words[start:stop] for start, stop in chunks(0, len(words))))
-        ]
-        for wait in waits:
-            wait()
-        return 0
-    if memory.rank not in plan.lost:
-        return 0
-    size = np.zeros(1, np.uint64)
-    transport.receive(size, plan.donor, what)
-    size_bytes = int(size[0])
-    slot = memory.slots.open(plan.transaction, size_bytes)  # first: it refuses what is more than can be
-    words = np.empty(-(-size_bytes // 8), np.uint64)
-    for start, stop in chunks(0, len(words)):
-        transport.receive(words[start:stop], plan.donor, what)
-    slot[:] = words.view(np.uint8)[:size_bytes]
-    memory.slots.seal(plan.transaction)
-    return size_bytes

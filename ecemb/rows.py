@@ -28,6 +28,7 @@ Ids = NDArray[np.int64]
 
 WORD_BYTES = 8
 ALIGN_BYTES = 64
+_NONE = np.empty(0, np.uint64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,9 @@ class Table:
 
     def read(self, start: int, stop: int) -> Words:
         """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""
-        out = np.zeros((stop - start, self.layout.record_words), np.uint64)
+        out = np.empty((stop - start, self.layout.record_words), np.uint64)
+        if self._padded:
+            out[:, -1] = 0
         for rows, element, at in self._parts:
             out.view(element)[:, at : at + rows.shape[1]] = rows[start:stop]
         return out
@@ -285,13 +288,12 @@ class RowSpace:
 
     def read(self, start: int, stop: int) -> Words:
         """Returns words start..stop-1 of the row space as a new uint64 array."""
-        out = np.empty(stop - start, np.uint64)
+        parts: list[Words] = []
         for table, base, low, high in self._overlaps(start, stop):
             first, last, width = self._rows(table, base, low, high)
-            words = table.read(first, last).reshape(-1)
             skip = low - base - first * width
-            out[low - start : high - start] = words[skip : skip + high - low]
-        return out
+            parts.append(table.read(first, last).reshape(-1)[skip : skip + high - low])
+        return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
 
     def write_(self, start: int, words: Words) -> None:
         """Overwrites the row space from word `start` on with `words` (uint64 [m])."""
@@ -299,11 +301,12 @@ class RowSpace:
             first, last, width = self._rows(table, base, low, high)
             skip = low - base - first * width
             whole = (last - first) * width
+            part = words[low - start : high - start]
             if skip or high - low != whole:  # a record is cut: keep its other words
                 records = table.read(first, last)
+                records.reshape(-1)[skip : skip + high - low] = part
             else:
-                records = np.empty((last - first, width), np.uint64)
-            records.reshape(-1)[skip : skip + high - low] = words[low - start : high - start]
+                records = part.reshape(last - first, width)
             table.write_(first, records)
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[Table, int, int, int]]:

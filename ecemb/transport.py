@@ -206,8 +206,13 @@ class Transport:
 
     def receive(self, out: Words, source: int, what: str) -> None:
         """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
+        self.expect(out, source, what)()
+
+    def expect(self, out: Words, source: int, what: str) -> Callable[[], None]:
+        """Starts receiving words from one rank; call the result to wait until they are all in `out`."""
         tensor = torch.from_numpy(out.view(np.int64))
-        self._guarded(lambda: dist.irecv(tensor, group=self._group, group_src=source), what)
+        work = self._started(lambda: dist.irecv(tensor, group=self._group, group_src=source), what)
+        return lambda: self._finish(work, what)
 
     def _all_to_all(
         self,

@@ -228,9 +228,12 @@ class Wires(Transport):
         self._hub.put("words", self.rank, to, words.copy())
         return lambda: None
 
-    def receive(self, out: Words, source: int, what: str) -> None:
-        out[:] = self._hub.take("words", source, self.rank)
-        moment()
+    def expect(self, out: Words, source: int, what: str) -> Callable[[], None]:
+        def wait() -> None:
+            out[:] = self._hub.take("words", source, self.rank)
+            moment()
+
+        return wait
 
 
 # --- what is trained ----------------------------------------------------------------------------

@@ -300,8 +300,9 @@ class Liar(Wires):
     def all_to_all(self, send: Any, what: str) -> Any:
         return np.full_like(send, self.announced)
 
-    def receive(self, out: NDArray[np.uint64], source: int, what: str) -> None:
+    def expect(self, out: NDArray[np.uint64], source: int, what: str) -> Callable[[], None]:
         out.view(np.int64)[:] = self.announced
+        return lambda: None
 
 
 @pytest.mark.parametrize("announced", [-1, 2**50, 2**63 - 1, -(2**63)])
@@ -313,7 +314,7 @@ def test_announced_lengths_of_nonsense_cost_no_memory(memories: list[RankMemory]
         Transport.gather(liar, b"x", "comparing")
     plan = recovery.RecoveryPlan("memory", 2, (1, 2, 3), (0,), donor=1)
     with pytest.raises((NotEnoughSpace, ArenaError)):
-        recovery._copy_replicated(memory, liar, plan)
+        recovery.copy_replicated(memory, liar, plan)
 
 
 # --- what lies in an arena ----------------------------------------------------------------------

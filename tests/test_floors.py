@@ -21,6 +21,7 @@ rows arena delta packing generators
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp
 stripes
+rebuild
 transaction recovery rendezvous scrub durable store
 adapters adapters.engine adapters.nn batches saver
 adapters.sparse adapters.fbgemm

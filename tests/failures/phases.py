@@ -28,7 +28,18 @@ from failures.board import PHASES, STARTING, Board
 from failures.plan import Exact, Plan, Refused
 
 import ecemb
-from ecemb import arena, guard, journal, memory, opening, recovery, rendezvous, stripes, transaction
+from ecemb import (
+    arena,
+    guard,
+    journal,
+    memory,
+    opening,
+    rebuild,
+    recovery,
+    rendezvous,
+    stripes,
+    transaction,
+)
 from ecemb.kernels.cpu import Cpu
 
 # The environment's variables that name the run's folder, the first start of this torchrun, and where
@@ -230,7 +241,7 @@ def install() -> Worker:
     """Wrap everything; once, before ecemb is used."""
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
-    stripes.CHUNK_WORDS = CHUNK_WORDS
+    stripes.CHUNK_WORDS = rebuild.CHUNK_WORDS = CHUNK_WORDS
     if worker.plan.sabotage is not None:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)
@@ -291,8 +302,8 @@ def _watch_start(worker: Worker) -> None:
     _wrap(opening, "recover", turning("restoring"))
     around(memory.RankMemory, "decide", "deciding")
     around(journal.RowJournal, "undo", {"deciding": "undoing"})
-    around(recovery, "_rebuild", "rebuilding")
-    around(recovery, "_copy_replicated", "copying replicated state")
+    around(recovery, "rebuild_lost", "rebuilding")
+    around(recovery, "copy_replicated", "copying replicated state")
     around(recovery, "_verify", "verifying")
 
 

@@ -73,7 +73,7 @@ def _no_replicated() -> None:
 
 
 def _no_rebuild() -> None:
-    recovery._rebuild = lambda *args: 0
+    recovery.rebuild_lost = lambda *args: 0
     recovery._verify = lambda *args: None
 
 
