@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,13 +93,57 @@ class Isal:
             (tables, delta, *parity),
         )
 
+    def update_rows(
+        self,
+        tables: Bytes,
+        k: int,
+        block: int,
+        delta: Bytes,
+        parity: Sequence[Bytes],
+        places: NDArray[np.int64],
+    ) -> Call:
+        """Returns the call that does `update` row by row: row i lies at byte places[i] of every parity block.
+
+        The library is called by a compiled loop, so that no time of Python's is in it.
+        """
+        size = len(delta) // len(places)
+        _checked(tables, k * len(parity), [delta[:size], *(whole[:size] for whole in parity)])
+        if not 0 <= block < k or size * len(places) != len(delta):
+            raise ValueError(f"block {block} of {k}, {len(delta)} bytes for {len(places)} rows")
+        if places.min() < 0 or places.max() > min(map(len, parity)) - size:
+            raise ValueError(f"rows of {size} bytes are not all within parity")
+        kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 4, *[ctypes.c_void_p] * 3)
+        function = kind(("ec_encode_data_update", self._library))
+        bases = np.array([whole.ctypes.data for whole in parity])
+        arguments = (size, k, block, tables, delta, bases, places, np.empty_like(bases))
+        return Call(_row_loop(function), arguments, parity)
+
+
+def _row_loop(update: Any) -> Callable[..., None]:
+    @numba.njit
+    def loop(
+        size: int,
+        k: int,
+        block: int,
+        tables: Bytes,
+        delta: Bytes,
+        bases: NDArray[np.int64],
+        places: NDArray[np.int64],
+        targets: NDArray[np.int64],
+    ) -> None:
+        for i in range(len(places)):
+            for q in range(len(bases)):
+                targets[q] = bases[q] + places[i]
+            source = delta.ctypes.data + i * size
+            update(size, k, len(bases), block, tables.ctypes.data, source, targets.ctypes.data)
+
+    return loop
+
 
 class Call:
     """A call made ready, so that timing it times the library and not ctypes' conversions."""
 
-    def __init__(
-        self, function: ctypes._NamedFuncPointer, arguments: tuple[object, ...], alive: object
-    ) -> None:
+    def __init__(self, function: Callable[..., object], arguments: tuple[object, ...], alive: object) -> None:
         self._function = function
         self._arguments = arguments
         self._alive = alive  # The arrays that the pointers point into.

@@ -1,13 +1,16 @@
 """How fast is parity encoded, updated and decoded, and rows moved, against zfec and ISA-L?
 
-- `update_ns_per_row`: the time for one changed row to reach r parity blocks: delta = old XOR new,
-  then r weighted additions. `access` says where the rows lie in parity: `scattered`, as in
-  training, or `packed` side by side, which is all that the rivals can do. zfec can't update: it
-  encodes again from all k = 4 blocks.
-- `encode_gb_per_s`, `decode_gb_per_s`: the data bytes of a stripe, over the time to make its r
-  parity blocks, or to make min(r, k) lost data blocks of what is left.
+- `update_ns_per_row`: the time for the delta of one row, old XOR new, to reach r parity blocks by r
+  weighted additions. `access` says where the rows lie in parity: `scattered` at random, as in
+  training, where ISA-L's `ec_encode_data_update` is called for each row, by a compiled loop; or
+  `packed` side by side, where it is called once. zfec can't update: it encodes again from all k = 4
+  blocks, which lie packed.
+- `encode_gb_per_s`, `decode_gb_per_s`: the data bytes of a stripe, whose blocks don't fit in the
+  caches, over the time to make its r parity blocks, or to make min(r, k) lost data blocks of what is
+  left.
 - `kernel_rows_per_s`, `kernel_gb_per_s`: one kernel alone, in rows and in bytes of rows; `numpy` is
-  what one would write without it.
+  what one would write without it. `distinct` finds the rows of a batch that are new, and forgets
+  them again, for `np.unique`.
 - `update_speedup`, `encode_speedup`, `decode_speedup`, `kernel_speedup`: the time of the kernel
   named `over`, divided by that of `kernel`, repeat by repeat.
 
@@ -37,7 +40,7 @@ Call = Callable[[], object]
 MIB = 1 << 20
 OURS = "cpu"
 UPDATE_CODES = (Code(5, 4), Code(6, 4), Code(8, 4))
-ENCODE_CODES = (Code(4, 3), Code(4, 2), Code(6, 4), Code(14, 10))
+ENCODE_CODES = (Code(4, 3), Code(4, 2), Code(6, 4), Code(12, 10), Code(14, 10))
 CHANGED_BLOCK = 1
 """The data block whose rows change in an update: its weights are neither 0 nor 1 when r >= 2."""
 
@@ -60,9 +63,9 @@ class Scale:
     table_bytes: int = 64 * MIB
     touched_rows: int = 8192
     reference_rows: int = 128
-    block_bytes: int = 4 * MIB
+    block_bytes: int = 16 * MIB
     reference_bytes: int = MIB // 8
-    row_bytes: tuple[int, ...] = (128, 256, 512)
+    row_bytes: tuple[int, ...] = (64, 128, 256, 512)
     repeats: int = 15
     at_least_s: float = 0.02
 
@@ -98,7 +101,7 @@ def run(arguments: Arguments) -> list[Row]:
         rows += decode(scale, code, intel, rng)
     for row_bytes in scale.row_bytes:
         rows += single_kernels(scale, row_bytes, rng)
-    return rows
+    return rows + distinct_rows(scale, rng)
 
 
 @dataclass(frozen=True)
@@ -114,29 +117,35 @@ def update(
 ) -> list[Row]:
     """Measures `update_ns_per_row` for one code and row size."""
     generator, count, width = code.generator(), scale.touched_rows, row_bytes // 8
-    weights = generator[code.k :, CHANGED_BLOCK]
+    rows, weights = generator[code.k :], generator[code.k :, CHANGED_BLOCK]
     data = [noise(rng, count * row_bytes) for _ in range(code.k)]
-    old, new = words(data[CHANGED_BLOCK]), words(noise(rng, count * row_bytes))
-    delta, change = np.empty_like(old), (old ^ new).view(np.uint8)
+    change = data[CHANGED_BLOCK]
+    delta = words(change).reshape(count, width)
     cases: dict[tuple[str, str], Case] = {}
 
-    parity = [words(noise(rng, scale.table_bytes)) for _ in weights]
-    ids = rng.choice(parity[0].size // width, count, replace=False).astype(np.int64)
-    offsets, starts = ids * width, np.arange(count + 1, dtype=np.int64) * width
-    for name in kernels.NAMES:
-        rows = scale.reference_rows if name == "reference" else count
-        call = _scattered(name, old, new, delta, parity, offsets[:rows], starts[: rows + 1], weights)
+    parity = [noise(rng, scale.table_bytes) for _ in weights]
+    ids = rng.choice(scale.table_bytes // row_bytes, count, replace=False).astype(np.int64)
+    offsets = ids * width
+    calls = {
+        name: _scattered(name, parity, offsets[:some], delta[:some], weights)
+        for name, some in (("reference", scale.reference_rows), (OURS, count))
+    }
+    if intel is not None:
+        tables = intel.tables(rows)
+        calls["isal"] = intel.update_rows(tables, code.k, CHANGED_BLOCK, change, parity, ids * row_bytes)
+    for name, call in calls.items():
+        some = scale.reference_rows if name == "reference" else count
         wanted = [block.copy() for block in parity]
         for block, weight in zip(wanted, weights, strict=True):
-            products = words(scaled(weight, change[: rows * row_bytes]))
-            block.reshape(-1, width)[ids[:rows]] ^= products.reshape(-1, width)
+            products = scaled(weight, change[: some * row_bytes])
+            block.reshape(-1, row_bytes)[ids[:some]] ^= products.reshape(-1, row_bytes)
         verified(f"update by {name}, scattered", call, parity, wanted)
-        cases[name, "scattered"] = Case(call, rows)
+        cases[name, "scattered"] = Case(call, some)
 
     packed = [noise(rng, count * row_bytes) for _ in weights]
-    calls = {OURS: _packed(old, new, delta, packed, weights)}
+    calls = {OURS: _packed(delta, packed, weights)}
     if intel is not None:
-        calls["isal"] = _packed_by(intel, old, new, delta, packed, generator[code.k :])
+        calls["isal"] = intel.update(intel.tables(rows), code.k, CHANGED_BLOCK, change, packed)
     for name, call in calls.items():
         additions = (scaled(weight, change) for weight in weights)
         wanted = [block ^ added for block, added in zip(packed, additions, strict=True)]
@@ -157,53 +166,30 @@ def update(
         )
         for (name, access), taken in seconds.items()
     ]
-    # The rivals have it easier where our rows are scattered: theirs are packed in both.
     for access in ("scattered", "packed"):
-        rivals = {name: taken for (name, at), taken in seconds.items() if at == "packed"}
-        rivals[OURS] = seconds[OURS, access]
+        rivals = {name: taken for (name, at), taken in seconds.items() if at == access or name == "zfec"}
         measured += speedups("update_speedup", rivals, **labels, access=access)
     return measured
 
 
 def _scattered(
-    name: str,
-    old: Words,
-    new: Words,
-    delta: Words,
-    parity: Sequence[Words],
-    offsets: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    weights: Bytes,
+    name: str, parity: Sequence[Bytes], offsets: NDArray[np.int64], delta: Words, weights: Bytes
 ) -> Call:
-    work, end = kernels.get(name), int(starts[-1])
+    work, blocks = kernels.get(name), [words(block) for block in parity]
 
     def call() -> None:
-        work.xor(old[:end], new[:end], delta[:end])
-        for block, weight in zip(parity, weights, strict=True):
-            work.mul_add_(block, offsets, starts, delta[:end], int(weight))
+        for block, weight in zip(blocks, weights, strict=True):
+            work.mul_add_rows_(block, offsets, delta, int(weight))
 
     return call
 
 
-def _packed(old: Words, new: Words, delta: Words, parity: Sequence[Bytes], weights: Bytes) -> Call:
+def _packed(delta: Words, parity: Sequence[Bytes], weights: Bytes) -> Call:
     work, blocks = kernels.get(OURS), [words(block) for block in parity]
 
     def call() -> None:
-        work.xor(old, new, delta)
         for block, weight in zip(blocks, weights, strict=True):
-            work.mul_add_block_(block, delta, int(weight))
-
-    return call
-
-
-def _packed_by(
-    intel: Isal, old: Words, new: Words, delta: Words, parity: Sequence[Bytes], rows: Bytes
-) -> Call:
-    add = intel.update(intel.tables(rows), rows.shape[1], CHANGED_BLOCK, delta.view(np.uint8), parity)
-
-    def call() -> None:
-        np.bitwise_xor(old, new, out=delta)
-        add()
+            work.mul_add_block_(block, delta.reshape(-1), int(weight))
 
     return call
 
@@ -272,11 +258,7 @@ def _dot(name: str, blocks: Sequence[Bytes], weights: Bytes, outputs: Sequence[B
     work, sources = kernels.get(name), [words(block) for block in blocks]
     targets = [words(out) for out in outputs]
 
-    def call() -> None:
-        for row, out in zip(weights, targets, strict=True):
-            work.dot(sources, row, out)
-
-    return call
+    return lambda: work.dot(sources, weights, targets)
 
 
 def throughput(scale: Scale, doing: str, code: Code, cases: Mapping[str, Case]) -> list[Row]:
@@ -303,12 +285,16 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     flat = words(noise(rng, scale.table_bytes))
     table, record = flat.reshape(-1, width), words(noise(rng, count * row_bytes))
     ids = rng.choice(len(table), count, replace=False).astype(np.int64)
-    offsets, starts = ids * width, np.arange(count + 1, dtype=np.int64) * width
+    offsets = ids * width
     out, other = np.zeros_like(record), words(noise(rng, count * row_bytes))
-    records, outs = record.reshape(-1, width), out.reshape(-1, width)
+    records, outs, others = (array.reshape(-1, width) for array in (record, out, other))
 
     def put() -> None:
         table[ids] = records
+
+    def change() -> None:
+        np.take(table, ids, axis=0, out=outs, mode="clip")
+        np.bitwise_xor(outs, others, out=outs)
 
     # operation -> kernel -> call, what it writes, and what has to be there afterwards
     picked = table[ids].reshape(-1)
@@ -325,23 +311,24 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
             out,
             picked,
         ),
-        "gather_words": (
-            {OURS: lambda: work.gather_words(flat, offsets, starts, out)},
+        "gather_rows": ({OURS: lambda: work.gather_rows(flat, offsets, outs)}, out, picked),
+        "change": (
+            {OURS: lambda: work.change(table, ids, others, outs, 0), "numpy": change},
             out,
-            picked,
+            picked ^ other,
         ),
         "scatter": (
             {OURS: lambda: work.scatter_(table, ids, records, 0), "numpy": put},
             flat,
             placed.reshape(-1),
         ),
-        "scatter_words": (
-            {OURS: lambda: work.scatter_words_(flat, offsets, starts, record)},
+        "scatter_rows": (
+            {OURS: lambda: work.scatter_rows_(flat, offsets, records)},
             flat,
             placed.reshape(-1),
         ),
-        "mul_add": (
-            {OURS: lambda: work.mul_add_(flat, offsets, starts, record, weight)},
+        "mul_add_rows": (
+            {OURS: lambda: work.mul_add_rows_(flat, offsets, records, weight)},
             flat,
             added.reshape(-1),
         ),
@@ -367,6 +354,27 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
             rows.append(summary("kernel_gb_per_s", "GB/s", gb, kernel=name, **labels))
         rows += speedups("kernel_speedup", seconds, **labels)
     return rows
+
+
+def distinct_rows(scale: Scale, rng: np.random.Generator) -> list[Row]:
+    """Measures `kernel_rows_per_s` of what tells new rows from those seen already."""
+    work, rows = kernels.get(OURS), scale.table_bytes // 64
+    drawn = (rows * rng.random(4 * scale.touched_rows) ** 4).astype(np.int64)  # some are drawn often
+    ids, every, found = kernels.RowSet(rows), np.unique(drawn), np.empty_like(drawn)
+
+    def call() -> None:
+        found[work.distinct(drawn, ids, found) :] = 0
+        work.forget_(ids, drawn)
+
+    verified("distinct", call, [found], [np.pad(every, (0, len(drawn) - len(every)))])
+    cases = {OURS: Case(call, len(drawn)), "numpy": Case(lambda: np.unique(drawn), len(drawn))}
+    seconds = timed(scale, cases)
+    labels: dict[str, Label] = {"operation": "distinct", "row_bytes": 64}
+    measured = [
+        summary("kernel_rows_per_s", "rows/s", [len(drawn) / s for s in taken], kernel=name, **labels)
+        for name, taken in seconds.items()
+    ]
+    return measured + speedups("kernel_speedup", seconds, **labels)
 
 
 def timed(scale: Scale, cases: Mapping[object, Case]) -> dict[object, list[float]]:

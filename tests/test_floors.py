@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # functions; a module that is on no line fails the test.
 FLOORS = """
 errors
-kernels.checks kernels.rowset
+kernels.checks kernels.rowset kernels.emit
 code placement kernels header lock mapping folder space
-kernels.reference kernels.cpu directory
+kernels.products directory
+kernels.loops
+kernels.reference kernels.cpu
 rows arena delta packing generators
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp

@@ -10,7 +10,7 @@ arrays that it was given.
 
 Knows nothing of: codes, placement, tables, ranks. All arrays are numpy, C-contiguous, aligned and
 in the machine's byte order. A *word* is 8 bytes (uint64); `ids`, `offsets` and `starts` are int64.
-Calls hold no state and may run in several threads on different outputs.
+Calls hold no state (a `RowSet` is the caller's) and may run in several threads on different outputs.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def get(name: str) -> Kernels:
 class Kernels(ABC):
     """The contract: public methods check and are final; an implementation fills in private ones.
 
-    Implementations are final classes without state. In the formulas `*` is the product in GF(2^8) /
-    0x11D of each byte.
+    Implementations are final, without state. `*` is the product in GF(2^8) / 0x11D of each byte.
     """
 
     name: ClassVar[str]
@@ -177,7 +176,7 @@ class Kernels(ABC):
         check_array("distinct", "ids", ids, 1, (INDEX,))
         check_array("distinct", "out", out, 1, (INDEX,))
         if out.size < ids.size:
-            raise KernelError(f"distinct: out has room for {out.size} of the {ids.size} ids that may be new")
+            raise KernelError(f"distinct: out has room for {out.size} of {ids.size} ids that may be new")
         check_ids("distinct", ids, rows.rows, "set")
         check_output("distinct", "out", out, ids=ids)
         return self._distinct(ids, rows, out)
@@ -188,7 +187,7 @@ class Kernels(ABC):
 
         Args:
             rows: The set; afterwards none of `ids` is in it.
-            ids: int64 [m], row numbers, in any order, repeats allowed, in the set or not; read.
+            ids: int64 [m], row numbers, in any order, in the set or not; read.
 
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
@@ -378,31 +377,32 @@ class Kernels(ABC):
             self._mul_add_block(dst, src, weight)
 
     @final
-    def dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], out: Words) -> None:
-        """Combines blocks: `out = XOR_j weights[j] * blocks[j]`; zeros when there is no block.
+    def dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
+        """Combines blocks: `outs[q] = XOR_j weights[q, j] * blocks[j]`; zeros when there is no block.
 
-        This is how parity is encoded and a lost block rebuilt.
+        This is how parity is encoded and lost blocks are rebuilt.
 
         Args:
-            blocks: k arrays uint64 [S]; read. Not overlapping `out`.
-            weights: uint8 [k]; read.
-            out: uint64 [S]; overwritten.
+            blocks: k arrays uint64 [S]; read. Not overlapping an output.
+            weights: uint8 [p, k]; read.
+            outs: p arrays uint64 [S]; overwritten. Not overlapping each other.
 
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        check_array("dot", "weights", weights, 1, (BYTE,))
-        check_array("dot", "out", out, 1, (WORD,))
-        if len(blocks) != weights.size:
-            raise KernelError(
-                f"dot: {len(blocks)} blocks and {weights.size} weights; each block has one weight"
-            )
+        check_array("dot", "weights", weights, 2, (BYTE,))
+        if weights.shape != (len(outs), len(blocks)):
+            shapes = f"{len(blocks)} blocks, {len(outs)} outs and weights {list(weights.shape)}"
+            raise KernelError(f"dot: {shapes}; there has to be a weight for each out and block")
+        targets = {f"outs[{q}]": out for q, out in enumerate(outs)}
         named = {f"blocks[{j}]": block for j, block in enumerate(blocks)}
-        for label, block in named.items():
-            check_array("dot", label, block, 1, (WORD,))
-            check_length("dot", label, block, "out", out)
-        check_output("dot", "out", out, **named)
-        self._dot(blocks, weights, out)
+        for label, array in (targets | named).items():
+            check_array("dot", label, array, 1, (WORD,))
+            check_length("dot", label, array, *next(iter(targets.items()), (label, array)))
+        for label, out in targets.items():
+            check_output("dot", label, out, **named)
+            named[label] = out
+        self._dot(blocks, weights, outs)
 
     # What an implementation fills in. Arguments are checked already; a weight is not 0 (though it
     # may be in `_dot`).
@@ -447,4 +447,4 @@ class Kernels(ABC):
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None: ...
 
     @abstractmethod
-    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], out: Words) -> None: ...
+    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None: ...

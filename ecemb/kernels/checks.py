@@ -104,9 +104,15 @@ def check_rows(
 
 def check_ids(operation: str, ids: Indices, rows: int, whose: str) -> None:
     """Every id is a row, 0..rows-1, of `whose`."""
-    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+    if not within(ids, rows):
         i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
         raise KernelError(f"{operation}: ids[{i}] = {ids[i]} is no row of the {whose}, which has {rows}")
+
+
+def within(indices: Indices, stop: int) -> bool:
+    """Whether all of `indices` are 0..stop-1."""
+    # As unsigned numbers the negative ones are the largest, so that one pass will do.
+    return not indices.size or int(np.maximum.reduce(indices.view(np.uint64))) < stop
 
 
 def check_places(
@@ -123,7 +129,7 @@ def check_places(
             "offsets"
         )
     last = words.size - width
-    if count and not (int(offsets.min()) >= 0 and int(offsets.max()) <= last):
+    if not within(offsets, last + 1):
         i = int(np.flatnonzero((offsets < 0) | (offsets > last))[0])
         raise KernelError(
             f"{operation}: row {i} of {width} words at offsets[{i}] = {offsets[i]} is not within {sparse}'s "

@@ -90,7 +90,8 @@ class Reference(Kernels):
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
         dst ^= product(weight, src)
 
-    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], out: Words) -> None:
-        out[...] = 0
-        for block, weight in zip(blocks, weights, strict=True):
-            out ^= product(int(weight), block)
+    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
+        for row, out in zip(weights, outs, strict=True):
+            out[...] = 0
+            for block, weight in zip(blocks, row, strict=True):
+                out ^= product(int(weight), block)

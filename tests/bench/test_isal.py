@@ -39,6 +39,22 @@ def test_it_encodes_and_updates_with_our_coefficients(library: isal.Isal, size: 
         assert by_updating.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("size", [1, 64, 100])
+def test_it_updates_row_by_row(library: isal.Isal, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = Code(6, 4).generator()[4:]
+    delta, places = rng.integers(0, 256, 3 * size, np.uint8), np.array([2, 0, 5]) * size
+    parity = [rng.integers(0, 256, 7 * size, np.uint8) for _ in rows]
+    expected = [whole.reshape(7, size).copy() for whole in parity]
+    for row, whole in zip(rows, expected, strict=True):
+        whole[[2, 0, 5]] ^= multiply(row[1], delta).reshape(3, size)
+    library.update_rows(library.tables(rows), 4, 1, delta, parity, places)()
+    for whole, wanted in zip(parity, expected, strict=True):
+        assert whole.tobytes() == wanted.tobytes()
+    with pytest.raises(ValueError, match="not all within parity"):
+        library.update_rows(library.tables(rows), 4, 1, delta, parity, places + 2 * size)
+
+
 def test_what_c_would_not_notice_is_refused(library: isal.Isal) -> None:
     tables = library.tables(np.ones((1, 2), np.uint8))
     block, short = np.zeros(64, np.uint8), np.zeros(63, np.uint8)

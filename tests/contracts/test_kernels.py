@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from ecemb import kernels
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
-from ecemb.kernels import Kernels, RowSet
+from ecemb.kernels import Kernels, RowSet, products
+from ecemb.kernels.cpu import Cpu
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
@@ -31,9 +32,15 @@ Words = NDArray[np.uint64]
 FAR, NEAR = 2**63 - 1, -(2**63)
 
 
-@pytest.fixture(params=kernels.NAMES)
+WORKS = {
+    "reference": kernels.get("reference"),
+    **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in products.available()},
+}
+
+
+@pytest.fixture(params=WORKS)
 def work(request: pytest.FixtureRequest) -> Kernels:
-    return kernels.get(request.param)
+    return WORKS[request.param]
 
 
 @pytest.fixture
@@ -77,10 +84,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_kernels_that_cannot_be_imported_are_never_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "ecemb.kernels.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    for name in ("cpu", "loops", "products", "emit"):
+        monkeypatch.delitem(sys.modules, f"ecemb.kernels.{name}", raising=False)
     kernels.get.cache_clear()
-    with pytest.raises(KernelUnavailable, match=r"'cpu' can't be imported here: .*numba"):
+    with pytest.raises(KernelUnavailable, match=r"'cpu' can't be imported here: .*llvmlite"):
         kernels.get("cpu")
     assert kernels.get("reference").name == "reference"
 
@@ -371,18 +379,30 @@ def test_mul_add_block(work: Kernels, rng: np.random.Generator, size: int, weigh
 @pytest.mark.parametrize("weights", [[], [0], [1], [7], [1, 1, 1], [0, 1, 2, 255, 0x8E]], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_dot(work: Kernels, rng: np.random.Generator, size: int, weights: list[int]) -> None:
-    blocks = [draw(rng, size) for _ in weights]
-    out = draw(rng, size)
-    expected = np.zeros(size, np.uint64)
-    for weight, block in zip(weights, blocks, strict=True):
-        expected ^= times(weight, block)
-    work.dot(blocks, np.array(weights, np.uint8), out)
-    assert out.tobytes() == expected.tobytes()
+    combines(work, rng, size, np.array([weights], np.uint8))
+
+
+@pytest.mark.parametrize("outs", range(11))
+def test_dot_to_many(work: Kernels, rng: np.random.Generator, outs: int) -> None:
+    for size, blocks in ((0, 2), (37, 0), (1, 3), (333, 5)):
+        combines(work, rng, size, draw(rng, outs, blocks, dtype=np.uint8))
+
+
+def combines(work: Kernels, rng: np.random.Generator, size: int, weights: NDArray[np.uint8]) -> None:
+    blocks, outs = ([draw(rng, size) for _ in range(count)] for count in weights.shape[::-1])
+    before = [block.copy() for block in blocks]
+    work.dot(blocks, weights, outs)
+    for row, out in zip(weights.tolist(), outs, strict=True):
+        expected = np.zeros(size, np.uint64)
+        for weight, block in zip(row, before, strict=True):
+            expected ^= times(weight, block)
+        assert out.tobytes() == expected.tobytes()
+    assert all(map(np.array_equal, blocks, before))
 
 
 def test_a_block_may_be_named_twice(work: Kernels, rng: np.random.Generator) -> None:
     block, out = draw(rng, 9), draw(rng, 9)
-    work.dot([block, block], np.array([6, 5], np.uint8), out)
+    work.dot([block, block], np.array([[6, 5]], np.uint8), [out])
     assert out.tobytes() == times(3, block).tobytes()
 
 
@@ -402,7 +422,7 @@ def test_what_is_only_read_may_be_read_only(work: Kernels, rng: np.random.Genera
     work.mul_add_(out, offsets, starts, words, 2)
     work.mul_add_block_(out, words, 2)
     assert out.tobytes() == words.tobytes()
-    work.dot([words], np.full(1, 2, np.uint8), out)
+    work.dot([words], np.full((1, 1), 2, np.uint8), [out])
     assert out.tobytes() == times(2, words).tobytes()
 
 
@@ -545,7 +565,7 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("change", (t(5, 2), ids(0), t(1, 2, np.uint8), t(1, 2), 0), r"old has the dtype uint8"),
     ("change", (w(8).reshape(4, 2), ids(0), OVER[:2].reshape(1, 2), OVER[1:3].reshape(1, 2), 0), r"overlap"),
     ("change", (OVER.reshape(8, 2), ids(0), w(2).reshape(1, 2), OVER[:2].reshape(1, 2), 0), r"overlap"),
-    ("distinct", (ids(0, 1), RowSet(5), ids(0)), r"room for 1 of the 2 ids"),
+    ("distinct", (ids(0, 1), RowSet(5), ids(0)), r"room for 1 of 2 ids"),
     ("distinct", (ids(0, 1), RowSet(5), read_only(ids(0, 0))), r"out is written to"),
     ("distinct", (OVER[:2].view(np.int64), RowSet(5), OVER[1:3].view(np.int64)), r"memory overlaps"),
     ("distinct", ([0], RowSet(5), ids(0)), r"ids has to be a numpy array, not list"),
@@ -574,14 +594,19 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("mul_add_block_", (OVER[:8], OVER[:8], 2), r"memory overlaps"),
     ("mul_add_block_", (read_only(w(3)), w(3), 2), r"dst is written to"),
     ("mul_add_block_", (w(3), w(3).view(np.uint8), 2), r"src has the dtype uint8"),
-    ("dot", ([w(3)], b(1, 2), w(3)), r"1 blocks and 2 weights"),
-    ("dot", ([w(3), w(4)], b(1, 2), w(3)), r"blocks\[1\] has 4 words, .* out's 3"),
-    ("dot", ([w(3), OVER[4:7]], b(1, 2), OVER[:5]), r"blocks\[0\] has 3 words, .* out's 5"),
-    ("dot", ([w(5), OVER[4:9]], b(1, 2), OVER[:5]), r"blocks\[1\] is read; .* overlaps"),
-    ("dot", ([w(3)], np.ones(1, np.int64), w(3)), r"weights has the dtype int64"),
-    ("dot", ([w(3)], [1], w(3)), r"weights has to be a numpy array, not list"),
-    ("dot", ([w(3)], b(1), read_only(w(3))), r"out is written to"),
-    ("dot", ([w(3)], b(1), t(3, 1, np.uint64)), r"out has the shape \[3, 1\]"),
+    ("dot", ([w(3)], b(1, 2)[None], [w(3)]), r"1 blocks, 1 outs and weights \[1, 2\]"),
+    ("dot", ([w(3)], b(1, 2)[:, None], [w(3)]), r"1 blocks, 1 outs and weights \[2, 1\]"),
+    ("dot", ([w(3)], b(1)[None], []), r"1 blocks, 0 outs and weights \[1, 1\]"),
+    ("dot", ([w(3), w(4)], b(1, 2)[None], [w(3)]), r"blocks\[1\] has 4 words, .* outs\[0\]'s 3"),
+    ("dot", ([w(3)], b(1, 2)[:, None], [w(3), w(4)]), r"outs\[1\] has 4 words, .* outs\[0\]'s 3"),
+    ("dot", ([w(3), OVER[4:7]], b(1, 2)[None], [OVER[:5]]), r"blocks\[0\] has 3 words, .* 5"),
+    ("dot", ([w(5), OVER[4:9]], b(1, 2)[None], [OVER[:5]]), r"blocks\[1\] is read; .* overlaps"),
+    ("dot", ([w(5)], b(1, 2)[:, None], [OVER[:5], OVER[4:9]]), r"outs\[1\] is .* outs\[0\] .* overlaps"),
+    ("dot", ([w(3)], np.ones((1, 1), np.int64), [w(3)]), r"weights has the dtype int64"),
+    ("dot", ([w(3)], b(1), [w(3)]), r"weights has the shape \[1\]"),
+    ("dot", ([w(3)], [[1]], [w(3)]), r"weights has to be a numpy array, not list"),
+    ("dot", ([w(3)], b(1)[None], [read_only(w(3))]), r"outs\[0\] is written to"),
+    ("dot", ([w(3)], b(1)[None], [t(3, 1, np.uint64)]), r"outs\[0\] has the shape \[3, 1\]"),
 ]
 
 

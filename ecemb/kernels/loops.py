@@ -1,0 +1,205 @@
+"""The loops of the compiled kernels. All arguments are integers: addresses, and sizes in bytes or rows.
+
+Rows are named by indices: row i lies at base + indices[i] · scale. Since the indices are known beforehand,
+memory is asked for some rows ahead: most of the time for a scattered row is waiting for it. Nothing is
+checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from .emit import I64, LINE_BYTES, Emitter, Value, compiled, ir, number, vector
+from .products import Products
+
+WORD_BYTES: Final = number(8)
+
+AHEAD_ROWS: Final = 12
+AHEAD_BYTES: Final = 1024
+"""How much of a row is asked for beforehand: of long ones, the processor notices that they go on."""
+
+MOST_OUTPUTS: Final = 4
+"""Sums that `dot` keeps in registers at a time."""
+
+
+def copy(unit: int) -> Callable[..., int]:
+    """(base, indices, count, scale, width, out, stride): out[i · stride ..] = row i, `width` bytes."""
+    e = Emitter("copy", 7)
+    base, indices, count, scale, width, out, stride = e.arguments
+    with e.loop(count) as rows:
+        source = _row(e, base, indices, count, scale, width, rows.index, write=False)
+        target = e.place(out, rows.index, stride)
+
+        def act(at: Value, size: int) -> None:
+            e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
+
+        e.pieces(width, unit, 1, act)
+    return compiled(e)
+
+
+def put(unit: int) -> Callable[..., int]:
+    """(base, indices, count, scale, width, records, stride): row i = records[i · stride ..]."""
+    e = Emitter("put", 7)
+    base, indices, count, scale, width, records, stride = e.arguments
+    with e.loop(count) as rows:
+        target = _row(e, base, indices, count, scale, width, rows.index, write=True)
+        source = e.place(records, rows.index, stride)
+
+        def act(at: Value, size: int) -> None:
+            e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
+
+        e.pieces(width, unit, 1, act)
+    return compiled(e)
+
+
+def change(unit: int) -> Callable[..., int]:
+    """(base, indices, count, scale, width, old, out, stride): out[i · stride ..] = row i XOR old[there]."""
+    e = Emitter("change", 8)
+    base, indices, count, scale, width, old, out, stride = e.arguments
+    with e.loop(count) as rows:
+        source = _row(e, base, indices, count, scale, width, rows.index, write=False)
+        before, target = e.place(old, rows.index, stride), e.place(out, rows.index, stride)
+
+        def act(at: Value, size: int) -> None:
+            new, was = (e.load(vector(size), e.make.add(start, at)) for start in (source, before))
+            e.store(e.make.xor(new, was), e.make.add(target, at))
+
+        e.pieces(width, unit, 1, act)
+    return compiled(e)
+
+
+def add(unit: int, products: Products | None) -> Callable[..., int]:
+    """(base, indices, count, scale, width, src, constants): row i ^= weight * src[i · width ..].
+
+    Without `products` the weight is 1, and `constants` is not read.
+    """
+    e = Emitter("add", 7)
+    base, indices, count, scale, width, src, constants = e.arguments
+    prepared = products.prepare(e, constants) if products else []
+    with e.loop(count) as rows:
+        target = _row(e, base, indices, count, scale, width, rows.index, write=True)
+        source = e.place(src, rows.index, width)
+
+        def act(at: Value, size: int) -> None:
+            for part in range(0, size, unit):
+                first = e.make.add(at, number(part))
+                kind = vector(min(size, unit))
+                added = e.load(kind, e.make.add(source, first))
+                if products:
+                    added = products.multiply(e, prepared, added)
+                there = e.make.add(target, first)
+                e.store(e.make.xor(e.load(kind, there), added), there)
+
+        e.pieces(width, 2 * unit, 8, act)
+    return compiled(e)
+
+
+def dot(products: Products, outputs: int) -> Callable[..., int]:
+    """(blocks, constants, stride, count, outs, size): outs[q] = XOR_j weight[q, j] * blocks[j], q < outputs.
+
+    `blocks` and `outs` are arrays of addresses, `constants` those of weight[q, j] at q · count + j, each
+    `stride` bytes; blocks have `size` bytes.
+    """
+    e = Emitter("dot", 6)
+    blocks, constants, stride, count, outs, size = e.arguments
+    unit = products.vector_bytes
+    targets = [e.word(outs, number(q)) for q in range(outputs)]
+
+    def act(at: Value, piece: int) -> None:
+        kind = vector(min(piece, unit))
+        parts = range(0, piece, unit)
+        zeros = [ir.Constant(kind, None)] * (outputs * len(parts))
+        with e.loop(count, carried=zeros) as each:
+            source = e.make.add(e.word(blocks, each.index), at)
+            factors = [e.load(kind, e.make.add(source, number(part))) for part in parts]
+            sums = iter(each.carried)
+            for q in range(outputs):
+                number_of = e.make.add(e.make.mul(number(q), count), each.index)
+                prepared = products.prepare(e, e.place(constants, number_of, stride))
+                each.following += [
+                    e.make.xor(next(sums), products.multiply(e, prepared, factor)) for factor in factors
+                ]
+        sums = iter(each.carried)
+        for target in targets:
+            for part in parts:
+                e.store(next(sums), e.make.add(e.make.add(target, at), number(part)))
+
+    e.pieces(size, 4 * unit, 8, act)
+    return compiled(e)
+
+
+def distinct() -> Callable[..., int]:
+    """(ids, count, seen, fresh, summary, summary_words, out): returns how many were written to out."""
+    e = Emitter("distinct", 7)
+    ids, count, seen, fresh, summary, summary_words, out = e.arguments
+    with e.loop(count) as each:
+        place, bit = _bit(e, e.word(ids, each.index))
+        known = e.word(seen, place)
+        _include(e, e.place(fresh, place, WORD_BYTES), e.make.and_(bit, e.make.not_(known)))
+        above, bit = _bit(e, place)
+        _include(e, e.place(summary, above, WORD_BYTES), bit)
+    with e.loop(summary_words, carried=[number(0)]) as each:
+        address = e.place(summary, each.index, WORD_BYTES)
+        with e.bits(_taken(e, address), each.carried) as words:
+            place = e.make.add(e.make.shl(each.index, number(6)), words.index)
+            new = _taken(e, e.place(fresh, place, WORD_BYTES))
+            _include(e, e.place(seen, place, WORD_BYTES), new)
+            with e.bits(new, words.carried) as rows:
+                row = e.make.add(e.make.shl(place, number(6)), rows.index)
+                e.store(row, e.place(out, rows.carried[0], WORD_BYTES))
+                rows.following = [e.make.add(rows.carried[0], number(1))]
+            words.following = rows.carried
+        each.following = words.carried
+    return compiled(e, each.carried[0])
+
+
+def forget() -> Callable[..., int]:
+    """(ids, count, seen): clears the bits."""
+    e = Emitter("forget", 3)
+    ids, count, seen = e.arguments
+    with e.loop(count) as each:
+        place, bit = _bit(e, e.word(ids, each.index))
+        address = e.place(seen, place, WORD_BYTES)
+        e.store(e.make.and_(e.load(I64, address), e.make.not_(bit)), address)
+    return compiled(e)
+
+
+def _row(
+    e: Emitter,
+    base: Value,
+    indices: Value,
+    count: Value,
+    scale: Value,
+    width: Value,
+    index: Value,
+    *,
+    write: bool,
+) -> Value:
+    """The address of row `index`; the one that is some rows ahead is asked for."""
+    make = e.make
+    last = make.sub(count, number(1))
+    ahead = make.add(index, number(AHEAD_ROWS))
+    ahead = make.select(make.icmp_signed("<", ahead, last), ahead, last)
+    soon = e.place(base, e.word(indices, ahead), scale)
+    most = number(AHEAD_BYTES)
+    with e.loop(make.select(make.icmp_signed("<", width, most), width, most), LINE_BYTES) as lines:
+        e.prefetch(make.add(soon, lines.index), write=write)
+    return e.place(base, e.word(indices, index), scale)
+
+
+def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:
+    """The word of a bitmap that has bit `index`, and a word with that bit alone."""
+    inner = e.make.and_(index, number(63))
+    return e.make.lshr(index, number(6)), e.make.shl(number(1), inner)
+
+
+def _include(e: Emitter, address: Value, bits: Value) -> None:
+    e.store(e.make.or_(e.load(I64, address), bits), address)
+
+
+def _taken(e: Emitter, address: Value) -> Value:
+    """The word at an address, which is 0 then."""
+    word = e.load(I64, address)
+    e.store(number(0), address)
+    return word
