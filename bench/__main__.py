@@ -15,6 +15,7 @@ QUESTIONS = {
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
+    "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
     "scaling": "what protection costs a rank when there are more ranks",
     "wire": "whether it would pay to pack deltas before they are sent",
 }

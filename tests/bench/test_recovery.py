@@ -1,0 +1,116 @@
+"""Restarts under torchrun are timed by phase; and a recovery that gives something else would be noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from bench import recovery, recovery_wire
+from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, LaunchFailed, Life
+from bench.recovery_rank import BARE, PROTECTED
+from bench.result import Row, WrongResult
+from ecemb.code import Code
+from ecemb.header import Constants, Header, State
+from ecemb.placement import Placement
+
+CASE = Case("memory", Code(4, 3), 2 * MIB, 1)
+SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=200.0)
+
+
+def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:
+    rows = recovery.measure(SCALE, CASE, seed=3)
+    seconds: dict[str, dict[Any, Row]] = {BARE: {}, PROTECTED: {}}
+    for row in rows:
+        assert (row.labels["kind"], row.labels["code"], row.labels["killed"]) == ("memory", "(4, 3)", 1)
+        if row.metric == "recovery_s":
+            seconds[str(row.labels["method"])][row.labels["phase"]] = row
+    assert [*seconds[PROTECTED]] == [*PHASES, TOTAL]
+    assert [phase for phase in PHASES if phase not in seconds[BARE]] == [
+        "import ecemb",
+        *recovery.PARTS,
+        "rest of protect",
+    ]
+    for phases in seconds.values():
+        total = phases.pop(TOTAL).value
+        assert sum(row.value for row in phases.values()) == pytest.approx(total)
+    assert {row.metric for row in rows} == {
+        "recovery_s",
+        "added_recovery_s",
+        "rebuild_gb_per_s",
+        "rebuild_over_wire",
+    }
+    assert all(row.value > 0 for row in rows if row.metric.startswith("rebuild"))
+
+
+def test_a_script_that_fails_is_no_result() -> None:
+    larger = dataclasses.replace(CASE, code=Code(6, 4))
+    with pytest.raises(LaunchFailed, match="ended with 1"):
+        recovery.launch(SCALE, larger, PROTECTED, 0, seed=3)
+
+
+MARKS = {"process": 12.0, "interpreter": 12.5, "first step": 14.0}
+LIFE = Life(
+    killed_at=10.0,
+    gone_at=[11.5, 11.0],
+    told=[{"marks": MARKS}, {"marks": {"process": 11.25, "interpreter": 13.0, "first step": 13.5}}],
+)
+
+
+def test_phases_follow_the_last_rank_and_add_up() -> None:
+    assert LIFE.phases() == {
+        "noticed": 1.0,
+        "stopped": 0.5,
+        "process": 0.5,
+        "interpreter": 1.0,
+        "first step": 1.0,
+    }
+
+
+def told(**change: Any) -> Life:
+    rank = {"marks": MARKS, "kind": "memory", "lost": [1], "step": SCALE.steps - 1}
+    return dataclasses.replace(LIFE, told=[rank, rank | change])
+
+
+@pytest.mark.parametrize(
+    "change", [{"lost": []}, {"lost": [2]}, {"step": SCALE.steps}, {"step": 0}, {"kind": "process"}]
+)
+def test_a_recovery_of_something_else(change: dict[str, Any]) -> None:
+    recovery.check(CASE, SCALE, [told()], ["a", "b"], ["a", "b"])
+    with pytest.raises(WrongResult, match="rank 1: a recovery of"):
+        recovery.check(CASE, SCALE, [told(**change)], ["a", "b"], ["a", "b"])
+
+
+def test_a_recovery_that_ends_elsewhere() -> None:
+    with pytest.raises(WrongResult, match=r"ranks \[1\] ended with other bytes"):
+        recovery.check(CASE, SCALE, [told()], ["a", "c"], ["a", "b"])
+
+
+def header(rank: int) -> Header:
+    constants = Constants(
+        job="job",
+        arena_id=f"{rank:032x}",
+        rank=rank,
+        world_size=4,
+        n=4,
+        k=3,
+        positions=(0, 1, 2, 3),
+        domains=("a", "b", "c", "d"),
+        layout_hash="",
+        layout="{}",
+        block_words=((10, 11, 12),) * 4,
+        regions=(),
+    )
+    return Header(constants, State.LIVE, joined=1, generation_id=1, opened=1, committed=5, prepared=5)
+
+
+def test_what_plain_sends_carry_is_what_a_rebuild_does() -> None:
+    traffic = recovery_wire.links([header(rank) for rank in range(4)], [2])
+    placement = Placement(4, 3, (0, 1, 2, 3))
+    lost = 8 * (10 + 11 + 12 + 12)
+    assert len(placement.kept(2)) == 1
+    assert sum(traffic[recovery_wire.DIRECT].values()) == lost
+    assert sum(traffic[recovery_wire.SAME].values()) == 3 * lost
+    assert all(receiver == 2 for _, receiver in traffic[recovery_wire.DIRECT])
+    assert all(sender != 2 for sender, _ in traffic[recovery_wire.SAME])
