@@ -164,7 +164,7 @@ class _Chain:
         elif weight[0] == 1 and len(own) == len(words):
             words = own
         else:
-            self._kernels.dot([own], weight, words[: len(own)])
+            self._kernels.dot([own], weight.reshape(1, 1), [words[: len(own)]])
             words[len(own) :] = 0
         buffer.sent = self._transport.send(words, self._ranks[place + 1], self._what)
         return 0
