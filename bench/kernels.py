@@ -292,8 +292,11 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     def put() -> None:
         table[ids] = records
 
-    def change() -> None:
+    def take() -> None:
         np.take(table, ids, axis=0, out=outs, mode="clip")
+
+    def change() -> None:
+        take()
         np.bitwise_xor(outs, others, out=outs)
 
     # operation -> kernel -> call, what it writes, and what has to be there afterwards
@@ -303,14 +306,7 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     added, product = placed.copy(), words(scaled(weight, record.view(np.uint8)))
     added[ids] ^= product.reshape(-1, width)
     operations: dict[str, tuple[dict[str, Call], Words, Words]] = {
-        "gather": (
-            {
-                OURS: lambda: work.gather(table, ids, outs, 0),
-                "numpy": lambda: np.take(table, ids, axis=0, out=outs, mode="clip"),
-            },
-            out,
-            picked,
-        ),
+        "gather": ({OURS: lambda: work.gather(table, ids, outs, 0), "numpy": take}, out, picked),
         "gather_rows": ({OURS: lambda: work.gather_rows(flat, offsets, outs)}, out, picked),
         "change": (
             {OURS: lambda: work.change(table, ids, others, outs, 0), "numpy": change},
@@ -320,18 +316,10 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
         "scatter": (
             {OURS: lambda: work.scatter_(table, ids, records, 0), "numpy": put},
             flat,
-            placed.reshape(-1),
+            placed,
         ),
-        "scatter_rows": (
-            {OURS: lambda: work.scatter_rows_(flat, offsets, records)},
-            flat,
-            placed.reshape(-1),
-        ),
-        "mul_add_rows": (
-            {OURS: lambda: work.mul_add_rows_(flat, offsets, records, weight)},
-            flat,
-            added.reshape(-1),
-        ),
+        "scatter_rows": ({OURS: lambda: work.scatter_rows_(flat, offsets, records)}, flat, placed),
+        "mul_add_rows": ({OURS: lambda: work.mul_add_rows_(flat, offsets, records, weight)}, flat, added),
         "xor": (
             {
                 OURS: lambda: work.xor(record, other, out),
@@ -344,7 +332,7 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     rows: list[Row] = []
     for operation, (calls, written, wanted) in operations.items():
         for name, call in calls.items():
-            verified(f"{operation} by {name}", call, [written], [wanted])
+            verified(f"{operation} by {name}", call, [written], [wanted.reshape(-1)])
         seconds = timed(scale, {name: Case(call, count) for name, call in calls.items()})
         labels: dict[str, Label] = {"operation": operation, "row_bytes": row_bytes}
         for name, taken in seconds.items():
