@@ -185,7 +185,8 @@ def work(line: Line, order: Order) -> None:
 def protect(twin: Twin, order: Order) -> ecemb.Guard:
     """The guard of the protected twin."""
     code = ecemb.Code(n=order.n, k=order.k)
-    return ecemb.protect(twin.model, optimizers=twin.optimizers, code=code, failure_domain="rank")
+    windowed = {} if order.window == 1 else {"window": order.window}
+    return ecemb.protect(twin.model, optimizers=twin.optimizers, code=code, failure_domain="rank", **windowed)
 
 
 def draw(order: Order, rank: int, count: int) -> list[Batch]:

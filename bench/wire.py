@@ -53,7 +53,7 @@ class Scale:
         dim: Of each row.
         batch: Samples of a step; each looks up one row of each table.
         skew: Popularity falls with a row's place in its order to this power.
-        when: Name -> the step whose deltas are taken.
+        when: Name -> the step whose deltas are taken; not the first, at which there is no state yet.
         repeats: Of each timing.
         at_least_s: That each takes.
     """
@@ -99,8 +99,7 @@ class Torch(Table):
 
     def columns(self) -> list[Tensor]:
         kept = self._optimizer.state[self.weight]
-        zeros = torch.zeros_like(self.weight)
-        return [self.weight.detach(), *(kept.get(name, zeros) for name in self._states)]
+        return [self.weight.detach(), *(kept[name] for name in self._states)]
 
     def update(self, ids: Tensor, gradient: Tensor) -> None:
         self.weight.grad = torch.sparse_coo_tensor(ids.unsqueeze(0), gradient, self.weight.shape)
@@ -172,7 +171,7 @@ def deltas(scale: Scale, optimizer: str, lr: float, seed: int) -> Iterator[tuple
         logits = dense(embedded[position].flatten(1)).squeeze(1)
         functional.binary_cross_entropy_with_logits(logits, clicks).backward()
         dense_optimizer.step()
-        before = bits(table.columns(), touched)
+        before = bits(table.columns(), touched) if step in names else []
         table.update(touched, embedded.grad)
         if step in names:
             after = bits(table.columns(), touched)
