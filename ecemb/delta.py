@@ -1,8 +1,9 @@
 """What changed, as it travels from a rank's rows to the keepers of its parity.
 
-A *delta* is old XOR new of a record's words. The deltas of one data block, for one of its parity rows, make
-a `Delta`: word offsets in the block, and the words. A message is a run of Deltas to one keeper, flat in
-8-byte words, so that it can lie in the keeper's inbox as it came.
+A *delta* is old XOR new of a record's words. Deltas of one data block, of records of equal width, make a
+`Delta`: word offsets in the block, and the words. A rank lays its Deltas out in the order of their blocks.
+A keeper needs those of neighbouring blocks, so that its message is one run of the words: nothing is copied
+for the r keepers of a block, and a message can lie in the keeper's inbox as it came.
 
 Must not know: the network, parity, journals.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,64 +23,71 @@ from .placement import Placement
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 
-HEAD_WORDS = 4
+HEAD_WORDS = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Delta:
-    """Changes of one data block of one rank, meant for one parity row.
+    """Changes of one data block of one rank.
 
     Attributes:
         block: the sender's data block, 0..k-1, which is the coefficient's column.
-        row: the parity row, 0..r-1.
         offsets: int64 [m], first word of each record, counted from the block's start.
-        starts: int64 [m + 1], where each record's words lie in `words`.
-        words: uint64 [starts[-1]], old XOR new.
+        words: uint64 [m, w], old XOR new.
     """
 
     block: int
-    row: int
     offsets: Ids
-    starts: Ids
     words: Words
 
-    @property
-    def size_words(self) -> int:
-        """Words that this Delta takes in a message."""
-        return HEAD_WORDS + 2 * len(self.offsets) + 1 + len(self.words)
 
-
-def split(addresses: Ids, starts: Ids, words: Words, bounds: Sequence[int]) -> Iterator[Delta]:
-    """Cuts changed records, in ascending order of address, at the bounds of the data blocks.
+def blank(out: Words, block: int, records: int, width: int) -> Delta:
+    """Begins a Delta at the start of `out`: its head is written, offsets and words are to be filled in.
 
     Args:
-        addresses: int64 [m] ascending, first word of each record in the row space.
-        starts: int64 [m + 1], where each record's words lie in `words`.
-        words: uint64 [starts[-1]], old XOR new. The Deltas are views of it.
-        bounds: k + 1 addresses of the blocks' bounds.
-
-    Yields:
-        A Delta for every block that has changes, with `row` 0.
-    """
-    edges = np.searchsorted(addresses, np.asarray(bounds, np.int64)).tolist()
-    for block, (a, b) in enumerate(itertools.pairwise(edges)):
-        if a < b:
-            first, last = int(starts[a]), int(starts[b])
-            offsets = addresses[a:b] - bounds[block]
-            yield Delta(block, 0, offsets, starts[a : b + 1] - first, words[first:last])
-
-
-def address(deltas: Iterable[Delta], placement: Placement, rank: int) -> list[list[Delta]]:
-    """Sorts a rank's Deltas by the ranks that keep their parity: r copies of each, and to nobody else.
+        out: uint64 [size_words(records, width) or more], overwritten.
+        block: the data block.
+        records: number of records.
+        width: words of each.
 
     Returns:
-        One list for each rank of the world, in order.
+        The Delta, views of `out`.
     """
-    outgoing: list[list[Delta]] = [[] for _ in placement.positions]
-    for delta in deltas:
-        for row, keeper in enumerate(placement.keepers(rank, delta.block)):
-            outgoing[keeper].append(dataclasses.replace(delta, row=row))
-    return outgoing
+    out[:HEAD_WORDS] = (block, records, width)
+    end = HEAD_WORDS + records
+    offsets = out[HEAD_WORDS:end].view(np.int64)
+    return Delta(block, offsets, out[end : end + records * width].reshape(records, width))
+
+
+def size_words(records: int, width: int) -> int:
+    """Words that a Delta takes in a message."""
+    return HEAD_WORDS + records * (1 + width)
+
+
+def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int) -> dict[int, Words]:
+    """What each keeper of a rank's parity is to be sent, and nobody else.
+
+    Args:
+        words: uint64, the rank's Deltas in the order of their blocks.
+        edges: k + 1 words; the Deltas of block i lie in edges[i]..edges[i+1]-1.
+        placement: who keeps what.
+        rank: the rank.
+
+    Returns:
+        Keeper -> views of `words`, none of them empty; they overlap where r > 1.
+    """
+    found: dict[int, Words] = {}
+    for keeper, blocks in placement.recipients(rank).items():
+        message = words[edges[blocks.start] : edges[blocks.stop]]
+        if len(message):
+            found[keeper] = message
+    return found
+
+
+def parted(words: Words, lengths: Sequence[int]) -> dict[int, Words]:
+    """Messages that lie end to end (uint64 [sum(lengths)]), by sender; views, none of them empty."""
+    edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    return {sender: words[a:b] for sender, (a, b) in enumerate(edges) if a < b}
 
 
 class Scratch:
@@ -95,33 +103,6 @@ class Scratch:
         return self._words[:words]
 
 
-def pack(messages: Sequence[Sequence[Delta]], scratch: Scratch | None = None) -> tuple[Words, list[int]]:
-    """Lays messages out one after another.
-
-    Args:
-        messages: one for each rank.
-        scratch: where to lay them; in memory of their own when None.
-
-    Returns:
-        The words of all messages, and the number of words of each.
-    """
-    lengths = [sum(delta.size_words for delta in message) for message in messages]
-    out = (scratch or Scratch()).room(sum(lengths))
-    signed = out.view(np.int64)
-    at = 0
-    for message in messages:
-        for delta in message:
-            m = len(delta.offsets)
-            signed[at : at + HEAD_WORDS] = (delta.block, delta.row, m, len(delta.words))
-            at += HEAD_WORDS
-            signed[at : at + m] = delta.offsets
-            signed[at + m : at + 2 * m + 1] = delta.starts
-            at += 2 * m + 1
-            out[at : at + len(delta.words)] = delta.words
-            at += len(delta.words)
-    return out, lengths
-
-
 def unpack(message: Words) -> Iterator[Delta]:
     """Reads a message back; the Deltas are views of it.
 
@@ -129,7 +110,7 @@ def unpack(message: Words) -> Iterator[Delta]:
     the offsets point to is checked by `ParityBlocks.check`, who knows the blocks.
 
     Args:
-        message: uint64, as `pack` laid it out for one keeper.
+        message: uint64, Deltas end to end.
 
     Raises:
         InconsistentArenas: no message looks like this.
@@ -138,15 +119,15 @@ def unpack(message: Words) -> Iterator[Delta]:
     at = 0
     while at < len(message):
         head = signed[at : at + HEAD_WORDS].tolist()
-        block, row, m, count = head if len(head) == HEAD_WORDS else (0, 0, -1, 0)
-        if m < 0 or count < 0 or at + HEAD_WORDS + 2 * m + 1 + count > len(message):
+        block, records, width = head if len(head) == HEAD_WORDS else (0, -1, 0)
+        if records < 0 or not 0 <= width <= len(message) or at + size_words(records, width) > len(message):
             raise InconsistentArenas(
-                f"word {at} of a message of {len(message)} words says that {m} records of {count} words "
-                f"follow: no rank sends that; memory or network are damaged, or the ranks run different "
-                f"versions of ecemb"
+                f"word {at} of a message of {len(message)} words says that {records} records of {width} "
+                f"words follow: no rank sends that; memory or network are damaged, or the ranks run "
+                f"different versions of ecemb"
             )
         at += HEAD_WORDS
-        offsets, starts = signed[at : at + m], signed[at + m : at + 2 * m + 1]
-        at += 2 * m + 1
-        yield Delta(block, row, offsets, starts, message[at : at + count])
-        at += count
+        offsets, at = signed[at : at + records], at + records
+        words = message[at : at + records * width].reshape(records, width)
+        at += records * width
+        yield Delta(block, offsets, words)

@@ -12,21 +12,21 @@ Must not know: the network, who decides.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Arena
-from .delta import Delta, Scratch, unpack
+from .delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words, unpack
 from .errors import InconsistentArenas
+from .kernels import Kernels, RowSet
 from .rows import WORD_BYTES, RowSpace
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 
-_HEAD_WORDS = 2
+_CHUNK_HEAD_WORDS = 2
 
 
 def _words(arena: Arena, region: str, word: str) -> Words:
@@ -35,25 +35,22 @@ def _words(arena: Arena, region: str, word: str) -> Words:
     return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
 
 
-def _used(record: Words) -> int:
-    """Words of a record (uint64 [1, m]) up to the last that isn't 0."""
-    changed = np.flatnonzero(record)
-    return int(changed[-1]) + 1 if len(changed) else 0
-
-
 class RowJournal:
     """Old records of the rows that one transaction changes, in chunks of one table each.
 
     Args:
         arena: holds the region "row_journal" and the words `rows_label`, `rows_bytes`.
         space: the rank's rows; read by `capture`, overwritten by `undo`.
+        kernels: does the work on bytes.
     """
 
-    def __init__(self, arena: Arena, space: RowSpace) -> None:
+    def __init__(self, arena: Arena, space: RowSpace, kernels: Kernels) -> None:
         self._arena = arena
         self._space = space
+        self._kernels = kernels
+        self._ids = Scratch()
         self._chunks: list[tuple[int, Ids, Words]] = []
-        self._scratch = Scratch()
+        self._seen: dict[int, RowSet] = {}
 
     @property
     def label(self) -> int:
@@ -64,6 +61,8 @@ class RowJournal:
         """Empties the journal for a new transaction: the count first, then the label."""
         self._arena.set("rows_bytes", 0)
         self._arena.set("rows_label", transaction)
+        for table, ids, _ in self._chunks:
+            self._kernels.forget_(self._seen[table], ids)
         self._chunks.clear()
 
     def capture(self, table: int, ids: Ids) -> int:
@@ -71,7 +70,7 @@ class RowJournal:
 
         Args:
             table: index of the table in the row space.
-            ids: int64 [m], ascending and distinct. Rows saved before in this transaction are left out.
+            ids: int64 [m], in any order. Repeats, and rows saved before in this transaction, are left out.
 
         Returns:
             The number of rows saved now.
@@ -79,59 +78,78 @@ class RowJournal:
         Raises:
             NotEnoughSpace: the journal can't grow; nothing was saved, and nothing may change.
         """
-        for seen in (chunk[1] for chunk in self._chunks if chunk[0] == table):
-            ids = np.setdiff1d(ids, seen, assume_unique=True)
-        m = len(ids)
+        if table not in self._seen:
+            self._seen[table] = RowSet(self._space.named[table].layout.rows)
+        seen = self._seen[table]
+        fresh = self._ids.room(len(ids)).view(np.int64)
+        fresh = fresh[: self._kernels.distinct(ids, seen, fresh)]
+        m = len(fresh)
         if m == 0:
             return 0
-        width = self._space.named[table].layout.record_words
-        used = self._arena.get("rows_bytes")
-        size = (_HEAD_WORDS + m + m * width) * WORD_BYTES
-        self._arena.reserve("row_journal", used + size)
-        words = self._arena.region("row_journal")[used : used + size].view(np.uint64)
-        signed = words.view(np.int64)
-        signed[:_HEAD_WORDS] = (table, m)
-        saved = signed[_HEAD_WORDS : _HEAD_WORDS + m]
-        saved[:] = ids
-        records = words[_HEAD_WORDS + m :].reshape(m, width)
-        self._space.named[table].gather(saved, records)
-        self._arena.set("rows_bytes", used + size)
+        try:
+            saved, records = self._save(table, fresh)
+        except BaseException:
+            self._kernels.forget_(seen, fresh)
+            raise
         self._chunks.append((table, saved, records))
         return m
 
-    def changes(self) -> tuple[Ids, Ids, Words]:
-        """The deltas of all captured rows against what they hold now.
+    def _save(self, table: int, ids: Ids) -> tuple[Ids, Words]:
+        """Writes the entry, then the count; returns the ids and the old records, as they lie in the arena."""
+        m, width = len(ids), self._space.named[table].layout.record_words
+        used = self._arena.get("rows_bytes")
+        size = (_CHUNK_HEAD_WORDS + m + m * width) * WORD_BYTES
+        self._arena.reserve("row_journal", used + size)
+        words = self._arena.region("row_journal")[used : used + size].view(np.uint64)
+        signed = words.view(np.int64)
+        signed[:_CHUNK_HEAD_WORDS] = (table, m)
+        saved = signed[_CHUNK_HEAD_WORDS : _CHUNK_HEAD_WORDS + m]
+        saved[:] = ids
+        records = words[_CHUNK_HEAD_WORDS + m :].reshape(m, width)
+        self._space.named[table].gather(saved, records)
+        self._arena.set("rows_bytes", used + size)
+        return saved, records
 
-        A lone record's last words are left out if they haven't changed: rank state fills a part of its own.
+    def changes(self, scratch: Scratch) -> tuple[Words, list[int]]:
+        """The Deltas of all captured rows: their old records against what they hold now.
+
+        Args:
+            scratch: where they are laid out.
 
         Returns:
-            addresses: int64 [m], ascending.
-            starts: int64 [m + 1], where each record's words lie.
-            words: uint64 [starts[-1]], old XOR new; overwritten by the next call.
+            The Deltas, in the order of their blocks, and k + 1 words at which each block's begin, and the
+            last one's end.
         """
-        tables = sorted({table for table, _, _ in self._chunks})
-        merged = [self._merged(table) for table in tables]
-        words = self._scratch.room(sum(old.size for _, old in merged))
-        addresses: list[Ids] = []
-        starts: list[Ids] = []
-        at = 0
-        for table, (ids, old) in zip(tables, merged, strict=True):
-            new = words[at : at + old.size].reshape(old.shape)
-            self._space.named[table].gather(ids, new)
-            np.bitwise_xor(new, old, out=new)
-            addresses.append(ids * old.shape[1] + self._space.bases[table])
-            starts.append(at + np.arange(len(ids), dtype=np.int64) * old.shape[1])
-            at += _used(new) if len(ids) == 1 else old.size
-        end = np.array([at], np.int64)
-        return np.concatenate([*addresses, end[:0]]), np.concatenate([*starts, end]), words[:at]
+        chunks = [(*chunk, self._space.cut(*chunk[:2])) for chunk in self._chunks]
+        blocks = len(self._space.bounds) - 1
+        out = scratch.room(
+            sum(size_words(len(ids), old.shape[1]) + blocks * HEAD_WORDS for _, ids, old, _ in chunks)
+        )
+        edges = [0]
+        for block in range(blocks):
+            at = edges[-1]
+            for table, ids, old, cut in chunks:
+                rows = slice(cut[block], cut[block + 1])
+                if rows.start < rows.stop:
+                    at += self._change(out[at:], block, table, ids[rows], old[rows])
+            edges.append(at)
+        return out, edges
 
-    def _merged(self, table: int) -> tuple[Ids, Words]:
-        chunks = [(ids, old) for index, ids, old in self._chunks if index == table]
-        if len(chunks) == 1:
-            return chunks[0]
-        ids = np.concatenate([ids for ids, _ in chunks])
-        order = np.argsort(ids)
-        return ids[order], np.concatenate([old for _, old in chunks])[order]
+    def _change(self, out: Words, block: int, table: int, ids: Ids, old: Words) -> int:
+        """Writes one Delta to the start of `out`; returns the words that it takes.
+
+        A lone record's last words are left out if they haven't changed: rank state fills a part of its own.
+        """
+        records, width = old.shape
+        delta = blank(out, block, records, width)
+        first = self._space.bases[table] - self._space.bounds[block]
+        np.add(ids * width, first, out=delta.offsets)
+        self._space.named[table].change(ids, old, delta.words)
+        if records == 1:
+            changed = np.flatnonzero(delta.words)
+            width = int(changed[-1]) + 1 if len(changed) else 0
+            blank(out, block, records, width)
+        return size_words(records, width)
 
     def undo(self) -> int:
         """Copies the saved records back, the last chunk first.
@@ -150,12 +168,12 @@ class RowJournal:
         signed = words.view(np.int64)
         at = 0
         while at < len(words):
-            head = signed[at : at + _HEAD_WORDS].tolist()
-            table, m = head if len(head) == _HEAD_WORDS else (-1, 0)
+            head = signed[at : at + _CHUNK_HEAD_WORDS].tolist()
+            table, m = head if len(head) == _CHUNK_HEAD_WORDS else (-1, 0)
             if not 0 <= table < len(self._space.named):
                 raise self._damaged(f"names table {table}, but the rank has {len(self._space.named)}")
             layout = self._space.named[table].layout
-            at += _HEAD_WORDS
+            at += _CHUNK_HEAD_WORDS
             if m < 0 or at + m * (1 + layout.record_words) > len(words):
                 raise self._damaged(f"says that {m} rows of table {layout.name!r} follow word {at}")
             ids, at = signed[at : at + m], at + m
@@ -184,11 +202,11 @@ class Inbox:
         self._arena = arena
         self._senders = world_size
 
-    def open(self, lengths: Sequence[int]) -> Words:
+    def open(self, lengths: Sequence[int]) -> dict[int, Words]:
         """Makes room for messages of the given lengths (words, one for each rank).
 
         Returns:
-            uint64 [sum(lengths)] in the arena, to be filled with the messages in the order of ranks.
+            Sender -> uint64 [length] in the arena, to be filled with its message, where there is one.
 
         Raises:
             NotEnoughSpace: the inbox can't grow; nothing was received.
@@ -199,7 +217,7 @@ class Inbox:
         words = self._arena.region("inbox")[:size].view(np.uint64)
         words.view(np.int64)[: self._senders] = lengths
         self._arena.set("inbox_bytes", size)
-        return words[self._senders :]
+        return parted(words[self._senders :], lengths)
 
     def seal(self, transaction: int) -> None:
         """Says that every message of `transaction` has been received."""
@@ -223,12 +241,8 @@ class Inbox:
                 f"the inbox of {len(words)} words says that its messages have {lengths}: the arena's memory "
                 f"is damaged. {self._arena.way_out}"
             )
-        edges = np.cumsum([self._senders, *lengths]).tolist()
-        return [
-            (sender, delta)
-            for sender, (a, b) in enumerate(itertools.pairwise(edges))
-            for delta in unpack(words[a:b])
-        ]
+        messages = parted(words[self._senders :], lengths)
+        return [(sender, delta) for sender, message in messages.items() for delta in unpack(message)]
 
 
 class ParityJournal:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Arena
-from .delta import Delta, Scratch, address, pack, split
+from .delta import Scratch, blank, messages, size_words
 from .errors import InconsistentArenas
 from .header import NONE
 from .journal import Inbox, ParityJournal, RowJournal
@@ -77,7 +77,7 @@ class RankMemory:
                 geometry.generator,
                 kernels,
             )
-        self.journal = RowJournal(arena, self.space)
+        self.journal = RowJournal(arena, self.space, kernels)
         self.inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal = ParityJournal(arena)
         self.slots = Slots(arena)
@@ -118,20 +118,15 @@ class RankMemory:
         else:
             self.space.write_(self.space.bounds[block] + start, words)
 
-    def outgoing(self) -> tuple[Words, list[int]]:
-        """The deltas of the transaction in flight, as one message to each rank.
-
-        Returns:
-            The messages' words, overwritten by the next call, and the length of each, in the order of ranks.
-        """
+    def outgoing(self) -> dict[int, Words]:
+        """The deltas of the transaction in flight, as messages to keepers; the next call overwrites them."""
         placement = self.geometry.placement
         if placement is None:
-            return np.empty(0, np.uint64), [0]
-        addresses, starts, words = self.journal.changes()
-        deltas = split(addresses, starts, words, self.space.bounds)
-        return pack(address(deltas, placement, self.rank), self._messages)
+            return {}
+        words, edges = self.journal.changes(self._messages)
+        return messages(words, edges, placement, self.rank)
 
-    def receive(self, lengths: Sequence[int]) -> Words:
+    def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
         """Makes room for other ranks' messages, and for the old parity under them.
 
         Everything that `apply` will need is reserved here: nothing may fail for want of space once the
@@ -139,6 +134,9 @@ class RankMemory:
 
         Args:
             lengths: what each rank announces, in words.
+
+        Returns:
+            Sender -> the inbox's memory for its message, to be filled.
 
         Raises:
             InconsistentArenas: a length that is none.
@@ -171,7 +169,7 @@ class RankMemory:
         if self.parity is None:
             return
         received = self.inbox.deltas(transaction)
-        saved = self.parity_journal.open(sum(len(delta.words) for _, delta in received))
+        saved = self.parity_journal.open(sum(delta.words.size for _, delta in received))
         if self.parity_journal.label == transaction:
             self.parity.restore_(received, saved)
         else:
@@ -213,20 +211,20 @@ class RankMemory:
         return undone, redone
 
 
-def encoded(memory: RankMemory, start: int, stop: int) -> tuple[Words, list[int]]:
-    """Words start..stop-1 of each of this rank's blocks, addressed to their keepers as if all had been 0.
-
-    Returns:
-        The messages' words, and the length of each, in the order of ranks.
-    """
+def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:
+    """Words start..stop-1 of each of this rank's blocks, to their keepers, as deltas from zero."""
     placement = memory.geometry.placement
     if placement is None:
-        return np.empty(0, np.uint64), [0]
-    bounds = memory.space.bounds
-    deltas: list[Delta] = []
-    for block, (low, high) in enumerate(itertools.pairwise(bounds)):
+        return {}
+    out = np.empty(placement.k * size_words(1, stop - start), np.uint64)
+    edges = [0]
+    for block, (low, high) in enumerate(itertools.pairwise(memory.space.bounds)):
         words = memory.space.read(min(low + start, high), min(low + stop, high))
+        at = edges[-1]
         if len(words):
-            at, edges = np.array([start], np.int64), np.array([0, len(words)], np.int64)
-            deltas.append(Delta(block, 0, at, edges, words))
-    return pack(address(deltas, placement, memory.rank))
+            delta = blank(out[at:], block, 1, len(words))
+            delta.offsets[:] = start
+            delta.words[:] = words
+            at += size_words(1, len(words))
+        edges.append(at)
+    return messages(out, edges, placement, memory.rank)

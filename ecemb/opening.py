@@ -230,7 +230,7 @@ def _sizes(
         for stripe_class, _ in placement.kept(session.rank):
             members = placement.members(stripe_class)[: placement.k]
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
-            inbox += (3 * words + 5 * placement.k) * WORD_BYTES
+            inbox += 5 * words * WORD_BYTES  # single words change, each with a head of its own
     slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
     if survivors := session.roster.survivors:  # room for whatever the donor's slot holds
         slot = max(slot, dict(survivors[0].constants.regions)["slot0"])

@@ -11,7 +11,7 @@ Must not know: the network, journals, where deltas come from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,14 +109,8 @@ class ParityBlocks:
         """
         for sender, delta in received:
             words, _ = self._target(sender, delta)
-            starts, offsets = delta.starts, delta.offsets
-            fits = starts[0] == 0 and starts[-1] == len(delta.words)
-            if fits and len(offsets):
-                sizes = np.diff(starts)  # they ascend from 0, so that no difference overflows
-                ascend = bool((starts[1:] >= starts[:-1]).all())
-                within = int(offsets.min()) >= 0 and int(offsets.max()) <= len(words)
-                fits = ascend and within and int((offsets + sizes).max()) <= len(words)
-            if not fits:
+            last = len(words) - delta.words.shape[1]
+            if len(delta.offsets) and not 0 <= int(delta.offsets.min()) <= int(delta.offsets.max()) <= last:
                 raise InconsistentArenas(
                     f"rank {sender} sent rank {self.rank} a delta of its block {delta.block} that does not "
                     f"fit the {len(words)} words of its parity: memory or network are damaged, or the ranks "
@@ -130,27 +124,21 @@ class ParityBlocks:
             received: (sender, Delta) pairs.
             out: uint64 [sum of the Deltas' words], overwritten.
         """
-        at = 0
-        for sender, delta in received:
-            size = len(delta.words)
+        for (sender, delta), part in zip(received, _parts(out, received), strict=True):
             words, _ = self._target(sender, delta)
-            self._kernels.gather_words(words, delta.offsets, delta.starts, out[at : at + size])
-            at += size
+            self._kernels.gather_rows(words, delta.offsets, part)
 
     def restore_(self, received: Received, saved: Words) -> None:
         """Copies back what `save` copied out. Overlapping Deltas saved the same words, so order is free."""
-        at = 0
-        for sender, delta in received:
-            size = len(delta.words)
+        for (sender, delta), part in zip(received, _parts(saved, received), strict=True):
             words, _ = self._target(sender, delta)
-            self._kernels.scatter_words_(words, delta.offsets, delta.starts, saved[at : at + size])
-            at += size
+            self._kernels.scatter_rows_(words, delta.offsets, part)
 
     def update_(self, received: Iterable[tuple[int, Delta]]) -> None:
         """Adds Deltas to the parity: word ^= g(row, column) x delta, over GF(2^8)."""
         for sender, delta in received:
             words, weight = self._target(sender, delta)
-            self._kernels.mul_add_(words, delta.offsets, delta.starts, delta.words, weight)
+            self._kernels.mul_add_rows_(words, delta.offsets, delta.words, weight)
 
     def clear_(self) -> None:
         """Sets all parity to 0: the code of rows that are all 0."""
@@ -172,7 +160,7 @@ class ParityBlocks:
         for sender, delta in received:
             _, weight = self._target(sender, delta)
             words = left[self._placement.stripe_class(sender, delta.block)]
-            self._kernels.mul_add_(words, delta.offsets - start, delta.starts, delta.words, weight)
+            self._kernels.mul_add_rows_(words, delta.offsets - start, delta.words, weight)
         found: list[Syndrome] = []
         for c, words in left.items():
             at = np.flatnonzero(words)
@@ -181,13 +169,21 @@ class ParityBlocks:
         return found
 
     def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
-        row, words = -1, None
+        found = None
         if 0 <= delta.block < self._placement.k:
-            row, words = self.blocks.get(self._placement.stripe_class(sender, delta.block), (-1, None))
-        if words is None or row != delta.row:
+            found = self.blocks.get(self._placement.stripe_class(sender, delta.block))
+        if found is None:
             raise InconsistentArenas(
-                f"rank {sender} sent rank {self.rank} a delta of its block {delta.block} for parity "
-                f"row {delta.row}, which is not kept here: the ranks disagree on the placement; "
-                f"restart the job"
+                f"rank {sender} sent rank {self.rank} a delta of its block {delta.block}, whose parity "
+                f"is not kept here: the ranks disagree on the placement; restart the job"
             )
+        row, words = found
         return words, int(self._generator[self._placement.k + row, delta.block])
+
+
+def _parts(words: Words, received: Received) -> Iterator[Words]:
+    """Cuts words (uint64 [sum of the Deltas' words]) as the Deltas are long; views of their shapes."""
+    at = 0
+    for _, delta in received:
+        yield words[at : at + delta.words.size].reshape(delta.words.shape)
+        at += delta.words.size

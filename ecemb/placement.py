@@ -142,6 +142,21 @@ class Placement:
         c = self.stripe_class(rank, block)
         return tuple(self.order[(c + q) % self.world_size] for q in range(self.r))
 
+    def recipients(self, rank: int) -> dict[int, range]:
+        """Who keeps parity of `rank`: n - 1 ranks, each of neighbouring data blocks, r at most.
+
+        With `keepers`: block i at position p goes to positions p - r - i + q, so that the rank at p - d
+        keeps parity of the blocks i = d - r + q.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        position = self._position(rank)
+        return {
+            self.order[(position - d) % self.world_size]: range(max(0, d - self.r), min(self.k, d))
+            for d in range(1, self.n)
+        }
+
     def kept(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The r parity blocks that `rank` keeps, as (class, parity row) for row 0 .. r-1.
 

@@ -172,6 +172,19 @@ class Table:
         for rows, element, at in self._parts:
             self._kernels.gather(rows, ids, out.view(element), at)
 
+    def change(self, ids: Ids, old: Words, out: Words) -> None:
+        """Writes old XOR new of the records of rows `ids` (int64 [m]) to `out`.
+
+        Args:
+            ids: int64 [m].
+            old: uint64 [m, record_words], what `gather` gave before; read.
+            out: uint64 [m, record_words], overwritten.
+        """
+        if self._padded:
+            out[:, -1] = 0
+        for rows, element, at in self._parts:
+            self._kernels.change(rows, ids, old.view(element), out.view(element), at)
+
     def scatter_(self, ids: Ids, records: Words) -> None:
         """Overwrites rows `ids` (int64 [m]) with `records` (uint64 [m, record_words])."""
         for rows, element, at in self._parts:
@@ -285,6 +298,17 @@ class RowSpace:
         addresses = Addresses(layouts, k)
         self.bases, self.bounds = addresses.bases, addresses.bounds
         self.words = self.bases[-1]
+        self._cuts = [
+            [
+                min(max(0, -(-(bound - base) // max(1, one.layout.record_words))), one.layout.rows)
+                for bound in self.bounds
+            ]
+            for one, base in zip(self.named, self.bases, strict=False)
+        ]
+
+    def cut(self, table: int, ids: Ids) -> list[int]:
+        """The k + 1 places at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
+        return np.searchsorted(ids, self._cuts[table]).tolist()
 
     def read(self, start: int, stop: int) -> Words:
         """Returns words start..stop-1 of the row space as a new uint64 array."""

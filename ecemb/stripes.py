@@ -7,13 +7,12 @@ Must not know: what follows from a difference.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .delta import HEAD_WORDS, Delta, unpack
+from .delta import Delta, parted, size_words, unpack
 from .errors import InconsistentArenas
 from .memory import RankMemory, encoded
 from .parity import Syndrome
@@ -44,23 +43,21 @@ def collect(
         PeerFailure: a peer died or did not come before the deadline.
         InconsistentArenas: messages that no rank of this job sends.
     """
-    words, lengths = encoded(memory, start, stop)
-    incoming = transport.all_to_all(np.array(lengths, np.int64).reshape(-1, 1), what)[:, 0].tolist()
+    sent = encoded(memory, start, stop)
+    lengths = np.zeros((transport.world_size, 1), np.int64)
+    for keeper, message in sent.items():
+        lengths[keeper] = len(message)
+    incoming = transport.all_to_all(lengths, what)[:, 0].tolist()
     placement = memory.geometry.placement
-    most = 0 if placement is None else placement.k * placement.r * (stop - start + HEAD_WORDS + 3)
+    most = 0 if placement is None else placement.r * size_words(1, stop - start)
     if min(incoming) < 0 or max(incoming) > most:
         raise InconsistentArenas(
             f"{what}: the ranks announce messages of {incoming} words, and none has more than {most}: the "
             f"network is damaged, or the ranks run different versions of ecemb; restart the job"
         )
-    out = np.empty(sum(incoming), np.uint64)
-    transport.exchange(words, lengths, out, incoming, what)
-    edges = np.cumsum([0, *incoming]).tolist()
-    return [
-        (sender, delta)
-        for sender, (a, b) in enumerate(itertools.pairwise(edges))
-        for delta in unpack(out[a:b])
-    ]
+    received = parted(np.empty(sum(incoming), np.uint64), incoming)
+    transport.exchange(sent, received, what)
+    return [(sender, delta) for sender, message in received.items() for delta in unpack(message)]
 
 
 def compare(memory: RankMemory, transport: Transport, start: int, stop: int, what: str) -> list[Syndrome]:

@@ -32,6 +32,8 @@ from .replicated import ReplicatedState
 from .transport import Transport
 from .watch import EXIT_UNDECIDED
 
+Words = NDArray[np.uint64]
+
 logger = logging.getLogger("ecemb")
 
 DIGEST_EVERY = 1000
@@ -140,16 +142,16 @@ class Transactions:
         Returns:
             The ranks that abort: then no inbox was opened, and nothing is prepared.
         """
-        words, lengths = np.empty(0, np.uint64), [0] * self._transport.world_size
+        messages: dict[int, Words] = {}
         if not self.aborting:
             with self._phase("state"):
                 self._memory.capture_rank_state()
                 write_(self._memory.rank_state, self._rank_state.pack())
                 self._replicated.save(self._memory.slots, transaction)
             with self._phase("delta"):
-                words, lengths = self._memory.outgoing()
+                messages = self._memory.outgoing()
         with self._phase("exchange"):
-            return self._exchange(transaction, attempt, words, lengths)
+            return self._exchange(transaction, attempt, messages)
 
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and tells the others that it failed.
@@ -170,7 +172,7 @@ class Transactions:
         finally:
             self.in_flight = None
             self.aborting = False
-            self._transport.leave(self._heads(transaction, 0, [0] * self._transport.world_size, _FAILED))
+            self._transport.leave(self._heads(transaction, 0, {}, _FAILED))
 
     def _restore(self, transaction: int, *, positions: bool) -> None:
         """Puts this rank's rows and states back to what they were when the transaction began.
@@ -189,19 +191,22 @@ class Transactions:
             raise UsageError("no step is open: use `with guard.step():`")
         return self.in_flight
 
-    def _heads(self, transaction: int, attempt: int, lengths: list[int], flag: int) -> NDArray[np.int64]:
+    def _heads(
+        self, transaction: int, attempt: int, messages: dict[int, Words], flag: int
+    ) -> NDArray[np.int64]:
         digest = 0
         if flag == _FINE and (transaction == self._first or transaction % DIGEST_EVERY == 0):
             digest = self._replicated.digest(self._memory.slots, transaction)
-        return np.array([[length, transaction, attempt, flag, digest] for length in lengths], np.int64)
+        heads = np.tile(np.array([0, transaction, attempt, flag, digest]), (self._transport.world_size, 1))
+        for keeper, words in messages.items():
+            heads[keeper, 0] = len(words)
+        return heads
 
-    def _exchange(
-        self, transaction: int, attempt: int, words: NDArray[np.uint64], lengths: list[int]
-    ) -> list[int]:
+    def _exchange(self, transaction: int, attempt: int, messages: dict[int, Words]) -> list[int]:
         step = transaction - 1
         flag = _ABORTED if self.aborting else _FINE
         heads = self._transport.tell(
-            self._heads(transaction, attempt, lengths, flag), f"the exchange of step {step}"
+            self._heads(transaction, attempt, messages, flag), f"the exchange of step {step}"
         )
         incoming, transactions, attempts, flags, digests = (column.tolist() for column in heads.T)
         failed = [rank for rank, flag in enumerate(flags) if flag == _FAILED]
@@ -226,7 +231,7 @@ class Transactions:
                 f"norm's, too (SyncBatchNorm, or all_reduce them), so that all ranks hold the same"
             )
         inbox = self._memory.receive(incoming)
-        self._transport.exchange(words, lengths, inbox, incoming, f"the exchange of step {step}")
+        self._transport.exchange(messages, inbox, f"the exchange of step {step}")
         return []
 
     def _leave(self, transaction: int, error: BaseException) -> NoReturn:

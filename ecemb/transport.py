@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -113,26 +113,24 @@ class Transport:
 
     def exchange(
         self,
-        send: Words,
-        send_words: Sequence[int],
-        out: Words,
-        out_words: Sequence[int],
+        send: Mapping[int, Words],
+        out: Mapping[int, Words],
         what: str,
     ) -> None:
-        """Sends runs of words of unequal lengths to all ranks. All ranks.
+        """Sends messages to some ranks, and receives those that others send here.
 
         Args:
-            send: uint64 [sum(send_words)], read; the run for rank p follows that for p - 1.
-            send_words: length of each run, one for each rank.
-            out: uint64 [sum(out_words)], overwritten; the run from rank p follows that from p - 1.
-            out_words: length of each received run.
+            send: rank -> uint64, contiguous, read; they may overlap.
+            out: rank -> uint64, contiguous, overwritten: as long as what that rank sends.
             what: names the wait in the error.
 
         Raises:
-            PeerFailure: a peer died or did not come before the deadline; `out` holds anything.
+            PeerFailure: one of these peers died or did not come before the deadline; `out` holds anything.
         """
-        self.sent_bytes += (sum(send_words) - send_words[self.rank]) * 8
-        self._all_to_all(send.view(np.int64), out.view(np.int64), send_words, out_words, what)
+        received = [self.expect(words, source, what) for source, words in out.items()]
+        sent = [self.send(words, to, what) for to, words in send.items()]
+        for wait in (*received, *sent):
+            wait()
 
     def vote(self, yes: bool, what: str) -> list[bool]:
         """One bit from every rank to every rank. All ranks; whoever returns knows that all have voted."""

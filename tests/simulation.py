@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import random
 import shutil
 import threading
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from ecemb import kernels, rankstate
 from ecemb.arena import Arena
 from ecemb.code import Code
+from ecemb.delta import Delta, blank, size_words
 from ecemb.directory import Directory
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.header import NONE, Constants, Header, State, new_arena_id, valid
@@ -107,36 +107,35 @@ class Torn(Reference):
     """The reference kernels, in two halves with a moment before each."""
 
     def _gather(self, table: Any, ids: Any, out: Any, column: int) -> None:
-        half = len(ids) // 2
-        for part in (slice(0, half), slice(half, None)):
-            moment()
+        for part in halves(ids):
             super()._gather(table, ids[part], out[part], column)
 
     def _scatter(self, table: Any, ids: Any, records: Any, column: int) -> None:
-        half = len(ids) // 2
-        for part in (slice(0, half), slice(half, None)):
-            moment()
+        for part in halves(ids):
             super()._scatter(table, ids[part], records[part], column)
 
-    def _gather_words(self, src: Words, offsets: Any, starts: Any, out: Words) -> None:
-        for part, edges in halves(offsets, starts):
-            super()._gather_words(src, part, edges, out)
+    def _change(self, table: Any, ids: Any, old: Any, out: Any, column: int) -> None:
+        for part in halves(ids):
+            super()._change(table, ids[part], old[part], out[part], column)
 
-    def _scatter_words(self, dst: Words, offsets: Any, starts: Any, src: Words) -> None:
-        for part, edges in halves(offsets, starts):
-            super()._scatter_words(dst, part, edges, src)
+    def _gather_rows(self, src: Words, offsets: Any, out: Words) -> None:
+        for part in halves(offsets):
+            super()._gather_rows(src, offsets[part], out[part])
 
-    def _mul_add(self, dst: Words, offsets: Any, starts: Any, src: Words, weight: int) -> None:
-        for part, edges in halves(offsets, starts):
-            super()._mul_add(dst, part, edges, src, weight)
+    def _scatter_rows(self, dst: Words, offsets: Any, src: Words) -> None:
+        for part in halves(offsets):
+            super()._scatter_rows(dst, offsets[part], src[part])
+
+    def _mul_add_rows(self, dst: Words, offsets: Any, src: Words, weight: int) -> None:
+        for part in halves(offsets):
+            super()._mul_add_rows(dst, offsets[part], src[part], weight)
 
 
-def halves(offsets: Any, starts: Any) -> Iterator[tuple[Any, Any]]:
-    half = len(offsets) // 2
-    moment()
-    yield offsets[:half], starts[: half + 1]
-    moment()
-    yield offsets[half:], starts[half:]
+def halves(items: Any) -> Iterator[slice]:
+    half = len(items) // 2
+    for part in (slice(0, half), slice(half, None)):
+        moment()
+        yield part
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -203,19 +202,16 @@ class Wires(Transport):
             moment()
             self._hub.put("tell", self.rank, to, row.copy())
 
-    def exchange(
-        self, send: Words, send_words: Sequence[int], out: Words, out_words: Sequence[int], what: str
-    ) -> None:
-        edges = np.cumsum([0, *send_words])
-        parts = [send[a:b].copy() for a, b in itertools.pairwise(edges)]
-        at = 0
-        for got, size in zip(self._swap(parts, self._next()), out_words, strict=True):
-            assert len(got) == size
+    def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
+        call = self._next()
+        for to, words in send.items():
             moment()
-            out[at : at + size // 2] = got[: size // 2]
-            moment()
-            out[at + size // 2 : at + size] = got[size // 2 :]
-            at += size
+            self._hub.put(call, self.rank, to, words.copy())
+        for source, words in out.items():
+            got = self._hub.take(call, source, self.rank)
+            assert len(got) == len(words)
+            for part in halves(words):
+                words[part] = got[part]
 
     def vote(self, yes: bool, what: str) -> list[bool]:
         return self._swap([yes] * self.world_size, self._next())
@@ -306,6 +302,16 @@ class Job:
                 content = b"".join(column[row].tobytes() for column in columns)
                 parts.append(content + bytes(-len(content) % WORD_BYTES))
         return np.frombuffer(b"".join(parts), np.uint64)
+
+
+def message_of(*deltas: Delta) -> Words:
+    """Deltas as they are sent."""
+    sizes = [size_words(*delta.words.shape) for delta in deltas]
+    out = np.empty(sum(sizes), np.uint64)
+    for at, delta in zip(np.cumsum([0, *sizes]), deltas, strict=False):
+        laid = blank(out[at:], delta.block, *delta.words.shape)
+        laid.offsets[:], laid.words[:] = delta.offsets, delta.words
+    return out
 
 
 @functools.cache

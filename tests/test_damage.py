@@ -20,12 +20,12 @@ import torch
 from holders import constants, create
 from numpy.typing import NDArray
 from reports import report
-from simulation import Job, Machines, Wires, job_of
+from simulation import Job, Machines, Wires, job_of, message_of
 
 from ecemb import header as headers
 from ecemb import kernels, packing, rankstate, recovery, rendezvous, stripes
 from ecemb.arena import Arena
-from ecemb.delta import Delta, pack, unpack
+from ecemb.delta import Delta, size_words, unpack
 from ecemb.directory import Directory
 from ecemb.errors import (
     ArenaDamaged,
@@ -195,11 +195,8 @@ def message(rng: random.Random) -> NDArray[np.uint64]:
     for _ in range(rng.randrange(1, 4)):
         m, width = rng.randrange(4), rng.randrange(1, 3)
         offsets = np.arange(m, dtype=np.int64) * width
-        starts = np.arange(m + 1, dtype=np.int64) * width
-        deltas.append(
-            Delta(rng.randrange(2), rng.randrange(2), offsets, starts, np.ones(m * width, np.uint64))
-        )
-    return pack([deltas])[0]
+        deltas.append(Delta(rng.randrange(2), offsets, np.ones((m, width), np.uint64)))
+    return message_of(*deltas)
 
 
 def spoiled(words: NDArray[np.uint64], rng: random.Random) -> NDArray[np.uint64]:
@@ -219,7 +216,7 @@ def test_a_message_of_nonsense_is_refused_or_whole(seed: int) -> None:
         except InconsistentArenas:
             refused += 1
             continue
-        assert sum(delta.size_words for delta in deltas) == len(words)
+        assert sum(size_words(*delta.words.shape) for delta in deltas) == len(words)
     assert refused > 300
 
 
@@ -260,13 +257,14 @@ def test_a_message_from_a_peer_is_refused_before_it_can_be_prepared(
         other.journal.arm(3)
         for table, layout in enumerate(layout.layout for layout in other.space.tables):
             other.journal.capture(table, np.arange(layout.rows, dtype=np.int64))
-    sent = [other.outgoing() for other in memories]
-    parts = [words[sum(lengths[:0]) : lengths[0]] for words, lengths in sent]
+    nothing = np.empty(0, np.uint64)
+    parts = [other.outgoing().get(0, nothing) for other in memories]
     before = state_of(memory, "rows", "parity")
     refused = 0
     for _ in range(300):
         wrong = [spoiled(part, rng) if len(part) and rng.randrange(2) else part for part in parts]
-        memory.receive([len(part) for part in wrong])[:] = np.concatenate(wrong)
+        for sender, room in memory.receive([len(part) for part in wrong]).items():
+            room[:] = wrong[sender]
         try:
             memory.prepare(3)
         except InconsistentArenas:
@@ -418,17 +416,17 @@ def test_a_word_that_claims_more_than_is_reserved_is_never_followed(
 
 def test_kernels_write_nowhere_for_offsets_that_overflow() -> None:
     words = np.zeros(3, np.uint64)
-    offsets, starts = np.array([2**63 - 1], np.int64), np.array([0, 4], np.int64)
+    offsets = np.array([2**63 - 1], np.int64)
     for name in ("cpu", "reference"):
         with pytest.raises(EcembError, match="not within"):
-            kernels.get(name).scatter_words_(words, offsets, starts, np.ones(4, np.uint64))
+            kernels.get(name).scatter_rows_(words, offsets, np.ones((1, 4), np.uint64))
 
 
 def test_parity_and_arena_agree_on_what_is_refused(memories: list[RankMemory]) -> None:
     parity = memories[0].parity
     assert parity is not None
     for block in (-1, 2, 2**40):
-        wrong = Delta(block, 0, np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.uint64))
+        wrong = Delta(block, np.zeros(0, np.int64), np.zeros((0, 1), np.uint64))
         with pytest.raises(InconsistentArenas, match="not kept here"):
             parity.check([(1, wrong)])
 

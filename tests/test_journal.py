@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from simulation import Killed, Moments, Torn, alone, watched
+from simulation import Killed, Moments, Torn, alone, message_of, watched
 
+from ecemb import kernels
 from ecemb.arena import Arena
-from ecemb.delta import Delta, pack
+from ecemb.delta import Delta, Scratch, unpack
 from ecemb.errors import InconsistentArenas, NotEnoughSpace
 from ecemb.journal import Inbox, ParityJournal, RowJournal
 from ecemb.memory import RankMemory
@@ -56,7 +58,7 @@ def everything(space: RowSpace) -> Words:
 
 def another_process(memory: RankMemory) -> RowJournal:
     """The journal as a restarted worker sees it: only what the arena holds."""
-    return RowJournal(memory.arena, memory.space)
+    return RowJournal(memory.arena, memory.space, kernels.get("reference"))
 
 
 # --- the rows' journal --------------------------------------------------------------------------
@@ -92,32 +94,52 @@ def test_a_row_is_saved_once_and_with_its_oldest_bytes(memory: RankMemory, seed:
     assert np.array_equal(everything(memory.space), before)
 
 
-def test_changes_are_old_xor_new_in_order_of_address(memory: RankMemory, seed: int) -> None:
+def test_changes_are_old_xor_new_block_by_block(memory: RankMemory, seed: int) -> None:
     rng = random.Random(seed)
     before = everything(memory.space)
     memory.journal.arm(1)
     for table, rows in ((2, (1, 6)), (0, (3, 11)), (2, (0,)), (0, (4,)), (3, (0,))):
         memory.journal.capture(table, ids(*rows))
         scribble(memory.space, table, rows[:1], rng)  # the other row is captured and unchanged
-    addresses, starts, words = memory.journal.changes()
-    assert addresses.dtype == starts.dtype == np.int64
-    width, bases = [2, 1, 1, 5], memory.space.bases
-    expected = [(0, 3), (0, 4), (0, 11), (2, 0), (2, 1), (2, 6), (3, 0)]
-    assert addresses.tolist() == [bases[t] + row * width[t] for t, row in expected]
-    assert np.diff(starts).tolist() == [width[t] for t, _ in expected]
+    words, edges = memory.journal.changes(Scratch())
+    bounds = memory.space.bounds
+    assert len(edges) == len(bounds)
     delta = everything(memory.space) ^ before
-    got = np.zeros_like(delta)
-    for i, address in enumerate(addresses.tolist()):
-        part = words[starts[i] : starts[i + 1]]
-        got[address : address + len(part)] = part
+    got, times = np.zeros_like(delta), np.zeros(len(delta), int)
+    for block, (a, b) in enumerate(itertools.pairwise(edges)):
+        for one in unpack(words[a:b]):
+            assert one.block == block
+            for offset, part in zip(one.offsets.tolist(), one.words, strict=True):
+                at = bounds[block] + offset
+                assert at + len(part) <= bounds[block + 1]
+                got[at : at + len(part)] = part
+                times[at : at + len(part)] += 1
     assert np.array_equal(got, delta)
+    width = [2, 1, 1, 5]
+    captured = [(0, 3), (0, 4), (0, 11), (2, 0), (2, 1), (2, 6), (3, 0)]
+    expected = np.zeros_like(times)
+    for table, row in captured:
+        at = memory.space.bases[table] + row * width[table]
+        expected[at : at + width[table]] = 1
+    assert np.array_equal(times, expected)
+
+
+def test_a_lone_records_unchanged_end_is_not_sent(memory: RankMemory) -> None:
+    """Rank state fills only a part of its record."""
+    for changed in ((), (0,), (0, 17)):
+        memory.journal.arm(1)
+        memory.journal.capture(3, ids(0))
+        memory.space.tables[3].columns[0][0, list(changed)] ^= 255
+        words, edges = memory.journal.changes(Scratch())
+        [delta] = unpack(words[: edges[-1]])
+        assert delta.words.shape == (1, max(changed, default=-8) // 8 + 1)
+        memory.journal.undo()
 
 
 def test_without_captures_there_are_no_changes(memory: RankMemory) -> None:
     memory.journal.arm(1)
-    addresses, starts, words = memory.journal.changes()
-    assert len(addresses) == len(words) == 0
-    assert starts.tolist() == [0]
+    _, edges = memory.journal.changes(Scratch())
+    assert set(edges) == {0}
     assert memory.journal.undo() == 0
 
 
@@ -192,10 +214,7 @@ def test_a_damaged_journal_undoes_nothing(memory: RankMemory, seed: int) -> None
 
 
 def delta(block: int, offsets: Sequence[int], fill: int) -> Delta:
-    m = len(offsets)
-    starts = np.arange(m + 1, dtype=np.int64) * 2
-    words = np.full(2 * m, fill, np.uint64)
-    return Delta(block, 0, np.array(offsets, np.int64), starts, words)
+    return Delta(block, np.array(offsets, np.int64), np.full((len(offsets), 2), fill, np.uint64))
 
 
 @pytest.fixture
@@ -204,8 +223,11 @@ def inbox(memory: RankMemory) -> Inbox:
 
 
 def test_every_senders_deltas_come_out_with_its_number(inbox: Inbox, memory: RankMemory) -> None:
-    words, lengths = pack([[delta(0, [1, 5], 7), delta(1, [0], 8)], [], [delta(0, [2], 9)]])
-    inbox.open(lengths)[:] = words
+    sent = {0: message_of(delta(0, [1, 5], 7), delta(1, [0], 8)), 2: message_of(delta(0, [2], 9))}
+    room = inbox.open([len(sent[0]), 0, len(sent[2])])
+    assert room.keys() == sent.keys()
+    for sender, words in sent.items():
+        room[sender][:] = words
     inbox.seal(4)
     got = Inbox(memory.arena, 3).deltas(4)  # as another process reads it
     assert [(sender, d.block, d.offsets.tolist()) for sender, d in got] == [
@@ -213,7 +235,7 @@ def test_every_senders_deltas_come_out_with_its_number(inbox: Inbox, memory: Ran
         (0, 1, [0]),
         (2, 0, [2]),
     ]
-    assert [d.words.tolist() for _, d in got] == [[7] * 4, [8] * 2, [9] * 2]
+    assert [d.words.tolist() for _, d in got] == [[[7] * 2] * 2, [[8] * 2], [[9] * 2]]
 
 
 def test_nobody_sent_anything(inbox: Inbox) -> None:

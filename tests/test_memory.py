@@ -7,7 +7,6 @@ That whole jobs survive kills is test_recovery.py's affair.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from simulation import (
 
 from ecemb import rankstate
 from ecemb.arena import Arena
-from ecemb.delta import unpack
+from ecemb.delta import Scratch, unpack
 from ecemb.errors import InconsistentArenas
 from ecemb.memory import RankMemory, encoded
 from ecemb.placement import Placement
@@ -75,9 +74,9 @@ def exchange(memories: Memories) -> None:
     """Number 4: what each rank sends to the others lies in their inboxes."""
     sent = [memory.outgoing() for memory in memories]
     for receiver, memory in enumerate(memories):
-        inbox = memory.receive([lengths[receiver] for _, lengths in sent])
-        parts = [words[sum(lengths[:receiver]) : sum(lengths[: receiver + 1])] for words, lengths in sent]
-        inbox[:] = np.concatenate(parts)
+        inbox = memory.receive([len(messages.get(receiver, ())) for messages in sent])
+        for sender, words in inbox.items():
+            words[:] = sent[sender][receiver]
 
 
 def step(memories: Memories, transaction: int, rng: random.Random) -> None:
@@ -155,12 +154,14 @@ def test_every_update_goes_to_r_keepers_and_to_nobody_else(tmp_path: Path, job: 
     with machines.memories() as memories:
         for memory in memories:
             change(memory, 1, random.Random(seed))
-            words, lengths = memory.outgoing()
-            changed = memory.journal.changes()[2].size
-            assert lengths[memory.rank] == 0
-            ends = np.cumsum([0, *lengths])
-            deltas = [d for a, b in itertools.pairwise(ends) for d in unpack(words[a:b])]
-            assert sum(len(d.words) for d in deltas) == 2 * changed
+            messages = memory.outgoing()
+            words, edges = memory.journal.changes(Scratch())
+            changed = sum(delta.words.size for delta in unpack(words[: edges[-1]]))
+            assert memory.rank not in messages
+            sent = [(keeper, delta) for keeper, words in messages.items() for delta in unpack(words)]
+            assert sum(delta.words.size for _, delta in sent) == 2 * changed
+            for keeper, delta in sent:
+                assert keeper in job.placement.keepers(memory.rank, delta.block)
 
 
 def test_nothing_needs_space_once_a_transaction_is_prepared(tmp_path: Path, job: Job, seed: int) -> None:
@@ -223,12 +224,10 @@ def test_encoding_in_chunks_gives_the_same_parity(tmp_path: Path, job: Job, chun
 
 def deliver_encoded(memories: Memories, start: int, stop: int) -> None:
     for sender, memory in enumerate(memories):
-        words, lengths = encoded(memory, start, stop)
-        ends = np.cumsum([0, *lengths])
-        for keeper, (a, b) in enumerate(itertools.pairwise(ends)):
+        for keeper, words in encoded(memory, start, stop).items():
             parity = memories[keeper].parity
             assert parity is not None
-            parity.update_([(sender, delta) for delta in unpack(words[a:b])])
+            parity.update_([(sender, delta) for delta in unpack(words)])
 
 
 def test_the_rank_state_is_a_record_like_any_other(tmp_path: Path, job: Job) -> None:
@@ -407,7 +406,8 @@ def test_a_step_that_only_armed_and_captured_is_undone(tmp_path: Path, job: Job,
         change(memory, 1, random.Random(seed))
         undone, redone = torn(memory).decide(0)
         assert not redone
-        assert undone == sum(1 for _ in memory.journal.changes()[0])
+        words, edges = memory.journal.changes(Scratch())
+        assert undone == sum(len(delta.offsets) for delta in unpack(words[: edges[-1]]))
         assert np.array_equal(space(memory), before)
 
 
@@ -436,10 +436,8 @@ def test_one_rank_alone_survives_the_crash_of_its_process(tmp_path: Path, seed: 
         before = space(memory)
         change(memory, 1, rng)
         new = space(memory)
-        words, lengths = memory.outgoing()
-        assert len(words) == 0
-        assert lengths == [0]
-        assert len(memory.receive([0])) == 0
+        assert memory.outgoing() == {}
+        assert memory.receive([0]) == {}
         assert torn(memory).decide(0)[1] is False
         assert np.array_equal(space(memory), before)
         memory.space.write_(0, new)
@@ -447,4 +445,4 @@ def test_one_rank_alone_survives_the_crash_of_its_process(tmp_path: Path, seed: 
         assert torn(memory).decide(1) == (0, True)
         assert memory.committed == 1
         assert np.array_equal(space(memory), new)
-        assert encoded(memory, 0, 100)[1] == [0]
+        assert encoded(memory, 0, 100) == {}

@@ -49,14 +49,11 @@ class Stripes:
         words = self.data[rank][block]
         width = self._rng.choice([1, 2, 3])
         offsets = [i for i in range(0, len(words) - width + 1, width) if self._rng.random() < 0.5]
-        starts = np.arange(len(offsets) + 1, dtype=np.int64) * width
-        delta = np.frombuffer(self._rng.randbytes(8 * width * len(offsets)), np.uint64)
-        for i, offset in enumerate(offsets):
-            words[offset : offset + width] ^= delta[i * width : (i + 1) * width]
-        return [
-            (keeper, Delta(block, row, np.array(offsets, np.int64), starts, delta))
-            for row, keeper in enumerate(self.placement.keepers(rank, block))
-        ]
+        changed = np.frombuffer(self._rng.randbytes(8 * width * len(offsets)), np.uint64)
+        delta = Delta(block, np.array(offsets, np.int64), changed.reshape(-1, width))
+        for offset, change in zip(offsets, delta.words, strict=True):
+            words[offset : offset + width] ^= change
+        return [(keeper, delta) for keeper in self.placement.keepers(rank, block)]
 
     def change_some(self) -> list[list[tuple[int, Delta]]]:
         """Keeper -> what it received, as (sender, Delta), in the order of senders."""
@@ -135,7 +132,7 @@ def test_saved_words_come_back_twice_and_from_a_torn_update(stripes: Stripes) ->
         kept.update_(received)
     before = parity_bytes(stripes)
     for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
-        saved = np.empty(sum(len(delta.words) for _, delta in received), np.uint64)
+        saved = np.empty(sum(delta.words.size for _, delta in received), np.uint64)
         kept.save(received, saved)
         kept.update_(received[: len(received) // 2])
         kept.restore_(received, saved)
@@ -153,11 +150,11 @@ def test_what_is_saved_is_what_lies_under_the_deltas() -> None:
         generator_of(Code(2, 1)),
         kernels.get("reference"),
     )
-    starts, words = np.array([0, 2, 3], np.int64), np.zeros(3, np.uint64)
-    delta = Delta(0, 0, np.array([4, 9], np.int64), starts, words)
-    saved = np.empty(3, np.uint64)
-    parity.save([(1, delta)], saved)
-    assert saved.tolist() == [4, 5, 9]
+    pair = Delta(0, np.array([4], np.int64), np.zeros((1, 2), np.uint64))
+    single = Delta(0, np.array([9, 0], np.int64), np.zeros((2, 1), np.uint64))
+    saved = np.empty(4, np.uint64)
+    parity.save([(1, pair), (1, single)], saved)
+    assert saved.tolist() == [4, 5, 9, 0]
 
 
 # --- comparing parity with rows -----------------------------------------------------------------
@@ -169,10 +166,8 @@ def from_zero(stripes: Stripes, keeper: int, start: int, stop: int) -> list[tupl
     for rank, blocks in enumerate(stripes.data):
         for block, words in enumerate(blocks):
             part = words[start:stop]
-            for row, one in enumerate(stripes.placement.keepers(rank, block)):
-                if one == keeper and len(part):
-                    at, edges = np.array([start], np.int64), np.array([0, len(part)], np.int64)
-                    found.append((rank, Delta(block, row, at, edges, part)))
+            if keeper in stripes.placement.keepers(rank, block) and len(part):
+                found.append((rank, Delta(block, np.array([start], np.int64), part.reshape(1, -1))))
     return found
 
 
@@ -220,15 +215,13 @@ def test_cleared_parity_is_the_code_of_rows_that_are_all_0(stripes: Stripes) -> 
 def test_a_delta_for_parity_that_is_not_kept_here_is_refused() -> None:
     stripes = Stripes(4, 2, 6, random.Random(1), "reference")
     placement = stripes.placement
-    empty = np.empty(0, np.int64)
     for sender in range(6):
         for block in range(2):
+            delta = Delta(block, np.empty(0, np.int64), np.empty((0, 1), np.uint64))
             keepers = placement.keepers(sender, block)
             for keeper in range(6):
-                for row in range(2):
-                    delta = Delta(block, row, empty, np.zeros(1, np.int64), np.empty(0, np.uint64))
-                    if keepers[row] == keeper:
-                        stripes.kept[keeper].update_([(sender, delta)])
-                        continue
-                    with pytest.raises(InconsistentArenas, match=f"rank {sender} sent rank {keeper}"):
-                        stripes.kept[keeper].update_([(sender, delta)])
+                if keeper in keepers:
+                    stripes.kept[keeper].update_([(sender, delta)])
+                    continue
+                with pytest.raises(InconsistentArenas, match=f"rank {sender} sent rank {keeper}"):
+                    stripes.kept[keeper].update_([(sender, delta)])

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from simulation import Hub, Life, Machines, Position, Rank, Wires, alone, job_of
+from simulation import Hub, Killed, Life, Machines, Position, Rank, Wires, alone, job_of
 
 from ecemb import rankstate
 from ecemb.errors import (
@@ -119,12 +119,18 @@ def test_a_journal_that_is_full_fails_the_step_on_all(machines: Machines) -> Non
 
 
 def test_an_inbox_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
-    """After the heads were exchanged the others learn it by the rank's end; nobody has prepared."""
+    """After the heads were exchanged the others learn it by the rank's end.
+
+    Who needs nothing from it has prepared, and ends undecided; who does has not, so that all undo.
+    """
     with failing_on(1, "receive", NotEnoughSpace("full")):
         life = machines.run(DONE + 1)
     assert type(life.failures.pop(1)) is NotEnoughSpace
-    assert {type(one) for one in life.failures.values()} == {PeerFailure}
-    machines.check(DONE)
+    placement = machines.job.placement
+    keepers = placement.recipients(1)
+    for rank, failure in life.failures.items():
+        assert type(failure) is (PeerFailure if rank in keepers else Killed)
+    assert len(life.failures) == machines.job.size - 1
     goes_on(machines)
 
 
