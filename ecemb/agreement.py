@@ -40,6 +40,7 @@ from .rankstate import Stateful
 from .rendezvous import Session
 from .rows import TableLayout, cut
 from .transport import Transport
+from .window import Window
 
 logger = logging.getLogger("ecemb")
 
@@ -56,6 +57,7 @@ class Request:
         modules: modules of tables that are sharded by hand, by key.
         code: the (n, k) code.
         state: the user's objects.
+        window: steps of a transaction.
         failure_domain: see `ecemb.protect`.
         reader: where to find a checkpoint, or None.
     """
@@ -65,6 +67,7 @@ class Request:
     modules: Mapping[str, nn.Module]
     code: Code
     state: Sequence[Stateful]
+    window: Window
     failure_domain: FailureDomain
     reader: CheckpointReader | None = None
 
@@ -123,13 +126,13 @@ def agree(
         "rank_state_bytes": state_bytes,
         "code": [code.n, code.k],
     }
-    asked = [[code.n, code.k], request.failure_domain, saver.name_of(request.reader)]
+    asked = [[code.n, code.k], request.window.asked, request.failure_domain, saver.name_of(request.reader)]
     mine = json.dumps([own, asked, secrets.token_hex(8)])
     texts = transport.gather(mine.encode(), "comparing layouts")
     told = [json.loads(text)[0] for text in texts]
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
-            f"the ranks ask for different codes, failure domains or checkpoints: "
+            f"the ranks ask for different codes, windows, failure domains or checkpoints: "
             f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
         )
     if not any(one["tables"] for one in told):

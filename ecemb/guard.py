@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,47 +25,17 @@ from .recovery import RecoveryReport
 from .rendezvous import Session, current
 from .saver import reader_of
 from .scrub import Scrubber, ScrubReport
+from .step import Step
 from .transaction import Transactions, lost_name
+from .window import Window
 
 logger = logging.getLogger("ecemb")
-
-
-class Step:
-    """One step of training, as `guard.step()` gives it.
-
-    Attributes:
-        number: counts from 0 and is the same on all ranks: the batch to take.
-        aborted: whether the step was aborted, by whatever rank; the same on all ranks once it has ended.
-    """
-
-    def __init__(self, number: int, transactions: Transactions) -> None:
-        self.number = number
-        self.aborted = False
-        self._transactions = transactions
-
-    def abort(self, reason: str = "") -> None:
-        """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
-
-        When the body has ended, all ranks undo the step: rows, dense parameters, optimizer state, generators
-        and `state=` objects are what they were when it began; positions of `guard.batches` move on, and so
-        does the step's number. The body goes on to its end here: other ranks may wait for its collectives.
-
-        Args:
-            reason: logged.
-
-        Raises:
-            UsageError: the step has ended.
-        """
-        if self._transactions.in_flight != self.number + 1:
-            raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
-        logger.warning("step %d is aborted by this rank%s", self.number, f": {reason}" if reason else "")
-        self._transactions.abort()
 
 
 class Guard:
     """Protects the tables of one training; made by `protect`, one per process."""
 
-    def __init__(self, session: Session, opened: Opened) -> None:
+    def __init__(self, session: Session, opened: Opened, window: Window) -> None:
         self._session = session
         self._memory = opened.memory
         self._transport = opened.transport
@@ -72,7 +43,7 @@ class Guard:
         self._rank_state = opened.rank_state
         self._saver = opened.saver
         self._transactions = Transactions(
-            opened.memory, opened.transport, opened.replicated, opened.rank_state
+            opened.memory, opened.transport, opened.replicated, opened.rank_state, window
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
@@ -84,7 +55,7 @@ class Guard:
     @property
     def next_step(self) -> int:
         """The number of the step to run next: 0 after a fresh start."""
-        return self._memory.committed
+        return self._transactions.next_step
 
     @property
     def tables(self) -> list[str]:
@@ -94,6 +65,8 @@ class Guard:
     @contextmanager
     def step(self) -> Generator[Step]:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
+
+        With `window=s`, s steps are one transaction: it commits when the last one's body ends.
 
         Everything that changes state belongs in the body. If the body raises, its changes are undone on
         this rank, the other ranks undo theirs at their exchange, and the job needs a restart. Also a
@@ -125,8 +98,7 @@ class Guard:
             if aborted:
                 self._undone(step, aborted)
         except BaseException as error:
-            if self._is_open():
-                self._fail(step, error)
+            self._fail(step.number, error)
             raise
 
     def touch(self, table: str, rows: torch.Tensor) -> None:
@@ -215,6 +187,7 @@ class Guard:
             PeerFailure: a peer died or failed; what was repaired until then stays so.
         """
         self._check_between_steps("scrub")
+        self._drain()
         return self._scrubber.scrub(fraction, self._tables.check)
 
     def save(
@@ -250,13 +223,15 @@ class Guard:
         """
         self._check_between_steps("save")
         self._tables.check()
+        self._drain()
         self._saver.save(path, keep=keep, asynchronous=asynchronous)
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of this rank as a plain dict.
 
         Returns:
-            `next_step`; `steps` committed by this process, of them `aborted_steps`; `captured_rows`;
+            `next_step`; `steps` that ended in this process, of them `aborted_steps`; `window`, the steps of a
+            transaction; `captured_rows`;
             `sent_bytes` over the network for protection; `scrubbed_words` of every block, `wrong_words` that
             scrubs found, of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds
             (`tables` is the protected tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with
@@ -272,6 +247,7 @@ class Guard:
             "next_step": self.next_step,
             "steps": self._steps,
             "aborted_steps": self._aborted,
+            "window": self._transactions.window.size,
             "captured_rows": self._transactions.captured_rows,
             "sent_bytes": self._transport.sent_bytes,
             "scrubbed_words": self._scrubber.scrubbed_words,
@@ -295,6 +271,7 @@ class Guard:
             return
         self._check_between_steps("close")
         self._tables.check()
+        self._drain()
         self._saver.finish()
         self._transport.barrier("closing the job")
         self._memory.arena.set("state", State.FINISHED)
@@ -344,9 +321,20 @@ class Guard:
         level = logging.WARNING if self._session.rank == 0 else logging.DEBUG
         logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
 
-    def _fail(self, step: Step, error: BaseException) -> None:
+    def _drain(self) -> None:
+        """Commits the steps of an open window. All ranks."""
+        try:
+            self._transactions.drain()
+        except BaseException as error:
+            self._fail(self.next_step - 1, error)
+            raise
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        """Undoes the step that is open, and takes no more."""
+        if not self._is_open():
+            return
         reason = (str(error).splitlines() or [""])[0][:300]
-        self._failed = f"step {step.number} failed ({type(error).__name__}: {reason})"
+        self._failed = f"step {number} failed ({type(error).__name__}: {reason})"
         logger.error("%s; undoing it on this rank", self._failed)
         self._transactions.undo(error)
         self._tables.note()
@@ -359,6 +347,8 @@ def protect(
     tables: Mapping[str, nn.Module] | None = None,
     code: Code,
     state: Sequence[Stateful] | Stateful | None = None,
+    window: int | Literal["auto"] = 1,
+    mtbf: timedelta | None = None,
     failure_domain: FailureDomain = "auto",
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
 ) -> Guard:
@@ -381,6 +371,10 @@ def protect(
         code: the (n, k) code; n at most the number of ranks.
         state: objects with state_dict() and load_state_dict() that belong to this rank's training
             position, such as schedules and counters.
+        window: number of steps that are committed together: a row that several of them change is sent once,
+            and at most so many steps are run again after a failure. "auto" takes the time of the first
+            steps, and picks the number with which commits and steps run again cost least (Young's formula).
+        mtbf: mean time between failures of the whole job, for "auto".
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
@@ -415,12 +409,13 @@ def protect(
         modules=dict(tables or {}),
         code=code,
         state=_listed(state, None),
+        window=Window(window, mtbf),
         failure_domain=failure_domain,
         reader=None if resume is None else reader_of(resume),
     )
     opened = open_memory(session, request)
     session.protected = True
-    guard = Guard(session, opened)
+    guard = Guard(session, opened, request.window)
     level = logging.WARNING if opened.report.lost else logging.INFO
     if session.rank != 0 and session.rank not in opened.report.lost:
         level = logging.DEBUG

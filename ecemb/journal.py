@@ -12,6 +12,7 @@ Must not know: the network, who decides.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,6 +27,9 @@ from .rows import WORD_BYTES, RowSpace
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 
+Chunk = tuple[int, Ids, Words]
+"""A table, rows of it, and their old records (uint64 [m, record_words])."""
+
 _CHUNK_HEAD_WORDS = 2
 
 
@@ -33,6 +37,22 @@ def _words(arena: Arena, region: str, word: str) -> Words:
     """What is in use of a region; bytes after the last whole word are left out."""
     used = arena.filled(region, word)
     return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+
+
+@dataclasses.dataclass
+class _Savepoint:
+    """Where a step that is not the first of its transaction began.
+
+    Attributes:
+        bytes: the journal's.
+        chunks: their number.
+        again: rows that earlier steps changed, and this one, as they were when it began: in this process's
+            own memory, since only an abort goes back to them.
+    """
+
+    bytes: int
+    chunks: int
+    again: list[Chunk] = dataclasses.field(default_factory=list[Chunk])
 
 
 class RowJournal:
@@ -49,8 +69,10 @@ class RowJournal:
         self._space = space
         self._kernels = kernels
         self._ids = Scratch()
-        self._chunks: list[tuple[int, Ids, Words]] = []
+        self._chunks: list[Chunk] = []
         self._seen: dict[int, RowSet] = {}
+        self._seen_in_step: dict[int, RowSet] = {}
+        self._savepoint: _Savepoint | None = None
 
     @property
     def label(self) -> int:
@@ -59,11 +81,31 @@ class RowJournal:
 
     def arm(self, transaction: int) -> None:
         """Empties the journal for a new transaction: the count first, then the label."""
+        self._end_step()
         self._arena.set("rows_bytes", 0)
         self._arena.set("rows_label", transaction)
-        for table, ids, _ in self._chunks:
+        self._drop(0)
+
+    def extend(self, transaction: int) -> None:
+        """One more step belongs to the transaction, which takes a higher label with it.
+
+        From here on, rows are also saved as they are now: `undo_step` goes back to here.
+        """
+        self._end_step()
+        self._savepoint = _Savepoint(self._arena.get("rows_bytes"), len(self._chunks))
+        self._arena.set("rows_label", transaction)
+
+    def _end_step(self) -> None:
+        if self._savepoint is not None:
+            for table, ids, _ in (*self._savepoint.again, *self._chunks[self._savepoint.chunks :]):
+                self._kernels.forget_(self._seen_in_step[table], ids)
+            self._savepoint = None
+
+    def _drop(self, first: int) -> None:
+        """Forgets the chunks from number `first` on."""
+        for table, ids, _ in self._chunks[first:]:
             self._kernels.forget_(self._seen[table], ids)
-        self._chunks.clear()
+        del self._chunks[first:]
 
     def capture(self, table: int, ids: Ids) -> int:
         """Saves rows that are about to change.
@@ -73,29 +115,46 @@ class RowJournal:
             ids: int64 [m], in any order. Repeats, and rows saved before in this transaction, are left out.
 
         Returns:
-            The number of rows saved now.
+            The number of rows saved now that were not yet saved in this transaction.
 
         Raises:
             NotEnoughSpace: the journal can't grow; nothing was saved, and nothing may change.
         """
-        if table not in self._seen:
-            self._seen[table] = RowSet(self._space.named[table].layout.rows)
-        seen = self._seen[table]
-        fresh = self._ids.room(len(ids)).view(np.int64)
-        fresh = fresh[: self._kernels.distinct(ids, seen, fresh)]
-        m = len(fresh)
-        if m == 0:
-            return 0
+        savepoint = self._savepoint
+        touched = ids
+        if savepoint is not None:
+            touched = self._new(self._seen_in_step, table, ids).copy()
+        fresh = self._new(self._seen, table, touched)
         try:
-            saved, records = self._save(table, fresh)
+            if savepoint is not None:
+                again = np.ones(len(touched), np.bool_)
+                again[np.searchsorted(touched, fresh)] = False
+                savepoint.again += self._copied(table, touched[again])
+            if len(fresh):
+                self._chunks.append(self._save(table, fresh))
         except BaseException:
-            self._kernels.forget_(seen, fresh)
+            self._kernels.forget_(self._seen[table], fresh)
+            if savepoint is not None:
+                self._kernels.forget_(self._seen_in_step[table], touched)
             raise
-        self._chunks.append((table, saved, records))
-        return m
+        return len(fresh)
 
-    def _save(self, table: int, ids: Ids) -> tuple[Ids, Words]:
-        """Writes the entry, then the count; returns the ids and the old records, as they lie in the arena."""
+    def _new(self, sets: dict[int, RowSet], table: int, ids: Ids) -> Ids:
+        """Adds rows to a table's set; those that were not in it, ascending, until the next call."""
+        if table not in sets:
+            sets[table] = RowSet(self._space.named[table].layout.rows)
+        out = self._ids.room(len(ids)).view(np.int64)
+        return out[: self._kernels.distinct(ids, sets[table], out)]
+
+    def _copied(self, table: int, ids: Ids) -> list[Chunk]:
+        if not len(ids):
+            return []
+        records = np.empty((len(ids), self._space.named[table].layout.record_words), np.uint64)
+        self._space.named[table].gather(ids, records)
+        return [(table, ids, records)]
+
+    def _save(self, table: int, ids: Ids) -> Chunk:
+        """Writes the entry, then the count; returns it as it lies in the arena."""
         m, width = len(ids), self._space.named[table].layout.record_words
         used = self._arena.get("rows_bytes")
         size = (_CHUNK_HEAD_WORDS + m + m * width) * WORD_BYTES
@@ -108,7 +167,7 @@ class RowJournal:
         records = words[_CHUNK_HEAD_WORDS + m :].reshape(m, width)
         self._space.named[table].gather(saved, records)
         self._arena.set("rows_bytes", used + size)
-        return saved, records
+        return table, saved, records
 
     def changes(self, scratch: Scratch) -> tuple[Words, list[int]]:
         """The Deltas of all captured rows: their old records against what they hold now.
@@ -163,7 +222,19 @@ class RowJournal:
             rows += len(ids)
         return rows
 
-    def _stored(self) -> Iterator[tuple[int, Ids, Words]]:
+    def undo_step(self) -> None:
+        """Copies the rows back as they were when the transaction's last step began, which is then empty."""
+        savepoint = self._savepoint
+        began = savepoint or _Savepoint(0, 0)
+        for table, ids, records in (*began.again, *self._chunks[began.chunks :]):
+            self._space.named[table].scatter_(ids, records)
+        self._arena.set("rows_bytes", began.bytes)
+        self._end_step()
+        self._drop(began.chunks)
+        if savepoint is not None:
+            self._savepoint = _Savepoint(began.bytes, began.chunks)
+
+    def _stored(self) -> Iterator[Chunk]:
         words = _words(self._arena, "row_journal", "rows_bytes")
         signed = words.view(np.int64)
         at = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,27 @@ from .packing import dump, load, plain
 _ALIGN_BYTES = 64
 _HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
 _TENSOR = "ecemb.tensor"
+_SLOTS = ("slot0", "slot1")
+
+
+class StateStore(Protocol):
+    """Where `ReplicatedState` is saved to and loaded from."""
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Room for a transaction's state, uint8 [size_bytes]; it is void until it is sealed."""
+        ...
+
+    def seal(self, transaction: int) -> None:
+        """Says that the whole state of `transaction` is there."""
+        ...
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """The state of a transaction, uint8, a view."""
+        ...
 
 
 class Slots:
-    """The two versions of replicated state in an arena.
+    """The two versions of replicated state in an arena; the one that is not committed is written.
 
     Args:
         arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
@@ -42,15 +59,15 @@ class Slots:
 
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
         """Room for a transaction's state, uint8 [size_bytes]; the slot is void until it is sealed."""
-        slot = f"slot{transaction % 2}"
+        slot = self._free()
         self._arena.set(f"{slot}_label", -1)
         self._arena.reserve(slot, size_bytes, spare_bytes=0)  # it hardly ever grows again
         self._arena.set(f"{slot}_bytes", size_bytes)
         return self._arena.region(slot)[:size_bytes]
 
     def seal(self, transaction: int) -> None:
-        """Says that the slot holds the whole state of `transaction`."""
-        self._arena.set(f"slot{transaction % 2}_label", transaction)
+        """Says that the slot that was opened holds the whole state of `transaction`."""
+        self._arena.set(f"{self._free()}_label", transaction)
 
     def read(self, transaction: int) -> NDArray[np.uint8]:
         """The state of a transaction, uint8, a view.
@@ -59,13 +76,39 @@ class Slots:
             InconsistentArenas: neither slot holds it.
             ArenaDamaged: the slot says that it holds more than it can.
         """
-        slot = f"slot{transaction % 2}"
-        if (label := self._arena.get(f"{slot}_label")) != transaction:
+        labels = {slot: self._arena.get(f"{slot}_label") for slot in _SLOTS}
+        found = [slot for slot, label in labels.items() if label == transaction]
+        if len(found) != 1:
             raise InconsistentArenas(
-                f"the replicated state of transaction {transaction} is not in its slot, which holds "
-                f"{label}: no failure leaves this behind; the arena's memory is damaged"
+                f"the replicated state of transaction {transaction} is not in one of the slots, which hold "
+                f"{list(labels.values())}: no failure leaves this behind; the arena's memory is damaged"
             )
-        return self._arena.filled(slot, f"{slot}_bytes")
+        return self._arena.filled(found[0], f"{found[0]}_bytes")
+
+    def _free(self) -> str:
+        committed = self._arena.get("committed")
+        others = [slot for slot in _SLOTS if self._arena.get(f"{slot}_label") != committed]
+        return others[-1] if others else _SLOTS[0]  # a new arena has committed nothing
+
+
+class Savepoint:
+    """Replicated state as it was when a step began, in this process's memory: what an abort goes back to."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """See `StateStore.open`."""
+        if len(self._memory) != size_bytes:
+            self._memory = np.empty(size_bytes, np.uint8)
+        return self._memory
+
+    def seal(self, transaction: int) -> None:
+        """See `StateStore.seal`."""
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """What was saved last."""
+        return self._memory
 
 
 class ReplicatedState:
@@ -103,8 +146,8 @@ class ReplicatedState:
         _outline(self._collect(), tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def save(self, slots: Slots, transaction: int) -> None:
-        """Writes the state of `transaction` to its slot."""
+    def save(self, slots: StateStore, transaction: int) -> None:
+        """Writes the state of `transaction`."""
         tensors: list[torch.Tensor] = []
         outline = _outline(self._collect(), tensors)
         if outline != self._outline:
@@ -130,7 +173,7 @@ class ReplicatedState:
         pairs = zip(places, tensors, strict=True)
         return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
 
-    def load(self, slots: Slots, transaction: int) -> None:
+    def load(self, slots: StateStore, transaction: int) -> None:
         """Puts the state of `transaction` back into the model and the optimizers.
 
         Raises:

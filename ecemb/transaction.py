@@ -28,9 +28,10 @@ from torch.profiler import record_function
 from .errors import StepFailed, UsageError
 from .memory import RankMemory
 from .rankstate import RankState, read, write_
-from .replicated import ReplicatedState
+from .replicated import ReplicatedState, Savepoint
 from .transport import Transport
 from .watch import EXIT_UNDECIDED
+from .window import Window
 
 Words = NDArray[np.uint64]
 
@@ -56,6 +57,7 @@ class Transactions:
         transport: the control group.
         replicated: the model's replicated state.
         rank_state: what differs by rank.
+        window: steps of a transaction, or what chooses their number.
     """
 
     def __init__(
@@ -64,32 +66,51 @@ class Transactions:
         transport: Transport,
         replicated: ReplicatedState,
         rank_state: RankState,
+        window: Window | None = None,
     ) -> None:
         self._memory = memory
         self._transport = transport
         self._replicated = replicated
         self._rank_state = rank_state
+        self._window = window or Window(1)
         self.in_flight: int | None = None
         self.aborting = False
-        self._first: int | None = None
+        self._steps = 0  # of the transaction, that have ended
+        self._savepoint, self._packed = Savepoint(), b""
+        self._commits, self._began = 0, 0.0
         self.captured_rows = 0
         self.seconds: dict[str, float] = {}
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that begins next: that of all steps that have ended."""
+        return self._memory.committed + self._steps
+
+    @property
+    def window(self) -> Window:
+        """How many steps a transaction takes."""
+        return self._window
+
     def begin(self) -> int:
-        """Arms the journal for the next transaction.
+        """Begins a step: arms the journal for the next transaction, or extends the one whose window is open.
 
         Returns:
-            Its number.
+            The transaction's number: that of the steps that have ended when this one has.
 
         Raises:
-            UsageError: a transaction is in flight.
+            UsageError: a step is in flight.
         """
         if self.in_flight is not None:
-            raise UsageError(f"transaction {self.in_flight} is open: commit or undo it first")
-        self.in_flight = transaction = self._memory.committed + 1
-        if self._first is None:
-            self._first = transaction
-        self._memory.journal.arm(transaction)
+            raise UsageError(f"step {self.in_flight - 1} is open: commit or undo it first")
+        self._window.begin()
+        self.in_flight = transaction = self.next_step + 1
+        if self._steps == 0:
+            self._memory.journal.arm(transaction)
+        else:
+            self._memory.journal.extend(transaction)
+            with self._phase("savepoint"):
+                self._replicated.save(self._savepoint, transaction - 1)
+                self._packed = self._rank_state.pack()
         if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
             logger.warning("%s", lost_name(self._memory.arena.path))
         return transaction
@@ -99,21 +120,23 @@ class Transactions:
 
         Args:
             table: index of the table in the row space.
-            ids: int64 [m], ascending and distinct.
+            ids: int64 [m], in any order, repeats allowed.
         """
         with self._phase("capture"):
             self.captured_rows += self._memory.journal.capture(table, ids)
 
     def abort(self) -> None:
-        """Votes against the transaction in flight: `commit` undoes it on all ranks and commits it empty."""
+        """Votes against the step in flight: `commit` undoes it on all ranks, and it is an empty one then."""
         self._open()
         self.aborting = True
 
     def commit(self) -> list[int]:
-        """Commits the transaction in flight on all ranks, or on none. All ranks.
+        """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
+
+        All ranks.
 
         Returns:
-            The ranks that aborted it: then it is undone on all ranks, and committed empty. None as a rule.
+            The ranks that aborted the step: then it is undone on all ranks, and empty. None as a rule.
 
         Raises:
             StepFailed: another rank's step failed, or the ranks are not in the same step. Undone here.
@@ -121,20 +144,49 @@ class Transactions:
             NotEnoughSpace: a journal can't grow. Undone here.
         """
         transaction = self._open()
-        aborted = self._attempt(transaction, 1)
+        whole = self._steps + 1 >= self._window.size
+        self._began = time.perf_counter()
+        if whole:
+            aborted = self._attempt(transaction, 1)
+        else:
+            with self._phase("exchange"):
+                aborted = self._meet(transaction, 1, None)[1]
         if aborted:
-            self._restore(transaction, positions=False)
-            self._memory.journal.arm(transaction)
+            self._restore_step(transaction)
             self.aborting = False
-            self._attempt(transaction, 2)
+            if whole:
+                self._attempt(transaction, 2)
+        if whole:
+            self._finish(transaction)
+        else:
+            self._steps += 1
+        self.in_flight = None
+        return aborted
+
+    def drain(self) -> None:
+        """Commits the steps of a window that is not full. All ranks, between steps.
+
+        Raises:
+            As `commit` does.
+        """
+        if self._steps:
+            self.in_flight = transaction = self.next_step
+            self._began = time.perf_counter()
+            self._attempt(transaction, 1)
+            self._finish(transaction)
+            self.in_flight = None
+
+    def _finish(self, transaction: int) -> None:
+        """From `prepared` to `committed`. All ranks."""
         self._memory.prepare(transaction)
         with self._phase("agree"):
             self._transport.vote(True, f"the agreement on step {transaction - 1}")
         with self._phase("apply"):
             self._memory.apply(transaction)
         self._memory.commit(transaction)
-        self.in_flight = None
-        return aborted
+        self._steps = 0
+        self._commits += 1
+        self._window.end(time.perf_counter() - self._began, self._transport)
 
     def _attempt(self, transaction: int, attempt: int) -> list[int]:
         """Everything before `prepared`: states, deltas, the exchange. All ranks.
@@ -156,8 +208,9 @@ class Transactions:
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and tells the others that it failed.
 
-        Rows, replicated state and rank state are as they were when it began. The others notice at their
-        exchange; the job needs a restart, because this rank may have left collectives half-way.
+        Rows, replicated state and rank state are as they were when it began, with the first step of its
+        window. The others notice at their exchange; the job needs a restart, because this rank may have left
+        collectives half-way.
 
         A transaction that is prepared is not undone: the process ends (protocol.md, section 3).
 
@@ -168,23 +221,35 @@ class Transactions:
         if self._memory.arena.get("prepared") >= transaction:
             self._leave(transaction, error)
         try:
-            self._restore(transaction, positions=True)
+            self._restore(transaction)
         finally:
             self.in_flight = None
             self.aborting = False
-            self._transport.leave(self._heads(transaction, 0, {}, _FAILED))
+            self._steps = 0
+            self._transport.leave(self._heads(transaction, 0, None, _FAILED))
 
-    def _restore(self, transaction: int, *, positions: bool) -> None:
+    def _restore(self, transaction: int) -> None:
         """Puts this rank's rows and states back to what they were when the transaction began.
 
         Args:
             transaction: the one in flight, not prepared.
-            positions: also the data positions.
         """
-        if self._memory.journal.label == transaction:  # else it was not armed yet, and holds another's
-            self._memory.journal.undo()
-        self._replicated.load(self._memory.slots, transaction - 1)
-        self._rank_state.unpack(read(self._memory.rank_state), positions=positions)
+        journal, committed = self._memory.journal, self._memory.committed
+        if committed < journal.label <= transaction:  # else it was not armed yet, and holds another's
+            journal.undo()
+        self._replicated.load(self._memory.slots, committed)
+        self._rank_state.unpack(read(self._memory.rank_state))
+
+    def _restore_step(self, transaction: int) -> None:
+        """Puts this rank's rows and states back to what they were when the step began, but for positions."""
+        self._memory.journal.undo_step()
+        if self._steps:
+            self._replicated.load(self._savepoint, transaction - 1)
+            packed = self._packed
+        else:
+            self._replicated.load(self._memory.slots, self._memory.committed)
+            packed = read(self._memory.rank_state)
+        self._rank_state.unpack(packed, positions=False)
 
     def _open(self) -> int:
         if self.in_flight is None:
@@ -192,17 +257,36 @@ class Transactions:
         return self.in_flight
 
     def _heads(
-        self, transaction: int, attempt: int, messages: dict[int, Words], flag: int
+        self, transaction: int, attempt: int, messages: dict[int, Words] | None, flag: int
     ) -> NDArray[np.int64]:
         digest = 0
-        if flag == _FINE and (transaction == self._first or transaction % DIGEST_EVERY == 0):
+        if messages is not None and flag == _FINE and self._commits % DIGEST_EVERY == 0:
             digest = self._replicated.digest(self._memory.slots, transaction)
         heads = np.tile(np.array([0, transaction, attempt, flag, digest]), (self._transport.world_size, 1))
-        for keeper, words in messages.items():
+        for keeper, words in (messages or {}).items():
             heads[keeper, 0] = len(words)
         return heads
 
     def _exchange(self, transaction: int, attempt: int, messages: dict[int, Words]) -> list[int]:
+        incoming, aborted = self._meet(transaction, attempt, messages)
+        if not aborted:
+            inbox = self._memory.receive(incoming)
+            self._transport.exchange(messages, inbox, f"the exchange of step {transaction - 1}")
+        return aborted
+
+    def _meet(
+        self, transaction: int, attempt: int, messages: dict[int, Words] | None
+    ) -> tuple[list[int], list[int]]:
+        """All ranks tell each other how their step went.
+
+        Args:
+            transaction: the one in flight.
+            attempt: 1, or 2 after an abort.
+            messages: what will be sent; None if the transaction goes on with another step.
+
+        Returns:
+            The words that each rank announces, and the ranks that abort.
+        """
         step = transaction - 1
         flag = _ABORTED if self.aborting else _FINE
         heads = self._transport.tell(
@@ -214,7 +298,7 @@ class Transactions:
         if failed:
             raise StepFailed(
                 f"step {step} failed on ranks {failed} and is undone here: see their logs, then restart "
-                f"the job; it goes on from step {step}"
+                f"the job; it goes on from step {self._memory.committed}"
             )
         if len(set(transactions)) > 1 or len(set(attempts)) > 1:
             raise StepFailed(
@@ -222,7 +306,7 @@ class Transactions:
                 f"every rank must run every step from guard.next_step on"
             )
         if aborted:
-            return aborted
+            return incoming, aborted
         if len(set(digests)) > 1:
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
@@ -230,9 +314,7 @@ class Transactions:
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers, such as a batch "
                 f"norm's, too (SyncBatchNorm, or all_reduce them), so that all ranks hold the same"
             )
-        inbox = self._memory.receive(incoming)
-        self._transport.exchange(messages, inbox, f"the exchange of step {step}")
-        return []
+        return incoming, []
 
     def _leave(self, transaction: int, error: BaseException) -> NoReturn:
         """Ends the process: it is prepared, and only recovery may decide from here (protocol.md 3)."""

@@ -41,6 +41,7 @@ from ecemb.replicated import ReplicatedState
 from ecemb.rows import WORD_BYTES, TableLayout, arrange, cut
 from ecemb.transaction import Transactions
 from ecemb.transport import Transport
+from ecemb.window import Window
 
 Words = NDArray[np.uint64]
 
@@ -244,12 +245,14 @@ class Job:
         tables: rank -> its tables.
         seed: of the initial rows and of every step.
         aborts: (step, rank): the rank aborts the step, whenever it is run.
+        window: steps of a transaction.
     """
 
     placement: Placement
     tables: tuple[tuple[TableLayout, ...], ...]
     seed: int
     aborts: frozenset[tuple[int, int]] = frozenset()
+    window: int = 1
 
     @property
     def size(self) -> int:
@@ -348,7 +351,13 @@ class Rank:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(1.0)
-        self.transactions = Transactions(memory, wires, self.replicated, self.position)  # pyright: ignore
+        self.transactions = Transactions(
+            memory,
+            wires,
+            self.replicated,
+            self.position,  # pyright: ignore
+            Window(job.window),
+        )
         self.report = None
 
     def start(self, plan: RecoveryPlan, generation: int) -> None:
@@ -372,8 +381,8 @@ class Rank:
 
     def step(self, body: Callable[[Rank, int], None] | None = None) -> None:
         """What `guard.step()` does, with a user's code in it."""
-        step = self.memory.committed
-        try:
+        step = self.transactions.next_step
+        with self._undoing():
             self.transactions.begin()
             self._train(step)
             if body is not None:
@@ -381,6 +390,16 @@ class Rank:
             if (step, self.memory.rank) in self.job.aborts:
                 self.transactions.abort()
             self.transactions.commit()
+
+    def drain(self) -> None:
+        """What `guard.save()` does first."""
+        with self._undoing():
+            self.transactions.drain()
+
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        try:
+            yield
         except Killed:
             raise
         except BaseException as error:
@@ -535,8 +554,9 @@ class Machines:
                 self._discard(rank, kept)
                 one.wires.barrier("the start of training")
                 ranks[rank] = one
-                while one.memory.committed < until:
+                while one.transactions.next_step < until:
                     one.step(body)
+                one.drain()
             except Killed as error:
                 failures[rank] = error
             except BaseException as error:  # noqa: BLE001 - the test looks at it

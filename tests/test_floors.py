@@ -21,11 +21,11 @@ kernels.loops
 kernels.reference kernels.cpu
 rows arena delta packing generators
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
-memory meeting watch dcp
+memory meeting watch dcp window
 stripes
 rebuild
 transaction recovery rendezvous scrub durable store
-adapters adapters.engine adapters.nn batches saver
+adapters adapters.engine adapters.nn batches saver step
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables

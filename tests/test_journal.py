@@ -143,6 +143,52 @@ def test_without_captures_there_are_no_changes(memory: RankMemory) -> None:
     assert memory.journal.undo() == 0
 
 
+def test_a_step_of_a_window_is_undone_alone_and_the_window_as_a_whole(memory: RankMemory, seed: int) -> None:
+    rng = random.Random(seed)
+    journal, states = memory.journal, [everything(memory.space)]
+    journal.arm(1)
+    for label in (2, 3, 4):
+        for table in (0, 2, 0):
+            rows = rng.choices(range(LAYOUTS[table].rows), k=6)
+            journal.capture(table, ids(*rows))
+            scribble(memory.space, table, sorted(set(rows)), rng)
+        states.append(everything(memory.space))
+        if label < 4:
+            journal.extend(label)
+            assert journal.label == label
+    for _ in range(3):  # the last step is undone, and done again otherwise
+        journal.undo_step()
+        assert np.array_equal(everything(memory.space), states[2])
+        for table in (0, 2, 0):
+            rows = rng.choices(range(LAYOUTS[table].rows), k=6)
+            journal.capture(table, ids(*rows))
+            scribble(memory.space, table, sorted(set(rows)), rng)
+    words, edges = journal.changes(Scratch())
+    got = np.zeros_like(states[0])
+    for block, (a, b) in enumerate(itertools.pairwise(edges)):
+        for one in unpack(words[a:b]):
+            for offset, part in zip(one.offsets.tolist(), one.words, strict=True):
+                at = memory.space.bounds[block] + offset
+                assert not got[at : at + len(part)].any(), "each row once, whatever the steps that changed it"
+                got[at : at + len(part)] = part
+    assert np.array_equal(got, everything(memory.space) ^ states[0])
+    another_process(memory).undo()
+    assert np.array_equal(everything(memory.space), states[0])
+    journal.arm(5)
+    assert journal.capture(0, ids(*range(12))) == 12  # nothing is left of the window before
+
+
+def test_the_first_step_of_a_window_is_undone_to_where_it_was_armed(memory: RankMemory, seed: int) -> None:
+    before = everything(memory.space)
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(3, 1, 3))
+    scribble(memory.space, 0, (1, 3), random.Random(seed))
+    memory.journal.undo_step()
+    assert np.array_equal(everything(memory.space), before)
+    assert memory.arena.get("rows_bytes") == 0
+    assert memory.journal.capture(0, ids(3)) == 1
+
+
 def test_arming_empties_the_journal_before_it_takes_the_new_label(memory: RankMemory) -> None:
     """Section 3.1: a new label over old entries would undo a committed transaction."""
     memory.journal.arm(1)

@@ -43,7 +43,7 @@ class Trial:
         plan = self.machines.plan()
         if life.committed >= 0:
             assert plan.kind != "fresh"
-            assert life.committed <= plan.transaction <= life.committed + 1
+            assert life.committed <= plan.transaction <= life.committed + self.machines.job.window
         return plan
 
     def lose_some(self, likely: float = 0.6) -> None:
@@ -76,21 +76,23 @@ def some_ends(moments: dict[int, int], likely: float, rng: random.Random) -> dic
     return {rank: rng.randint(1, count) for rank, count in moments.items() if rng.random() < likely}
 
 
-def run_trial(machines: Machines, ends: dict[int, int], moments: dict[int, int], seed: int) -> None:
+def run_trial(
+    machines: Machines, ends: dict[int, int], moments: dict[int, int], seed: int, goal: int
+) -> None:
     rng = random.Random(seed)
     trial = Trial(machines, rng)
     try:
-        life = trial.live(DONE + 1, ends)
+        life = trial.live(goal, ends)
         plan = trial.plan_after(life)
         if rng.random() < 0.7:
             trial.lose_some()
         if rng.random() < 0.6:
-            life = trial.live(DONE + 1, some_ends(moments, 0.6, rng))
+            life = trial.live(goal, some_ends(moments, 0.6, rng))
             if life.ranks or plan.kind == "fresh":
                 plan = trial.plan_after(life)
             if rng.random() < 0.5:
                 trial.lose_some()
-        trial.finish(DONE + 2)
+        trial.finish(goal + 1)
     except BaseException:
         print(f"seed of this trial: {seed}; kind, transaction, lost, ends: {trial.history}")
         raise
@@ -120,14 +122,14 @@ def cases(moments: dict[int, int], share: int, rng: random.Random) -> list[tuple
     return every[rng.randrange(share) :: share]
 
 
-def run_trials(base: Machines, share: int, rng: random.Random, folder: Path) -> None:
+def run_trials(base: Machines, share: int, rng: random.Random, folder: Path, goal: int = DONE + 1) -> None:
     """The next step of a job, once for each case: a rank is killed at a moment of it, maybe others, too."""
     folder.mkdir(exist_ok=True)
-    moments = base.copy(folder / "rehearsal").run(DONE + 1).moments
+    moments = base.copy(folder / "rehearsal").run(goal).moments
     for rank, end in cases(moments, share, rng):
         others = some_ends(moments, 0.3, rng)
         machines = base.copy(folder / f"{rank}-{end}")
-        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31))
+        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31), goal)
 
 
 @pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 7, 12, 12, 16), strict=True)])
@@ -189,6 +191,26 @@ def test_every_rank_killed_while_a_step_is_aborted(
     assert not life.failures
     rehearsal.check(DONE + 2)
     run_trials(base, share, rng, tmp_path / "trials")
+
+
+@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 5), ((3, 2, 3), 19), ((4, 2, 4), 43)])
+def test_every_rank_killed_in_a_window(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """D5: three steps are one transaction, of which one is aborted; a fourth is committed by itself."""
+    rng = random.Random(seed)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 4
+    aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
+    base.job = dataclasses.replace(base.job, window=3, aborts=aborts)
+    rehearsal = base.copy(tmp_path / "rehearsal")
+    life = rehearsal.run(goal)
+    assert not life.failures
+    rehearsal.check(goal)
+    run_trials(base, share, rng, tmp_path / "trials", goal)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])

@@ -29,8 +29,8 @@ class Hooks:
     """What tables tell, and ask, whoever protects them.
 
     Attributes:
-        capture: called with a table's index and the rows (int64, ascending, distinct) about to change. Rows
-            of a group of tables are told by its first table, as `rows.joined` says.
+        capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
+            change. Rows of a group of tables are told by its first table, as `rows.joined` says.
         is_open: whether a step is open.
         on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
     """

@@ -126,7 +126,7 @@ class SparseTable:
                 )
 
     def touched(self) -> Ids | None:
-        """The rows that the optimizer's step is about to change, int64, ascending and distinct.
+        """The rows that the optimizer's step is about to change, int64 [m], with repeats.
 
         Raises:
             UndeclaredWrite: the gradient is dense.
@@ -139,7 +139,7 @@ class SparseTable:
                 f"table {self.name!r} has a dense gradient, with which the optimizer would change every "
                 f"row: look it up through an embedding with sparse=True only"
             )
-        return np.unique(grad._indices()[0].numpy())
+        return np.ascontiguousarray(grad._indices()[0].numpy())
 
     def gradient(self) -> tuple[int, ...] | None:
         """What tells whether the rows of the sparse gradient are still the same."""

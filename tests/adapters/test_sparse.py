@@ -80,8 +80,7 @@ class Watched:
 
     def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
         assert ids.dtype == np.int64 and ids.ndim == 1
-        assert (np.diff(ids) > 0).all(), "captured rows must be ascending and distinct"
-        self.captured.append((table, ids.tolist()))
+        self.captured.append((table, np.unique(ids).tolist()))
 
     def _on_undeclared(self) -> None:
         self.undeclared += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import signal
 import sys
@@ -45,7 +44,7 @@ class References:
 
     def of(self, setting: Setting) -> Digests:
         """The digests, which don't depend on who loads the data."""
-        setting = dataclasses.replace(setting, workers=0)
+        setting = setting.plain
         if setting not in self._known:
             outcome = run(Plan(setting, forked=True))
             wrong = [d for d in outcome.digests.values() if d[PARITY] != "[]"]

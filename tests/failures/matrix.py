@@ -23,8 +23,10 @@ from failures.draws import Deck, Lengths
 from failures.driver import Outcome
 from failures.plan import ABORT_EVERY, Event, Exact, Plan, Refused, Setting, Timed, Victim
 
+EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "exchange", "aborting")
+"""Phases of every step of a window; the others only come when it is full."""
 PAIRS = 4  # failures in steps, each with one in the recovery from it, in one run
-ATTEMPTS = 4  # for a cell that was missed: it had fewer lines than thought
+ATTEMPTS = 6  # for a cell that was missed: it had fewer lines than thought
 GUESS_LINES, GUESS_CALLS = 12, 2
 TIMED_PAUSE_S = 0.05
 TIMED_STEPS = 8  # until all deaths that come from outside have come
@@ -35,6 +37,7 @@ OTHERS = (
     Setting(4, 3, 2, "SGD", workers=2),  # more ranks than blocks in a stripe
     Setting(6, 6, 4, "Adagrad"),
     Setting(5, 4, 2, "SparseAdam", workers=2),
+    Setting(4, 4, 2, "SparseAdam", window=3),
 )
 
 When = Literal["fresh", "first", "step", "last", "recovery", "end"]
@@ -366,7 +369,10 @@ class _Draw:
         if row.when != "step":
             return None
         self._step += 1
-        while (self._step % ABORT_EVERY == ABORT_EVERY - 1) != (row.phase == "aborting"):
+        window = 1 if row.phase in EACH_STEP else self._setting.window
+        while (self._step % ABORT_EVERY == ABORT_EVERY - 1) != (row.phase == "aborting") or (
+            self._step % window != window - 1
+        ):
             self._step += 1
         step = self._step
         self._step += TIMED_STEPS if row.how in ("outside", "torchrun") else 1

@@ -50,7 +50,10 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 CHUNK_WORDS = 256
 
 _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("worker.py")))
-_PARTS = {"agree": "agreement"}  # ecemb's own names of a step's parts, where they differ
+_PARTS = {
+    "agree": "agreement",
+    "savepoint": "in the body",
+}  # ecemb's own names of a step's parts, where they differ
 
 
 class OnPurpose(Exception):
@@ -118,9 +121,9 @@ class Worker:
         self.board.set("resumed", next_step)
         self.turn("between steps")
 
-    def committed(self) -> None:
-        """A step was committed."""
-        self.board.set("committed", self.step + 1)
+    def committed(self, steps: int) -> None:
+        """A step has ended, and so many are committed."""
+        self.board.set("committed", steps)
         self.board.went_on()
         self.turn("between steps")
 
@@ -316,7 +319,7 @@ def _watch_steps(worker: Worker) -> None:
     def ended(commit: Callable[..., Any], self: Any) -> Any:
         with worker.during("commit"):
             result = commit(self)
-        worker.committed()
+        worker.committed(self._memory.committed)
         return result
 
     @contextmanager
@@ -340,7 +343,7 @@ def _watch_steps(worker: Worker) -> None:
     _wrap(transaction.Transactions, "commit", ended)
     _wrap(transaction.Transactions, "_phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
-    around(transaction.Transactions, "_restore", {"commit": "aborting"})
+    around(transaction.Transactions, "_restore_step", {"commit": "aborting"})
     around(memory.RankMemory, "prepare", "prepare")
     around(memory.RankMemory, "apply", {"deciding": "redoing"})
     _wrap(guard.Guard, "close", closed)
@@ -368,23 +371,27 @@ def _watch_kernels(worker: Worker) -> None:
             records[: len(ids) // 2],
             column,
         ),
-        "_gather_words": lambda src, offsets, starts, out: (
+        "_change": lambda table, ids, old, out, column: (
+            table,
+            ids[: len(ids) // 2],
+            old[: len(ids) // 2],
+            out[: len(ids) // 2],
+            column,
+        ),
+        "_gather_rows": lambda src, offsets, out: (
             src,
             offsets[: len(offsets) // 2],
-            starts[: len(offsets) // 2 + 1],
-            out,
+            out[: len(offsets) // 2],
         ),
-        "_scatter_words": lambda dst, offsets, starts, src: (
+        "_scatter_rows": lambda dst, offsets, src: (
             dst,
             offsets[: len(offsets) // 2],
-            starts[: len(offsets) // 2 + 1],
-            src,
+            src[: len(offsets) // 2],
         ),
-        "_mul_add": lambda dst, offsets, starts, src, weight: (
+        "_mul_add_rows": lambda dst, offsets, src, weight: (
             dst,
             offsets[: len(offsets) // 2],
-            starts[: len(offsets) // 2 + 1],
-            src,
+            src[: len(offsets) // 2],
             weight,
         ),
         "_mul_add_block": lambda dst, src, weight: (

@@ -18,7 +18,7 @@ ABORT_EVERY = 8  # of so many steps the last one is aborted
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings must end with equal bits, whatever `workers` is.
+    """What is trained. Runs of equal settings must end with equal bits, whatever `workers` and `window` are.
 
     Attributes:
         ranks: number of ranks.
@@ -27,6 +27,7 @@ class Setting:
         optimizer: of the tables, a key of the worker's `OPTIMIZERS`.
         steps: in all.
         workers: processes that load data, on each rank.
+        window: steps of a transaction.
     """
 
     ranks: int
@@ -35,6 +36,12 @@ class Setting:
     optimizer: str
     steps: int = 40
     workers: int = 0
+    window: int = 1
+
+    @property
+    def plain(self) -> Setting:
+        """What runs with equal ends have in common."""
+        return dataclasses.replace(self, workers=0, window=1)
 
     @property
     def tolerated(self) -> int:
@@ -43,8 +50,8 @@ class Setting:
 
     @property
     def code(self) -> str:
-        """The code in words."""
-        return f"code ({self.n}, {self.k})"
+        """The code in words, and the window if there is one."""
+        return f"code ({self.n}, {self.k})" + (f", window {self.window}" if self.window > 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,6 +142,7 @@ def train(
         optimizers=[sparse, dense],
         code=ecemb.Code(n=setting.n, k=setting.k),
         state=[schedule, progress],
+        window=setting.window,
         failure_domain=failure_domain,
         resume=checkpoints,
     )
