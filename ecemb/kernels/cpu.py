@@ -1,7 +1,7 @@
 """Kernels for the CPU: loops compiled for this machine's vector units, on one thread.
 
-Owns: which loop does which operation. Each is compiled when it is first asked for, which takes a few
-milliseconds, and runs without the interpreter's lock. Arguments are checked before they come here; the loops
+Owns: which loop does which operation. They are compiled when the kernels are made, which takes some tens of
+milliseconds, and run without the interpreter's lock. Arguments are checked before they come here; the loops
 check nothing.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ecemb.kernels import Elements, Indices, Kernels, RowSet, Words
 
 from . import loops
+from .emit import compiled
 from .products import Products, available
 
 
@@ -37,6 +38,18 @@ class Cpu(Kernels):
     def __init__(self, products: Products | None = None) -> None:
         self.products = products or available()[0]
         self._constants = self.products.constants()
+        unit = self.products.vector_bytes
+        self._copy, self._put, self._differ, self._add, self._multiply, self._collect, self._drop = compiled(
+            loops.copy(unit),
+            loops.put(unit),
+            loops.change(unit),
+            loops.add(unit, None),
+            loops.add(unit, self.products),
+            loops.distinct(),
+            loops.forget(),
+        )
+        # Not every process combines blocks.
+        self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
 
     def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
         self._copy(*_rows(table, ids), *_records(out, column))
@@ -97,38 +110,6 @@ class Cpu(Kernels):
                 _address(targets),
                 8 * some[0].size,
             )
-
-    @functools.cached_property
-    def _copy(self) -> Callable[..., int]:
-        return loops.copy(self.products.vector_bytes)
-
-    @functools.cached_property
-    def _put(self) -> Callable[..., int]:
-        return loops.put(self.products.vector_bytes)
-
-    @functools.cached_property
-    def _differ(self) -> Callable[..., int]:
-        return loops.change(self.products.vector_bytes)
-
-    @functools.cached_property
-    def _add(self) -> Callable[..., int]:
-        return loops.add(self.products.vector_bytes, None)
-
-    @functools.cached_property
-    def _multiply(self) -> Callable[..., int]:
-        return loops.add(self.products.vector_bytes, self.products)
-
-    @functools.cached_property
-    def _collect(self) -> Callable[..., int]:
-        return loops.distinct()
-
-    @functools.cached_property
-    def _drop(self) -> Callable[..., int]:
-        return loops.forget()
-
-    @functools.cached_property
-    def _combine(self) -> Callable[[int], Callable[..., int]]:
-        return functools.cache(functools.partial(loops.dot, self.products))
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -7,10 +7,9 @@ checked here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
-from .emit import I64, LINE_BYTES, Emitter, Value, compiled, ir, number, vector
+from .emit import I64, LINE_BYTES, Emitter, Value, ir, number, vector
 from .products import Products
 
 WORD_BYTES: Final = number(8)
@@ -23,7 +22,7 @@ MOST_OUTPUTS: Final = 4
 """Sums that `dot` keeps in registers at a time."""
 
 
-def copy(unit: int) -> Callable[..., int]:
+def copy(unit: int) -> Emitter:
     """(base, indices, count, scale, width, out, stride): out[i · stride ..] = row i, `width` bytes."""
     e = Emitter("copy", 7)
     base, indices, count, scale, width, out, stride = e.arguments
@@ -35,10 +34,10 @@ def copy(unit: int) -> Callable[..., int]:
             e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
 
         e.pieces(width, unit, 1, act)
-    return compiled(e)
+    return e.end()
 
 
-def put(unit: int) -> Callable[..., int]:
+def put(unit: int) -> Emitter:
     """(base, indices, count, scale, width, records, stride): row i = records[i · stride ..]."""
     e = Emitter("put", 7)
     base, indices, count, scale, width, records, stride = e.arguments
@@ -50,10 +49,10 @@ def put(unit: int) -> Callable[..., int]:
             e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
 
         e.pieces(width, unit, 1, act)
-    return compiled(e)
+    return e.end()
 
 
-def change(unit: int) -> Callable[..., int]:
+def change(unit: int) -> Emitter:
     """(base, indices, count, scale, width, old, out, stride): out[i · stride ..] = row i XOR old[there]."""
     e = Emitter("change", 8)
     base, indices, count, scale, width, old, out, stride = e.arguments
@@ -66,10 +65,10 @@ def change(unit: int) -> Callable[..., int]:
             e.store(e.make.xor(new, was), e.make.add(target, at))
 
         e.pieces(width, unit, 1, act)
-    return compiled(e)
+    return e.end()
 
 
-def add(unit: int, products: Products | None) -> Callable[..., int]:
+def add(unit: int, products: Products | None) -> Emitter:
     """(base, indices, count, scale, width, src, constants): row i ^= weight * src[i · width ..].
 
     Without `products` the weight is 1, and `constants` is not read.
@@ -92,10 +91,10 @@ def add(unit: int, products: Products | None) -> Callable[..., int]:
                 e.store(e.make.xor(e.load(kind, there), added), there)
 
         e.pieces(width, 2 * unit, 8, act)
-    return compiled(e)
+    return e.end()
 
 
-def dot(products: Products, outputs: int) -> Callable[..., int]:
+def dot(products: Products, outputs: int) -> Emitter:
     """(blocks, constants, stride, count, outs, size): outs[q] = XOR_j weight[q, j] * blocks[j], q < outputs.
 
     `blocks` and `outs` are arrays of addresses, `constants` those of weight[q, j] at q · count + j, each
@@ -126,10 +125,10 @@ def dot(products: Products, outputs: int) -> Callable[..., int]:
                 e.store(next(sums), e.make.add(e.make.add(target, at), number(part)))
 
     e.pieces(size, 4 * unit, 8, act)
-    return compiled(e)
+    return e.end()
 
 
-def distinct() -> Callable[..., int]:
+def distinct() -> Emitter:
     """(ids, count, seen, fresh, summary, summary_words, out): returns how many were written to out."""
     e = Emitter("distinct", 7)
     ids, count, seen, fresh, summary, summary_words, out = e.arguments
@@ -151,10 +150,10 @@ def distinct() -> Callable[..., int]:
                 rows.following = [e.make.add(rows.carried[0], number(1))]
             words.following = rows.carried
         each.following = words.carried
-    return compiled(e, each.carried[0])
+    return e.end(each.carried[0])
 
 
-def forget() -> Callable[..., int]:
+def forget() -> Emitter:
     """(ids, count, seen): clears the bits."""
     e = Emitter("forget", 3)
     ids, count, seen = e.arguments
@@ -162,7 +161,7 @@ def forget() -> Callable[..., int]:
         place, bit = _bit(e, e.word(ids, each.index))
         address = e.place(seen, place, WORD_BYTES)
         e.store(e.make.and_(e.load(I64, address), e.make.not_(bit)), address)
-    return compiled(e)
+    return e.end()
 
 
 def _row(

@@ -14,16 +14,17 @@ from ecemb.kernels.emit import Emitter, Value, compiled, number, vector
 def square() -> Callable[..., int]:
     e = Emitter("square", 1)
     (x,) = e.arguments
-    return compiled(e, e.make.mul(x, x))
+    return compiled(e.end(e.make.mul(x, x)))[0]
 
 
 def test_functions_of_one_name_are_several() -> None:
-    def adder(what: int) -> Callable[..., int]:
+    def adder(what: int) -> Emitter:
         e = Emitter("adder", 1)
-        return compiled(e, e.make.add(e.arguments[0], number(what)))
+        return e.end(e.make.add(e.arguments[0], number(what)))
 
-    one, two = adder(1), adder(2)
-    assert (one(40), two(40), one(-1)) == (41, 42, 0)
+    one, two = compiled(adder(1), adder(2))
+    (three,) = compiled(adder(3))
+    assert (one(40), two(40), three(40), one(-1)) == (41, 42, 43, 0)
 
 
 def test_threads_may_compile_at_once() -> None:
@@ -37,7 +38,8 @@ def test_a_loop_carries_values(stop: int) -> None:
     e = Emitter("sums", 1)
     with e.loop(e.arguments[0], carried=[number(100)]) as loop:
         loop.following = [e.make.add(loop.carried[0], loop.index)]
-    assert compiled(e, loop.carried[0])(stop) == 100 + sum(range(stop))
+    (function,) = compiled(e.end(loop.carried[0]))
+    assert function(stop) == 100 + sum(range(stop))
 
 
 @pytest.mark.parametrize("word", [0, 1, -1, 0b1010, -(2**63)])
@@ -47,7 +49,8 @@ def test_bits_come_from_the_lowest_on(word: int) -> None:
         weighted = e.make.mul(loop.index, e.make.add(loop.carried[0], number(1)))
         loop.following = [e.make.add(loop.carried[0], number(1)), e.make.add(loop.carried[1], weighted)]
     set_bits = [i for i in range(64) if word >> i & 1]
-    assert compiled(e, loop.carried[1])(word) == sum(i * (j + 1) for j, i in enumerate(set_bits))
+    (function,) = compiled(e.end(loop.carried[1]))
+    assert function(word) == sum(i * (j + 1) for j, i in enumerate(set_bits))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127])
@@ -62,5 +65,6 @@ def test_pieces_cover_every_byte_once(size: int) -> None:
 
     e.pieces(total, 32, 1, act)
     memory = np.zeros(200, np.uint8)
-    compiled(e)(memory[3:].ctypes.data, size)
+    (function,) = compiled(e.end())
+    function(memory[3:].ctypes.data, size)
     assert memory.tolist() == [0] * 3 + [1] * size + [0] * (197 - size)
