@@ -47,7 +47,7 @@ from ecemb.directory import arenas, remove
 
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
-WINDOWS = (1,)
+WINDOWS = (1, 16)
 """Steps that are committed at once: each is measured with each code."""
 IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
 """Engine -> what its ranks import, which takes long."""

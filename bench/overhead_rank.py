@@ -185,8 +185,9 @@ def work(line: Line, order: Order) -> None:
 def protect(twin: Twin, order: Order) -> ecemb.Guard:
     """The guard of the protected twin."""
     code = ecemb.Code(n=order.n, k=order.k)
-    windowed = {} if order.window == 1 else {"window": order.window}
-    return ecemb.protect(twin.model, optimizers=twin.optimizers, code=code, failure_domain="rank", **windowed)
+    return ecemb.protect(
+        twin.model, optimizers=twin.optimizers, code=code, window=order.window, failure_domain="rank"
+    )
 
 
 def draw(order: Order, rank: int, count: int) -> list[Batch]:
