@@ -37,7 +37,8 @@ class Cpu(Kernels):
 
     def __init__(self, products: Products | None = None) -> None:
         self.products = products or available()[0]
-        self._constants = self.products.constants()
+        self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
+        self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes
         self._copy, self._put, self._differ, self._add, self._multiply, self._collect, self._drop = compiled(
             loops.copy(unit),
@@ -90,11 +91,17 @@ class Cpu(Kernels):
         self._put(*_places(dst, offsets, src), _address(src), 8 * src.shape[1])
 
     def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
-        add = self._add if weight == 1 else self._multiply
-        add(*_places(dst, offsets, src), _address(src), _address(self._constants[weight]))
+        self._add_weighted(weight, *_places(dst, offsets, src), _address(src))
 
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
-        self._mul_add_rows(dst, np.zeros(1, np.int64), src[None], weight)
+        # One row, at offset 0.
+        self._add_weighted(weight, _address(dst), self._zero, 1, 8, 8 * src.size, _address(src))
+
+    def _add_weighted(self, weight: int, *arguments: int) -> None:
+        if weight == 1:
+            self._add(*arguments, 0)
+        else:
+            self._multiply(*arguments, self._weights + int(weight) * self._constants.shape[1])
 
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
         sources = np.array([_address(block) for block in blocks], np.int64)
