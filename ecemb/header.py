@@ -185,7 +185,7 @@ class Header:
 
     def to_json(self) -> str:
         """Canonical JSON text of the header, constants included."""
-        return _canonical(dataclasses.asdict(self))
+        return _canonical({**vars(self), "constants": vars(self.constants)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:

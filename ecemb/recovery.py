@@ -187,14 +187,16 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
     if memory.parity is None:
         return
     longest = longest_block(memory)
-    for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)}):
-        stop = start + SAMPLE_WORDS
-        wrong = [one.stripe_class for one in compare(memory, transport, start, stop, "verifying")]
-        fine = transport.vote(not wrong, "verifying")
-        if not all(fine):
-            raise InconsistentArenas(
-                f"after the rebuild, parity and rows differ in words {start}..{stop} of blocks whose parity "
-                f"is kept by ranks {[rank for rank, yes in enumerate(fine) if not yes]} (stripe classes "
-                f"here: {wrong}): memory rotted, or rows changed without being declared. Remove the arenas "
-                f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
-            )
+    wrong = [
+        f"class {one.stripe_class} in words {start}..{start + SAMPLE_WORDS}"
+        for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)})
+        for one in compare(memory, transport, start, start + SAMPLE_WORDS, "verifying")
+    ]
+    fine = transport.vote(not wrong, "verifying")
+    if not all(fine):
+        raise InconsistentArenas(
+            f"after the rebuild, parity and rows differ in stripes whose parity is kept by ranks "
+            f"{[rank for rank, yes in enumerate(fine) if not yes]} (here: {', '.join(wrong) or 'none'}): "
+            f"memory rotted, or rows changed without being declared. Remove the arenas "
+            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+        )

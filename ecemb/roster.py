@@ -38,7 +38,7 @@ class Report:
     def to_json(self) -> dict[str, object]:
         """As plain values."""
         header = None if self.header is None else self.header.to_json()
-        return {**dataclasses.asdict(self), "header": header}
+        return {**vars(self), "header": header}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Report:
@@ -130,8 +130,8 @@ class Roster:
 
     def to_json(self) -> str:
         """As JSON text."""
-        workers = [{**dataclasses.asdict(w), "arenas": [r.to_json() for r in w.arenas]} for w in self.workers]
-        return json.dumps({**dataclasses.asdict(self), "workers": workers})
+        workers = [{**vars(w), "arenas": [r.to_json() for r in w.arenas]} for w in self.workers]
+        return json.dumps({**vars(self), "workers": workers})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Roster:
