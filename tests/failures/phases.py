@@ -399,6 +399,11 @@ def _watch_kernels(worker: Worker) -> None:
             src[: len(dst) // 2],
             weight,
         ),
+        "_dot": lambda blocks, weights, outs: (
+            [block[: len(block) // 2] for block in blocks],
+            weights,
+            [out[: len(out) // 2] for out in outs],
+        ),
     }
     for name, half in halves.items():
 
