@@ -313,19 +313,21 @@ def test_updating_is_encoding_again(name: str, data: st.DataObject) -> None:
     old = [words(data.draw(st.binary(min_size=size * 8, max_size=size * 8))) for _ in range(code.k)]
     parity = encoded(work, code, old)
     changed = data.draw(st.integers(0, code.k - 1), "changed block")
-    # Spans of one block change: they are disjoint, since each row is captured once in a step.
-    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=8), "cuts"))
-    spans = list(zip(cuts[::2], cuts[1::2], strict=False))
-    offsets = np.array([begin for begin, _ in spans], np.int64)
-    starts = np.cumsum([0, *(end - begin for begin, end in spans)], dtype=np.int64)
-    fresh = words(data.draw(st.binary(min_size=int(starts[-1]) * 8, max_size=int(starts[-1]) * 8)))
+    # Rows of one block change: they are disjoint, since each is captured once in a step.
+    width = data.draw(st.integers(1, 4), "words of a row")
+    rows = (
+        data.draw(st.lists(st.integers(0, size // width - 1), unique=True), "rows") if size >= width else []
+    )
+    offsets = np.array(rows, np.int64) * width
+    count = 8 * len(rows) * width
+    fresh = words(data.draw(st.binary(min_size=count, max_size=count))).reshape(len(rows), width)
 
     delta = np.empty_like(fresh)
-    work.gather_words(old[changed], offsets, starts, delta)
+    work.gather_rows(old[changed], offsets, delta)
     work.xor(delta, fresh, delta)
     for row, block in zip(generator(code)[code.k :], parity, strict=True):
-        work.mul_add_(block, offsets, starts, delta, int(row[changed]))
-    work.scatter_words_(old[changed], offsets, starts, fresh)
+        work.mul_add_rows_(block, offsets, delta, int(row[changed]))
+    work.scatter_rows_(old[changed], offsets, fresh)
 
     for updated, again in zip(parity, encoded(work, code, old), strict=True):
         assert updated.tobytes() == again.tobytes()

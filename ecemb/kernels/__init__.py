@@ -9,7 +9,7 @@ work or raises `KernelError` and has written nothing. No kernel ever reads or wr
 arrays that it was given.
 
 Knows nothing of: codes, placement, tables, ranks. All arrays are numpy, C-contiguous, aligned and
-in the machine's byte order. A *word* is 8 bytes (uint64); `ids`, `offsets` and `starts` are int64.
+in the machine's byte order. A *word* is 8 bytes (uint64); `ids` and `offsets` are int64.
 Calls hold no state (a `RowSet` is the caller's) and may run in several threads on different outputs.
 """
 
@@ -39,7 +39,6 @@ from .checks import (
     check_output,
     check_places,
     check_rows,
-    check_spans,
     check_weight,
 )
 from .rowset import RowSet
@@ -224,77 +223,6 @@ class Kernels(ABC):
         self._xor(a, b, out)
 
     @final
-    def gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None:
-        """Packs m spans of words one after the other.
-
-        `out[starts[i]:starts[i+1]] = src[offsets[i]:offsets[i]+len_i]`, where len_i is
-        starts[i+1] - starts[i]. `starts` ascends (equal neighbours are an empty span) and may begin
-        above 0.
-
-        Args:
-            src: uint64 [S]; read.
-            offsets: int64 [m], where each span begins in `src`, in words; any order, repeats and
-                overlaps allowed; read.
-            starts: int64 [m+1], where each span begins and the last one ends in `out`, in words;
-                read.
-            out: uint64 [at least starts[m]]; the spans are overwritten. Not overlapping `src`.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_spans("gather_words", "src", src, offsets, starts, "out", out)
-        check_output("gather_words", "out", out, src=src)
-        self._gather_words(src, offsets, starts, out)
-
-    @final
-    def scatter_words_(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None:
-        """Unpacks m spans of words.
-
-        `dst[offsets[i]:offsets[i]+len_i] = src[starts[i]:starts[i+1]]`
-
-        In order: where spans overlap in `dst` the last one stays.
-
-        Args:
-            dst: uint64 [S]; the spans are overwritten, the rest left alone.
-            offsets: int64 [m], where each span begins in `dst`, in words; read.
-            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`,
-                in words; read.
-            src: uint64 [at least starts[m]]; read. Not overlapping `dst`.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_spans("scatter_words_", "dst", dst, offsets, starts, "src", src)
-        check_output("scatter_words_", "dst", dst, src=src)
-        self._scatter_words(dst, offsets, starts, src)
-
-    @final
-    def mul_add_(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
-        """Adds weighted spans of words.
-
-        `dst[offsets[i]:offsets[i]+len_i] ^= weight * src[starts[i]:starts[i+1]]`
-
-        This is how parity is updated by deltas.
-
-        Args:
-            dst: uint64 [S]; the spans are updated, the rest left alone.
-            offsets: int64 [m], where each span begins in `dst`, in words; repeats and overlaps add
-                up; read.
-            starts: int64 [m+1], ascending: where each span begins and the last one ends in `src`,
-                in words; read.
-            src: uint64 [at least starts[m]]; read. Not overlapping `dst`.
-            weight: 0..255; 0 changes nothing, 1 is plain XOR.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_spans("mul_add_", "dst", dst, offsets, starts, "src", src)
-        check_output("mul_add_", "dst", dst, src=src)
-        check_weight("mul_add_", weight)
-        if weight:
-            self._mul_add(dst, offsets, starts, src, weight)
-
-    @final
     def gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         """Packs m rows of w words.
 
@@ -424,15 +352,6 @@ class Kernels(ABC):
 
     @abstractmethod
     def _xor(self, a: Words, b: Words, out: Words) -> None: ...
-
-    @abstractmethod
-    def _gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None: ...
-
-    @abstractmethod
-    def _scatter_words(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None: ...
-
-    @abstractmethod
-    def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None: ...
 
     @abstractmethod
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None: ...

@@ -8,7 +8,6 @@ check nothing.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
@@ -72,18 +71,6 @@ class Cpu(Kernels):
     def _xor(self, a: Words, b: Words, out: Words) -> None:
         np.bitwise_xor(a, b, out=out)  # numpy's own loop is vectorised and drops the lock.
 
-    def _gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None:
-        for part, rows in _runs(offsets, starts, out):
-            self._gather_rows(src, part, rows)
-
-    def _scatter_words(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None:
-        for part, rows in _runs(offsets, starts, src):
-            self._scatter_rows(dst, part, rows)
-
-    def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
-        for part, rows in _runs(offsets, starts, src):
-            self._mul_add_rows(dst, part, rows, weight)
-
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         self._copy(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
 
@@ -134,15 +121,3 @@ def _records(records: Elements, column: int) -> tuple[int, int]:
 
 def _places(words: Words, offsets: Indices, rows: Words) -> tuple[int, int, int, int, int]:
     return _address(words), _address(offsets), offsets.size, 8, 8 * rows.shape[1]
-
-
-def _runs(offsets: Indices, starts: Indices, packed: Words) -> Sequence[tuple[Indices, Words]]:
-    """Cuts spans into runs of equal length."""
-    if not offsets.size:
-        return []
-    widths = np.diff(starts)
-    cuts = [0, *(np.flatnonzero(np.diff(widths)) + 1).tolist(), offsets.size]
-    return [
-        (offsets[a:b], packed[starts[a] : starts[b]].reshape(b - a, widths[a]))
-        for a, b in itertools.pairwise(cuts)
-    ]

@@ -1,6 +1,6 @@
 """The reference kernels: the specification, written to be read.
 
-Owns: what each operation means, in numpy, one row or span at a time. The other kernels have to
+Owns: what each operation means, in numpy, one row at a time. The other kernels have to
 equal it bit for bit. Products are by shift and add, so that they share no table with the code's
 algebra or with a faster kernel.
 """
@@ -62,18 +62,6 @@ class Reference(Kernels):
 
     def _xor(self, a: Words, b: Words, out: Words) -> None:
         out[...] = a ^ b
-
-    def _gather_words(self, src: Words, offsets: Indices, starts: Indices, out: Words) -> None:
-        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
-            out[start:end] = src[offset : offset + end - start]
-
-    def _scatter_words(self, dst: Words, offsets: Indices, starts: Indices, src: Words) -> None:
-        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
-            dst[offset : offset + end - start] = src[start:end]
-
-    def _mul_add(self, dst: Words, offsets: Indices, starts: Indices, src: Words, weight: int) -> None:
-        for offset, start, end in zip(offsets, starts[:-1], starts[1:], strict=True):
-            dst[offset : offset + end - start] ^= product(weight, src[start:end])
 
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         for offset, row in zip(offsets, out, strict=True):
