@@ -33,6 +33,19 @@ def process_states() -> dict[str, Any]:
     }
 
 
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two of `process_states` are equal: then nothing was drawn in between."""
+    return all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for name in a
+        for one, other in zip(_listed(a[name]), _listed(b[name]), strict=True)
+    )
+
+
+def _listed(state: Any) -> Any:
+    return state if isinstance(state, tuple) else (state,)
+
+
 def set_process_states(states: Mapping[str, Any]) -> None:
     """Puts them back."""
     kind, key, pos, has_gauss, gauss = states["numpy"]

@@ -27,6 +27,7 @@ from .rows import WORD_BYTES, Column, TableLayout
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of what follows
 _HEAD_BYTES = _HEAD.size
+_SIZE = struct.Struct("<Q")  # of the generators' states, which follow, and then the rest
 
 
 class Stateful(Protocol):
@@ -87,6 +88,7 @@ class RankState:
         self._at_bind: list[Any] = []  # each position's state when it was bound
         self._pending: list[Any] = []  # states that were packed, and whose position is not bound yet
         self.room_bytes: int | None = None
+        self._generators: tuple[dict[str, Any], bytes] | None = None  # as they were packed last
         for item in self._stateful:
             load(dump(_state(item)))
 
@@ -111,13 +113,16 @@ class RankState:
             StepFailed: it takes more than `room_bytes`.
         """
         parts = {
-            **generators.process_states(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
             "scalars": plain(self._scalars(), at="the tables' scalars"),
             "stateful": [_state(item) for item in self._stateful],
             "positions": [*map(_position, self.positions), *self._pending],
         }
-        data = dump(parts)
+        states = generators.process_states()
+        if self._generators is None or not generators.same(states, self._generators[0]):
+            self._generators = states, dump(states)  # what draws nothing need not pay for it in each step
+        packed = self._generators[1]
+        data = _SIZE.pack(len(packed)) + packed + dump(parts)
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
             names = [position.name for position in self.positions]
             names += [f"state= object {i} ({type(item).__name__})" for i, item in enumerate(self._stateful)]
@@ -147,7 +152,7 @@ class RankState:
         Raises:
             LayoutMismatch: another number of objects was packed.
         """
-        saved = load(data)
+        drawn, saved = _taken_apart(data)
         if len(self._stateful) != len(saved["stateful"]):
             raise LayoutMismatch(
                 f"state= has {len(self._stateful)} objects, and had {len(saved['stateful'])} when the job "
@@ -161,13 +166,29 @@ class RankState:
             for i, position in enumerate(self.positions):
                 position.load_state_dict(states[i] if i < len(states) else self._at_bind[i])
             self._pending = states[len(self.positions) :]
-        generators.set_process_states(saved)
+        generators.set_process_states(drawn)
         if saved["cuda"]:
             torch.cuda.set_rng_state_all(saved["cuda"])
 
     def unpack_scalars(self, data: bytes) -> None:
         """Puts back only the tables' scalars: what another rank's state can give to this one."""
-        self._set_scalars(load(data)["scalars"])
+        self._set_scalars(_taken_apart(data)[1]["scalars"])
+
+
+def _taken_apart(data: bytes) -> tuple[Any, Any]:
+    """The generators' states, and all else that `RankState.pack` has packed.
+
+    Raises:
+        InconsistentArenas: `pack` has not written this.
+    """
+    size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
+    if not 0 <= size <= len(data) - _SIZE.size:
+        raise InconsistentArenas(
+            f"{len(data)} bytes of packed state say that {size} bytes of generators' states follow: the "
+            f"memory that held them is damaged, or another version of ecemb has written them"
+        )
+    edge = _SIZE.size + size
+    return load(data[_SIZE.size : edge]), load(data[edge:])
 
 
 def layout(size_bytes: int) -> TableLayout:

@@ -23,6 +23,7 @@ from torch import nn
 
 from .arena import Arena
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
+from .members import Members
 from .packing import dump, load, plain
 
 _ALIGN_BYTES = 64
@@ -137,6 +138,7 @@ class ReplicatedState:
         self._outline_bytes = b""
         self._outline_sum = 0
         self._size = 0
+        self._members: Members | None = None
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the slot
 
     @property
@@ -215,6 +217,14 @@ class ReplicatedState:
         }
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        """The model's dense parameters and buffers, by name."""
+        if self._members is None or self._members.have_changed():
+            found = self._found()
+            self._members = Members(self._model, found)
+            return found
+        return self._members.now()
+
+    def _found(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
             name: parameter
             for name, parameter in self._model.named_parameters()

@@ -19,7 +19,7 @@ code placement kernels header lock mapping folder space
 kernels.products directory
 kernels.loops
 kernels.reference kernels.cpu
-rows arena delta packing generators
+rows arena delta packing generators members
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp window
 stripes

@@ -1,0 +1,46 @@
+"""Where a model's modules keep some of its tensors, so that a step need not walk the whole model for them.
+
+Must not know: what the tensors are taken for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Members:
+    """Parameters and buffers of a model, found again where its modules hold them.
+
+    Args:
+        model: walked once, here.
+        tensors: some of its parameters and buffers, by name.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._modules = list(model.modules())
+        holders: dict[int, tuple[dict[str, Any], str]] = {}
+        for module in self._modules:
+            for held in _dicts(module)[:2]:
+                holders.update((id(tensor), (held, key)) for key, tensor in held.items())
+        self._places = [(name, *holders.get(id(tensor), ({}, ""))) for name, tensor in tensors.items()]
+        self._count = self._counted() if all(held for _, held, _ in self._places) else -1
+
+    def have_changed(self) -> bool:
+        """Whether modules, parameters or buffers came or went since, or some are in no module."""
+        return self._counted() != self._count or any(held.get(key) is None for _, held, key in self._places)
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """The tensors that stand in those places now, by name: replaced ones, too."""
+        return {name: held[key] for name, held, key in self._places}
+
+    def _counted(self) -> int:
+        return sum(len(held) for module in self._modules for held in _dicts(module))
+
+
+def _dicts(module: nn.Module) -> list[dict[str, Any]]:
+    """A module's parameters, buffers and modules, as it holds them itself."""
+    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
