@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .arena import Arena
 from .delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words, unpack
-from .errors import InconsistentArenas
+from .errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from .kernels import Kernels, RowSet
 from .rows import WORD_BYTES, RowSpace
 
@@ -73,6 +73,7 @@ class RowJournal:
         self._seen: dict[int, RowSet] = {}
         self._seen_in_step: dict[int, RowSet] = {}
         self._savepoint: _Savepoint | None = None
+        self._capturing = False  # or a capture was cut off, and which rows are saved is not known
 
     @property
     def label(self) -> int:
@@ -119,7 +120,15 @@ class RowJournal:
 
         Raises:
             NotEnoughSpace: the journal can't grow; nothing was saved, and nothing may change.
+            StepFailed: an exception, such as a signal's, cut an earlier call off. This journal takes no more:
+                rows that it only seems to hold would change without their parity.
         """
+        if self._capturing:
+            raise StepFailed(
+                "an exception was raised while rows were saved, before they change, and the step went on: "
+                "let it end the step; a restart takes the step back"
+            )
+        self._capturing = True
         savepoint = self._savepoint
         touched = ids
         if savepoint is not None:
@@ -132,11 +141,13 @@ class RowJournal:
                 savepoint.again += self._copied(table, touched[again])
             if len(fresh):
                 self._chunks.append(self._save(table, fresh))
-        except BaseException:
+        except NotEnoughSpace:
             self._kernels.forget_(self._seen[table], fresh)
             if savepoint is not None:
                 self._kernels.forget_(self._seen_in_step[table], touched)
+            self._capturing = False
             raise
+        self._capturing = False
         return len(fresh)
 
     def _new(self, sets: dict[int, RowSet], table: int, ids: Ids) -> Ids:

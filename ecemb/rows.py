@@ -299,12 +299,19 @@ class RowSpace:
         self.bases, self.bounds = addresses.bases, addresses.bounds
         self.words = self.bases[-1]
         self._cuts = [
-            [
-                min(max(0, -(-(bound - base) // max(1, one.layout.record_words))), one.layout.rows)
-                for bound in self.bounds
-            ]
+            [self._first_row(one.layout, base, bound) for bound in self.bounds]
             for one, base in zip(self.named, self.bases, strict=False)
         ]
+
+    @staticmethod
+    def _first_row(layout: TableLayout, base: int, bound: int) -> int:
+        """The first row of a table at word `base` that a bound leaves to the next block.
+
+        Records of no words lie in no block.
+        """
+        if not layout.words:
+            return 0
+        return min(max(0, -(-(bound - base) // layout.record_words)), layout.rows)
 
     def cut(self, table: int, ids: Ids) -> list[int]:
         """The k + 1 places at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""

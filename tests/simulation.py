@@ -696,7 +696,7 @@ def parity_of(data: Sequence[Words], n: int) -> list[Words]:
 
 
 def job_of(n: int, k: int, size: int, rng: random.Random, rows: int = 9) -> Job:
-    """Tables of odd widths, different on every rank; some are empty, some ranks have none."""
+    """Tables of odd widths, 0 as well, different on every rank; some are empty, some ranks have none."""
     tables: list[tuple[TableLayout, ...]] = []
     for rank in range(size):
         count = 0 if rank == 1 and size > 2 else rng.randrange(1, 3)
@@ -706,7 +706,7 @@ def job_of(n: int, k: int, size: int, rng: random.Random, rows: int = 9) -> Job:
                     f"table{i}",
                     rng.choice([0, rng.randrange(1, rows), rows]) if i else rng.randrange(1, rows),
                     tuple(
-                        rankstate.Column(f"c{j}", "uint8", rng.choice([2, 4, 6, 8, 12, 20]))
+                        rankstate.Column(f"c{j}", "uint8", rng.choice([0, 2, 4, 6, 8, 12, 20]))
                         for j in range(rng.randrange(1, 4))
                     ),
                 )

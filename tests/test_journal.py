@@ -17,7 +17,7 @@ from simulation import Killed, Moments, Torn, alone, message_of, watched
 from ecemb import kernels
 from ecemb.arena import Arena
 from ecemb.delta import Delta, Scratch, unpack
-from ecemb.errors import InconsistentArenas, NotEnoughSpace
+from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.journal import Inbox, ParityJournal, RowJournal
 from ecemb.memory import RankMemory
 from ecemb.rows import Column, RowSpace, TableLayout
@@ -210,16 +210,16 @@ def test_a_capture_that_is_cut_off_leaves_only_whole_entries(memory: RankMemory,
     """Section 3.2: the entry first, then the count, then the data."""
     rng = random.Random(seed)
     before = everything(memory.space)
-    torn = RankMemory(memory.arena, LAYOUTS, memory.geometry, Torn())
     for end in range(1, 12):
         memory.space.write_(0, before)
         moments = Moments({0: end})
+        journal = RowJournal(memory.arena, memory.space, Torn())
 
-        def step() -> None:
+        def step(journal: RowJournal = journal) -> None:
             try:
-                torn.journal.arm(1)
+                journal.arm(1)
                 for table, rows in ((0, (1, 2, 8)), (2, (0, 3))):
-                    torn.journal.capture(table, ids(*rows))
+                    journal.capture(table, ids(*rows))
                     scribble(memory.space, table, rows, rng)
             except Killed:
                 pass
@@ -242,6 +242,20 @@ def test_too_little_room_saves_nothing(memory: RankMemory) -> None:
         memory.journal.capture(0, ids(2, 3))
     assert memory.arena.get("rows_bytes") == used
     assert memory.journal.capture(0, ids(2, 3)) == 2  # they count as not yet saved
+
+
+@pytest.mark.parametrize("where", ["RowJournal._save", "RowJournal._copied", "Scratch.room"])
+def test_a_capture_that_an_exception_cuts_off_is_the_last(memory: RankMemory, where: str) -> None:
+    """A signal's, say, that the script takes for its own: no row may seem to be saved that isn't."""
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(1))
+    memory.journal.extend(2)
+    with mock.patch(f"ecemb.journal.{where}", side_effect=TimeoutError), pytest.raises(TimeoutError):
+        memory.journal.capture(0, ids(1, 2))
+    for _ in range(2):
+        with pytest.raises(StepFailed, match="an exception was raised while rows were saved"):
+            memory.journal.capture(0, ids(2))
+    assert another_process(memory).undo() == 1
 
 
 def test_a_damaged_journal_undoes_nothing(memory: RankMemory, seed: int) -> None:

@@ -29,10 +29,15 @@ class Trial:
         self.machines = machines
         self.rng = rng
         self.history: list[object] = []
+        self._longest = machines.job.window
 
     def live(self, until: int, ends: dict[int, int], interrupts: dict[int, int] | None = None) -> Life:
+        if self.history and self._longest > 1:  # every start may ask for another window
+            window = self.rng.randint(1, self._longest)
+            self.machines.job = dataclasses.replace(self.machines.job, window=window)
         plan = self.machines.plan()
-        self.history.append((plan.kind, plan.transaction, plan.lost, ends, interrupts))
+        window = self.machines.job.window
+        self.history.append((plan.kind, plan.transaction, plan.lost, window, ends, interrupts))
         life = self.machines.run(until, ends, interrupts=interrupts)
         assert not life.unexpected(), life.unexpected()
         assert life.plan == plan
@@ -94,7 +99,7 @@ def run_trial(
                 trial.lose_some()
         trial.finish(goal + 1)
     except BaseException:
-        print(f"seed of this trial: {seed}; kind, transaction, lost, ends: {trial.history}")
+        print(f"seed of this trial: {seed}; kind, transaction, lost, window, ends: {trial.history}")
         raise
 
 
@@ -144,27 +149,33 @@ def test_every_rank_killed_at_every_moment(
     run_trials(begun[shape], share, random.Random(seed), tmp_path)
 
 
-@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES[:3], (1, 6, 9), strict=True)])
+@pytest.mark.parametrize(
+    ("shape", "share", "window"),
+    [*zip(SHAPES[:3], (1, 6, 9), (1, 1, 1), strict=True), (SHAPES[0], 4, 3), (SHAPES[2], 40, 3)],
+)
 def test_every_rank_interrupted_at_every_moment(
     shape: tuple[int, int, int],
     share: int,
+    window: int,
     begun: dict[tuple[int, int, int], Machines],
     tmp_path: Path,
     seed: int,
 ) -> None:
     """Ctrl-C: what is not prepared is undone in the process, what is prepared is left to recovery."""
     rng = random.Random(seed)
-    moments = begun[shape].copy(tmp_path / "rehearsal").run(DONE + 1).moments
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + window
+    base.job = dataclasses.replace(base.job, window=window)
+    moments = base.copy(tmp_path / "rehearsal").run(goal).moments
     for rank, end in cases(moments, share, rng):
-        trial = Trial(begun[shape].copy(tmp_path / f"{rank}-{end}"), rng)
+        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
         try:
-            life = trial.live(DONE + 1, some_ends(moments, 0.1, rng), {rank: end})
+            life = trial.live(goal, some_ends(moments, 0.1, rng), {rank: end})
             trial.plan_after(life)
             if rng.random() < 0.5:
                 trial.lose_some()
-            trial.finish(DONE + 2)
+            trial.finish(goal + 1)
         except BaseException:
-            print(f"kind, transaction, lost, ends, interrupts: {trial.history}")
+            print(f"kind, transaction, lost, window, ends, interrupts: {trial.history}")
             raise
 
 
@@ -201,10 +212,11 @@ def test_every_rank_killed_in_a_window(
     tmp_path: Path,
     seed: int,
 ) -> None:
-    """D5: three steps are one transaction, of which one is aborted; a fourth is committed by itself."""
+    """D5: three steps are one transaction; a fourth is committed by itself; some, maybe, are aborted."""
     rng = random.Random(seed)
     base, goal = begun[shape].copy(tmp_path / "base"), DONE + 4
-    aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
+    aborting = rng.sample(range(DONE, goal), rng.randint(1, 3))
+    aborts = frozenset((step, rng.randrange(shape[2])) for step in aborting)
     base.job = dataclasses.replace(base.job, window=3, aborts=aborts)
     rehearsal = base.copy(tmp_path / "rehearsal")
     life = rehearsal.run(goal)
@@ -226,7 +238,7 @@ def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_pat
             trial.lose_some()
             trial.finish(1)
         except BaseException:
-            print(f"kind, transaction, lost, ends: {trial.history}")
+            print(f"kind, transaction, lost, window, ends: {trial.history}")
             raise
 
 
@@ -254,7 +266,7 @@ def test_every_rank_killed_during_a_rebuild(
             trial.lose_some(0.3)
             trial.finish(until + 1)
         except BaseException:
-            print(f"kind, transaction, lost, ends: {trial.history}")
+            print(f"kind, transaction, lost, window, ends: {trial.history}")
             raise
 
 

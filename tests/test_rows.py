@@ -270,6 +270,23 @@ def test_fewer_records_than_blocks_leave_blocks_empty() -> None:
     assert set(bounds) == {0, 100}
 
 
+@given(spaces(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_rows_are_cut_where_the_blocks_are(case: tuple[list[TableLayout], int], data: st.DataObject) -> None:
+    """Every row that has words is in one block; the others, which have no place in parity, are in none."""
+    layouts, k = case
+    space = RowSpace([bound(one, random.Random(1)) for one in layouts], k)
+    for table, one in enumerate(layouts):
+        ids = np.array(sorted(data.draw(st.sets(st.integers(0, max(0, one.rows - 1))))), np.int64)
+        edges = space.cut(table, ids)
+        assert len(edges) == k + 1
+        for block, (a, b) in enumerate(itertools.pairwise(edges)):
+            at = space.bases[table] + ids[a:b] * one.record_words
+            assert ((at >= space.bounds[block]) & (at < space.bounds[block + 1])).all()
+        if one.rows:
+            assert edges[-1] - edges[0] == (len(ids) if one.record_words else 0)
+
+
 # --- groups of tables ---------------------------------------------------------------------------
 
 
@@ -302,4 +319,8 @@ def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) ->
     at = ids[2] * group.shape[1] + space.bases[1]
     assert (space.read(at, at + group.shape[1]) == group[9]).all()
     space.named[1].scatter_(ids[2:3], ~out[2:3])
+    first_words = space.bases[1] + np.arange(11) * group.shape[1]
+    for k in range(1, 12):
+        space = RowSpace(tables, k, named)
+        assert space.cut(1, np.arange(11)) == np.searchsorted(first_words, space.bounds).tolist()
     assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()
