@@ -30,7 +30,7 @@ def same(a: Delta, b: Delta) -> bool:
 DELTAS = st.builds(
     delta,
     st.integers(0, 255),
-    st.lists(st.integers(0, 2**62), max_size=5),
+    st.lists(st.integers(0, 2**62), min_size=1, max_size=5),
     st.integers(0, 4),
     st.integers(0, 2**63),
 )
