@@ -28,7 +28,8 @@ T = TypeVar("T")
 logger = logging.getLogger("ecemb")
 
 _MOST_BYTES = 1 << 30  # of one rank in `gather`: more is nonsense, and is not waited for
-_TELL = 1  # tag of what `tell` and `leave` send; the rest has tag 0
+_TELL = 1  # tag of what `tell` and `leave` send
+_EXCHANGES = 1 << 20  # tags of as many exchanges, after that one; the rest has tag 0
 
 
 class Transport:
@@ -45,6 +46,7 @@ class Transport:
         self._group = group
         self._timeout_s = timeout_s
         self._last_words: object = None
+        self._exchanges = 0
         self.sent_bytes = 0
 
     def all_to_all(self, send: Ints, what: str) -> Ints:
@@ -117,7 +119,9 @@ class Transport:
         out: Mapping[int, Words],
         what: str,
     ) -> None:
-        """Sends messages to some ranks, and receives those that others send here.
+        """Sends messages to some ranks, and receives those that others send here. All ranks.
+
+        What is left of an exchange that was cut off is never taken for another's.
 
         Args:
             send: rank -> uint64, contiguous, read; they may overlap.
@@ -127,8 +131,10 @@ class Transport:
         Raises:
             PeerFailure: one of these peers died or did not come before the deadline; `out` holds anything.
         """
-        received = [self.expect(words, source, what) for source, words in out.items()]
-        sent = [self.send(words, to, what) for to, words in send.items()]
+        self._exchanges += 1
+        tag = _TELL + 1 + self._exchanges % _EXCHANGES
+        received = [self.expect(words, source, what, tag) for source, words in out.items()]
+        sent = [self.send(words, to, what, tag) for to, words in send.items()]
         for wait in (*received, *sent):
             wait()
 
@@ -195,21 +201,21 @@ class Transport:
         self._last_words = None
         dist.destroy_process_group(self._group)
 
-    def send(self, words: Words, to: int, what: str) -> Callable[[], None]:
+    def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
         self.sent_bytes += words.nbytes
         tensor = torch.from_numpy(words.view(np.int64))
-        work = self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to), what)
+        work = self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag), what)
         return lambda: self._finish(work, what)
 
     def receive(self, out: Words, source: int, what: str) -> None:
         """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
         self.expect(out, source, what)()
 
-    def expect(self, out: Words, source: int, what: str) -> Callable[[], None]:
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts receiving words from one rank; call the result to wait until they are all in `out`."""
         tensor = torch.from_numpy(out.view(np.int64))
-        work = self._started(lambda: dist.irecv(tensor, group=self._group, group_src=source), what)
+        work = self._started(lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag), what)
         return lambda: self._finish(work, what)
 
     def _all_to_all(
