@@ -69,8 +69,9 @@ class Guard:
         With `window=s`, s steps are one transaction: it commits when the last one's body ends.
 
         Everything that changes state belongs in the body. If the body raises, its changes are undone on
-        this rank, the other ranks undo theirs at their exchange, and the job needs a restart. Also a
-        decorator: with `@guard.step()` above it, each call of a function is a step.
+        this rank, with those of the window's earlier steps, the other ranks undo theirs at their exchange,
+        and the job needs a restart. Also a decorator: with `@guard.step()` above it, each call of a function
+        is a step.
 
         Yields:
             The step, with its number.
@@ -231,11 +232,10 @@ class Guard:
 
         Returns:
             `next_step`; `steps` that ended in this process, of them `aborted_steps`; `window`, the steps of a
-            transaction; `captured_rows`;
-            `sent_bytes` over the network for protection; `scrubbed_words` of every block, `wrong_words` that
-            scrubs found, of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds
-            (`tables` is the protected tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with
-            the step).
+            transaction; `captured_rows`, each once in a transaction; `sent_bytes` over the network
+            for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found, of them
+            `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the protected
+            tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with the rows of a transaction).
         """
         tables = [table.layout for table in self._tables.tables]
         reserved = {

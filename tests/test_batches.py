@@ -676,7 +676,7 @@ def test_a_state_that_is_no_plain_data_names_its_loader() -> None:
 ABORTED = 9
 
 
-def count(folder: Path, meet: Barrier, deaths: dict[int, int]) -> list[list[int]]:
+def count(folder: Path, meet: Barrier, window: int, deaths: dict[int, int]) -> list[list[int]]:
     """Each rank's own table counts how often each of its samples was trained on."""
     ecemb.init_process_group("gloo", job="count", arena_dir=folder, timeout=timedelta(seconds=60))
     rank = dist.get_rank()
@@ -695,7 +695,8 @@ def count(folder: Path, meet: Barrier, deaths: dict[int, int]) -> list[list[int]
     seed_all(0)
     head = nn.Linear(1, 1)
     seed_all(rank)
-    guard = ecemb.protect(head, optimizers=optimizer, tables={"count": table}, code=ecemb.Code(2, 1))
+    tables, code = {"count": table}, ecemb.Code(2, 1)
+    guard = ecemb.protect(head, optimizers=optimizer, tables=tables, code=code, window=window)
     batches, others = guard.batches(ahead), guard.batches(every)
     with pytest.raises(UsageError, match="bound already"):
         guard.batches(every)
@@ -725,14 +726,15 @@ def count(folder: Path, meet: Barrier, deaths: dict[int, int]) -> list[list[int]
     return [counts, aborted, [guard.recovery.step]]
 
 
-def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path: Path) -> None:
-    """Ranks are killed in an epoch's middle and in its first step; one step is aborted."""
+@pytest.mark.parametrize(("window", "goes_on"), [(1, 6), (4, 4)])
+def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path: Path, window: int, goes_on: int) -> None:
+    """Ranks are killed in an epoch's middle and in its first step; one step, inside a window, is aborted."""
     for deaths in ({3: 1}, {6: 0}):
         with pytest.raises(RankFailed, match="died|PeerFailure|StepFailed"):
-            launch(2, count, tmp_path, deaths)
+            launch(2, count, tmp_path, window, deaths)
     own: Counter[int] = Counter()
-    for counts, aborted, began in launch(2, count, tmp_path, {}):
-        assert began == [6]
+    for counts, aborted, began in launch(2, count, tmp_path, window, {}):
+        assert began == [goes_on]
         assert len(aborted) == 2 * BATCH
         found = Counter(dict(enumerate(counts))) + Counter(aborted)
         shared = Counter(range(SAMPLES))

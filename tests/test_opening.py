@@ -20,10 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
+from simulation import Job, Machines
 from torch import nn
 
 import ecemb
@@ -39,6 +41,7 @@ from ecemb.errors import (
     UnsupportedTable,
 )
 from ecemb.placement import Placement
+from ecemb.rows import WORD_BYTES, Column, TableLayout
 
 WORLD = 3
 CODE = ecemb.Code(n=3, k=2)
@@ -472,3 +475,36 @@ def test_building_the_generator_leaves_torch_its_number_of_threads() -> None:
     """Rank 0 builds it at a fresh start only: its sums must round as they will after a restart."""
     [(before, after)] = run_ranks(1, torchs_threads, ecemb.Code(4, 2), group=False)
     assert after == before == 1
+
+
+@pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (4, 2, 5), (4, 1, 4), (6, 5, 6)])
+def test_there_is_room_for_every_row_changed_alone(
+    n: int, k: int, size: int, tmp_path: Path, seed: int
+) -> None:
+    """The worst that a window can come to: each row of a word or less has a message's head of its own."""
+    narrow = tuple(
+        TableLayout(f"t{i}", rows, (Column("weight", "uint8", width),))
+        for i, (rows, width) in enumerate([(50, 8), (30, 1), (20, 0), (0, 4)])
+    )
+    job = Job(Placement(n, k, tuple(range(size))), (narrow,) * size, seed)
+    machines = Machines(tmp_path / "job", job)
+    assert not machines.run(0).failures
+    with machines.memories("cpu") as memories:
+        lengths: list[list[int]] = [[0] * size for _ in memories]
+        for memory in memories:
+            memory.journal.arm(1)
+            for index, table in enumerate(memory.space.tables):
+                for row in range(table.layout.rows):
+                    memory.journal.capture(index, np.array([row]))
+                    table.columns[0][row] ^= 255
+            for keeper, message in memory.outgoing().items():
+                lengths[keeper][memory.rank] = len(message)
+        for memory, incoming in zip(memories, lengths, strict=True):
+            session: Any = SimpleNamespace(
+                world_size=size, rank=memory.rank, roster=SimpleNamespace(survivors=[])
+            )
+            world: Any = SimpleNamespace(layouts=job.layouts(memory.rank))
+            dense: Any = SimpleNamespace(size_bytes=0)
+            _, most = opening._sizes(session, world, job.geometry, dense)
+            assert memory.arena.get("rows_bytes") <= most["row_journal"]
+            assert (size + sum(incoming)) * WORD_BYTES <= most["inbox"] == most["parity_journal"]

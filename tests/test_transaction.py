@@ -69,6 +69,12 @@ def test_an_exception_on_one_rank_undoes_the_step_on_all(error: BaseException, m
     assert {type(one) for one in life.failures.values()} == {StepFailed}
     assert all("failed on ranks [2]" in str(one) for one in life.failures.values())
     assert all("goes on from step 2" in str(one) for one in life.failures.values())
+    is_taken_back(life, machines)
+    goes_on(machines)
+
+
+def is_taken_back(life: Life, machines: Machines) -> None:
+    """Every process, and its memory, is where it was before the step, or the window."""
     machines.check(DONE)
     for rank, one in life.ranks.items():
         position = Position(rank)
@@ -76,6 +82,29 @@ def test_an_exception_on_one_rank_undoes_the_step_on_all(error: BaseException, m
             position.run(step)
         assert one.position.value == position.value
         assert one.transactions.in_flight is None
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_an_exception_in_a_window_undoes_all_its_steps(draining: bool, machines: Machines) -> None:
+    """In a step that is not the first, and in the commit of a window that is not full."""
+    machines.job = dataclasses.replace(machines.job, window=3)
+    error = ValueError("bad batch")
+
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 2 and step == DONE + 1:
+            if draining:
+                one.replicated.save = mock.Mock(side_effect=error)
+            else:
+                raise error
+
+    life = machines.run(DONE + 2, body=body)
+    assert life.failures.pop(2) is error
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all(
+        f"step {DONE + 1} failed on ranks [2]" in str(one) and f"goes on from step {DONE}" in str(one)
+        for one in life.failures.values()
+    )
+    is_taken_back(life, machines)
     goes_on(machines)
 
 
