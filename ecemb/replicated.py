@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -202,10 +202,7 @@ class ReplicatedState:
             "model": self._tensors(),
             "optimizers": [
                 {
-                    "options": [
-                        {key: value for key, value in group.items() if key != "params"}
-                        for group in optimizer.param_groups
-                    ],
+                    "options": [options(group) for group in optimizer.param_groups],
                     "state": {
                         index: optimizer.state[parameter]
                         for index, parameter in enumerate(self._dense(optimizer))
@@ -274,13 +271,18 @@ class ReplicatedState:
                     f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, and had "
                     f"{len(kept['options'])}: add groups before ecemb.protect(), as when the job was started"
                 )
-            for group, options in zip(optimizer.param_groups, kept["options"], strict=True):
-                group.update(_copied(options, None))
+            for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
+                group.update(_copied(then, None))
             for index, parameter in enumerate(self._dense(optimizer)):
                 if index in kept["state"]:
                     optimizer.state[parameter] = _copied(kept["state"][index], parameter)
                 else:
                     optimizer.state.pop(parameter, None)
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer's parameter group: all of it but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:

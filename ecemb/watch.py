@@ -31,7 +31,7 @@ from .links import Link, drop, pair
 logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
-_WRITING_S = 2.0
+_WRITING_S = 2.0  # for the main thread to finish an error file that it has begun
 GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that says where it was
 _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
+from raised import matching
 from torch import nn
 
 import ecemb
@@ -205,11 +206,6 @@ def parity_fits(guard: ecemb.Guard) -> bool:
     return not stripes.compare(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
 
 
-def refused(error: type[Exception], *texts: str) -> Any:
-    """`pytest.raises`, with all texts in the message."""
-    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{text})" for text in texts))
-
-
 @contextmanager
 def logged(*texts: str) -> Iterator[None]:
     """The body logs a line with all these texts, on rank 0."""
@@ -295,9 +291,9 @@ def more_is_lost_than_the_code_survives(place: Place) -> None:
     place.lose(0, 3)
     if place.index < WORLD:
         survivors = place.arenas()
-        with life(place), refused(TooManyErasures, r"ranks \[0, 3\] lost", "resume"):
+        with life(place), matching(TooManyErasures, r"ranks \[0, 3\] lost", "resume"):
             Training().protect()
-        with life(place), refused(TooManyErasures, r"ranks \[0, 3\]", "no complete checkpoint"):
+        with life(place), matching(TooManyErasures, r"ranks \[0, 3\]", "no complete checkpoint"):
             Training().protect(resume=place.root / "nowhere")
         assert place.arenas() == survivors
         with life(place):
@@ -331,7 +327,7 @@ def all_memory_is_lost(place: Place) -> None:
             with life(place, launch=launch):
                 training = Training()
                 if launch == 0:
-                    with refused(StateLost, "no arena of it is left", "no complete checkpoint"):
+                    with matching(StateLost, "no arena of it is left", "no complete checkpoint"):
                         training.protect(resume=place.root / "nowhere")
             with life(place, launch=launch):
                 training = Training()
@@ -411,7 +407,7 @@ def tables_by_hand_come_back_to_as_many_ranks(place: Place) -> None:
     if place.index < 3:
         with life(place, world=3, launch=1, job=place.job + "-fewer"):
             training, own, options = build()
-            with refused(CheckpointMismatch, "saved by 4 ranks, and these are 3", "own.*sharded by hand"):
+            with matching(CheckpointMismatch, "saved by 4 ranks, and these are 3", "own.*sharded by hand"):
                 training.protect(resume=place.checkpoints, **options)
             assert not Place(place.index, place.root, place.job + "-fewer", place.ports).arenas()
 
@@ -433,14 +429,14 @@ def another_model_is_refused_and_nothing_is_lost(place: Place) -> None:
             training = Training(**arguments)
             if "optimizers" in changes:
                 changes = {"optimizers": [training.sparse]}
-            with refused(error, text):
+            with matching(error, text):
                 training.protect(resume=place.checkpoints, **changes)
             assert not Place(place.index, place.root, place.job + "-other", place.ports).arenas()
     with life(place, launch=1, job=place.job + "-fresh"):  # another training doesn't mix with it
         training = Training()
         guard = training.protect()
         training.run(guard, 1)
-        with refused(CheckpointMismatch, "another training", "save to another folder"):
+        with matching(CheckpointMismatch, "another training", "save to another folder"):
             guard.save(place.checkpoints)
         training.run(guard, 2)
 
@@ -454,7 +450,7 @@ def a_finished_job_stays_finished(place: Place) -> None:
         guard.save(place.checkpoints)
         guard.close()
     assert (place.checkpoints / f"finished-{place.job}").exists()
-    with life(place, launch=1), refused(JobFinished, "finished-", "another name", "remove that file"):
+    with life(place, launch=1), matching(JobFinished, "finished-", "another name", "remove that file"):
         Training().protect(resume=place.checkpoints)
     with life(place, launch=1, job=place.job + "-on"):
         assert Training().protect(resume=place.checkpoints).next_step == 2
@@ -477,7 +473,7 @@ def a_start_that_fails_while_it_reads_is_begun_again(place: Place) -> None:
         with life(place):
             if place.index == 0:
                 file.write_bytes(content[: len(content) // 2])
-            with refused(CheckpointFailed, "step-000000000002"):
+            with matching(CheckpointFailed, "step-000000000002"):
                 Training().protect(resume=place.checkpoints)
             assert place.arenas() == survivors
             dist.barrier()
@@ -512,15 +508,15 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
         guard.save(folder)
         training.run(guard, 2)
         for wrong in (0, -1, True):
-            with refused(ConfigurationError, "keep="):
+            with matching(ConfigurationError, "keep="):
                 guard.save(folder, keep=wrong)
-        with refused(ConfigurationError, "differs between ranks", "path"):
+        with matching(ConfigurationError, "differs between ranks", "path"):
             guard.save(place.root / f"mine-{place.index}")
-        with refused(ConfigurationError, "CheckpointWriter"):
+        with matching(ConfigurationError, "CheckpointWriter"):
             guard.save(3)  # type: ignore[arg-type]
-        with refused(CheckpointFailed, "Not a directory|File exists"):
+        with matching(CheckpointFailed, "Not a directory|File exists"):
             guard.save(__file__ + "/below")
-        with refused(CheckpointInsecure, "pickle|folder"):
+        with matching(CheckpointInsecure, "pickle|folder"):
             guard.save(__file__)
 
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -528,7 +524,7 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
         if place.index == 2:  # its disk is full
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            with refused(CheckpointFailed, "can't be written", "untouched"):
+            with matching(CheckpointFailed, "can't be written", "untouched"):
                 guard.save(folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -542,10 +538,10 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
         )
         with mock.patch("ecemb.store.SIGHT_S", 0.01):
             if place.index == 1:
-                with elsewhere, refused(CheckpointFailed, "not there on this rank", "all ranks share"):
+                with elsewhere, matching(CheckpointFailed, "not there on this rank", "all ranks share"):
                     guard.save(folder)
             else:
-                with refused(CheckpointFailed, "rank 1", "all ranks share"):
+                with matching(CheckpointFailed, "rank 1", "all ranks share"):
                     guard.save(folder)
         dist.barrier()
         assert names(folder) == ["step-000000000001"]
@@ -592,7 +588,7 @@ def a_save_in_the_background_is_of_the_step_at_its_call(place: Place) -> None:
                 guard.save(folder, asynchronous=True)
                 with logged("ERROR", "No space left"):
                     guard._saver._thread.join()
-            with refused(CheckpointFailed, "in the background failed", "No space left"):
+            with matching(CheckpointFailed, "in the background failed", "No space left"):
                 guard.save(folder) if _ else guard.close()
         guard.save(folder, asynchronous=True, keep=3)
         shutil.copytree(

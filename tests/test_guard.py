@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankFailed, launch
+from raised import refused
 from torch import Tensor, nn
-from trainings import TIMEOUT_S, Bags, Training, bags, headers, initialise, refused
+from trainings import TIMEOUT_S, Bags, Training, bags, headers, initialise
 
 import ecemb
 from ecemb import stripes

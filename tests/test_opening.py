@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
+from raised import matching
 from simulation import Job, Machines
 from torch import nn
 
@@ -158,11 +159,6 @@ def unguarded(place: Place, **arguments: Any) -> str:
         return training.bits()
 
 
-def refused(error: type[Exception], *texts: str) -> Any:
-    """`pytest.raises`, with all texts in the message."""
-    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{text})" for text in texts))
-
-
 # --- what is given back -------------------------------------------------------------------------
 
 
@@ -262,7 +258,7 @@ def a_finished_job_does_not_train_again_from_step_0(place: Place) -> None:
         guard.close()
         assert not place.arenas()
     with life(place):
-        with refused(JobFinished, "the job is finished", "job="):
+        with matching(JobFinished, "the job is finished", "job="):
             Training().protect()
         assert not place.arenas()
 
@@ -276,7 +272,7 @@ def a_job_that_lost_too_much_says_so_and_touches_nothing(place: Place) -> None:
     if place.index != 2:
         mine.rename(mine.with_suffix(".aside"))
     with life(place):
-        with refused(TooManyErasures, r"ranks \[0, 1\] lost", r"ranks \[2\] is untouched"):
+        with matching(TooManyErasures, r"ranks \[0, 1\] lost", r"ranks \[2\] is untouched"):
             Training().protect()
         assert place.arenas() == ([mine] if place.index == 2 else [])
     if place.index != 2:  # the hosts are back
@@ -293,7 +289,7 @@ def a_job_whose_memory_is_all_gone_does_not_begin_again(place: Place) -> None:
         Training().protect()
     place.lose(place.index)
     with life(place):
-        with refused(StateLost, "no arena of it is left"):
+        with matching(StateLost, "no arena of it is left"):
             Training().protect()
         assert not place.arenas()
 
@@ -309,9 +305,9 @@ def another_script_is_refused_and_the_first_goes_on(place: Place) -> None:
         ({}, {"code": ecemb.Code(3, 1)}, r"\(3, 2\) then and \(3, 1\) now"),
         ({}, {"tables": {"more": nn.Embedding(2, 2, sparse=True)}}, "more"),
     ):
-        with life(place), refused(LayoutMismatch, "another model", text):
+        with life(place), matching(LayoutMismatch, "another model", text):
             Training(**arguments).protect(**changes)
-    with life(place), refused(LayoutMismatch, "state= has 0 objects, and had 1"):
+    with life(place), matching(LayoutMismatch, "state= has 0 objects, and had 1"):
         Training().protect(state=None)
     with life(place):
         training = Training()
@@ -324,7 +320,7 @@ def replicas_that_differ_are_refused_and_leave_no_trace(place: Place) -> None:
         training = Training()
         with torch.no_grad():
             training.head.bias.add_(dist.get_rank())
-        with refused(ConfigurationError, "differ between ranks", "seed all ranks alike"):
+        with matching(ConfigurationError, "differ between ranks", "seed all ranks alike"):
             training.protect()
     with life(place):  # the script was mended
         training = Training()
@@ -335,7 +331,7 @@ def one_ranks_bad_argument_is_every_ranks_error(place: Place) -> None:
     with life(place):
         bad = dist.get_rank() == 2
         table = nn.Embedding(2, 2, sparse=True, max_norm=1.0 if bad else None)
-        with refused(UnsupportedTable if bad else PeerFailure, "max_norm=1.0"):
+        with matching(UnsupportedTable if bad else PeerFailure, "max_norm=1.0"):
             Training().protect(tables={"more": table})
         assert not place.arenas()
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from processes import RankFailed, launch
-from trainings import TIMEOUT_S, bags, headers, initialise, refused
+from raised import refused
+from trainings import TIMEOUT_S, bags, headers, initialise
 
 from ecemb import window
 from ecemb.directory import arenas

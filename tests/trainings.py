@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import ecemb
 from ecemb.directory import arenas
-from ecemb.errors import EcembError
 from ecemb.header import Header
 
 TIMEOUT_S = 60
@@ -32,16 +29,6 @@ def headers(folder: Path) -> dict[int, Header]:
     """What lies in the arenas, by rank."""
     found = [one.header for one in arenas(folder) if one.header is not None]
     return {header.constants.rank: header for header in found}
-
-
-@contextmanager
-def refused(error: type[EcembError], *words: str) -> Iterator[None]:
-    """The body raises exactly this class, with all these words in its message."""
-    with pytest.raises(EcembError) as caught:
-        yield
-    assert type(caught.value) is error, repr(caught.value)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 class Progress:

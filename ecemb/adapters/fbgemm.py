@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
+from ..replicated import options
 from ..rows import Column, Table, TableLayout, joined
 from .engine import Ids
 
@@ -294,7 +295,7 @@ class Batch:
             "iter": int(self.module.iter),
             "iter_cpu": int(self.module.iter_cpu),
             "options": {name: getattr(arguments, name) for name in _OPTIONS if hasattr(arguments, name)},
-            "groups": [_options(group) for group in self.kernel.fused_optimizer.param_groups],
+            "groups": [options(group) for group in self.kernel.fused_optimizer.param_groups],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -306,10 +307,6 @@ class Batch:
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
         for group, kept in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
             group.update(kept)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _states(what: str, module: Any) -> tuple[str, ...]:

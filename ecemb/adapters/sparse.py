@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ..replicated import options
 from ..rows import Column, Table, TableLayout
 from .engine import Hooks, Ids
 from .nn import ShardedEmbeddingBag
@@ -316,29 +317,23 @@ class SparseTables:
 
     def options(self) -> list[list[dict[str, Any]]]:
         """The options of optimizers that update tables alone, by optimizer and group."""
-        return [
-            [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self._alone
-        ]
+        return [[options(group) for group in optimizer.param_groups] for optimizer in self._alone]
 
-    def set_options(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def set_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Takes them back.
 
         Raises:
             LayoutMismatch: there are other optimizers or groups.
         """
-        then, now = [len(groups) for groups in options], [len(one.param_groups) for one in self._alone]
+        then, now = [len(groups) for groups in kept], [len(one.param_groups) for one in self._alone]
         if then != now:
             raise LayoutMismatch(
                 f"the optimizers that update tables alone have {now} parameter groups, and had {then} when "
                 f"the job was started: run the script that started it, or use another job="
             )
-        for optimizer, groups in zip(self._alone, options, strict=True):
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.update(kept)
+        for optimizer, groups in zip(self._alone, kept, strict=True):
+            for group, one in zip(optimizer.param_groups, groups, strict=True):
+                group.update(one)
 
     def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:
         return [(i, table) for i, table in enumerate(self.tables) if table.optimizer is optimizer]

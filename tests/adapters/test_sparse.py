@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from raised import refused
 from torch import nn
 
 import ecemb
 from ecemb.adapters.engine import Hooks
 from ecemb.adapters.sparse import SparseTables
 from ecemb.adapters.tables import Tables
-from ecemb.errors import EcembError, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ecemb.errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ecemb.rows import Column, TableLayout
 
 ROWS, DIM = 12, 8
@@ -110,16 +111,6 @@ def gradient(rows: Sequence[int], weight: torch.Tensor) -> torch.Tensor:
 
 def differing(before: NDArray[np.uint8], after: NDArray[np.uint8]) -> list[int]:
     return np.flatnonzero((before != after).any(axis=1)).tolist()
-
-
-@contextmanager
-def refused(error: type[EcembError], *words: str) -> Iterator[None]:
-    """The body raises exactly this class, with all these words in its message."""
-    with pytest.raises(error) as caught:
-        yield
-    assert type(caught.value) is error
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 # --- what is captured ---------------------------------------------------------------------------

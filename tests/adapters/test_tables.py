@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from raised import refused
 
 from ecemb.adapters.engine import Hooks, Ids
 from ecemb.adapters.tables import Tables
-from ecemb.errors import ConfigurationError, EcembError, LayoutMismatch, UsageError
+from ecemb.errors import ConfigurationError, LayoutMismatch, UsageError
 from ecemb.rows import Column, TableLayout
 
 
@@ -58,15 +57,6 @@ class Recorder:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.calls.append(("set_state", dict(state)))
-
-
-@contextmanager
-def refused(error: type[EcembError], *words: str) -> Iterator[None]:
-    with pytest.raises(EcembError) as caught:
-        yield
-    assert type(caught.value) is error, repr(caught.value)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 def three() -> tuple[Tables, list[Recorder]]:

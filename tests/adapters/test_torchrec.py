@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,9 +28,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.distributed.train_pipeline import train_pipelines
 
+from raised import refused
+
 from ecemb.adapters import torchrec as adapter
 from ecemb.errors import (
-    EcembError,
     UndeclaredWrite,
     UnsupportedOptimizer,
     UnsupportedTable,
@@ -53,16 +53,6 @@ every_optimizer = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def _world() -> Iterator[None]:
     with one_rank():
         yield
-
-
-@contextmanager
-def refused(error: type[EcembError], *words: str) -> Iterator[None]:
-    """The body raises exactly this class, with all these words in its message."""
-    with pytest.raises(EcembError) as caught:
-        yield
-    assert type(caught.value) is error, repr(caught.value)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 def train(model: nn.Module, bags: Mapping[str, Sequence[Sequence[int]]], factor: float = 1.0) -> None:
