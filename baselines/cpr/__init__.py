@@ -1,0 +1,16 @@
+"""CPR: partial recovery, which loads only what failed and lets the others go on with what they have.
+
+Follows Maeng et al., "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning
+Recommendation with Partial Recovery", MLSys 2021, arXiv 2011.02999.
+
+- `job`: the training, its servers and failures.
+- `overhead`: what failures and saves cost under full and under partial recovery, and which to choose.
+- `pls`: the portion of lost samples, expected and counted.
+- `emulation`: the same job event by event, many times.
+- `setups`: the paper's settings, and its sweeps.
+- `priority`: which rows to save more often (CPR-MFU, CPR-SSU, CPR-SCAR), and of which tables.
+
+In the modules' docstrings each parameter is marked *published* (the paper or its poster says it), *recalled*
+(a formula or figure as remembered, not checked against the paper's text), *calibrated* (found so that a
+published result comes out, which then is no evidence), *derived* (by our own arithmetic) or *chosen* (by us).
+"""
