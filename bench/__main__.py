@@ -1,4 +1,4 @@
-"""`python -m bench QUESTION [--engine E] [--quick] [--seed N] [--json F]`, and `python -m bench tables`."""
+"""`python -m bench QUESTION [--engine E] [--setting S] [--quick] [--seed N] [--json F]`; `... tables`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ QUESTIONS = {
 OF_ENGINES = {"overhead": ("torchrec", "sparse"), "profile": ("torchrec", "sparse")}
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
+OF_SETTINGS = {"overhead": ("dlrm", "sparse-heavy")}
+"""Questions that are asked of several settings, and which; all of them by default."""
+
 TABLES = "tables"
 """No question: writes the pages of what the questions were answered with."""
 
@@ -43,6 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
     parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
+    parser.add_argument("--setting", metavar="NAME", help=f"only this one, for {', '.join(OF_SETTINGS)}")
     given = parser.parse_args(words)
     if given.question == TABLES:
         tables.write()
@@ -52,9 +56,12 @@ def main(words: Sequence[str] | None = None) -> None:
     engine = given.engine or engines[0]
     if engine not in engines:
         parser.error(f"{given.question} is not asked of the engine {engine!r}: {[e for e in engines if e]}")
+    settings = OF_SETTINGS.get(given.question, ())
+    if given.setting is not None and given.setting not in settings:
+        parser.error(f"{given.question} has no setting {given.setting!r}: {list(settings)}")
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
-    arguments = Arguments(quick=given.quick, seed=given.seed, engine=engine)
+    arguments = Arguments(quick=given.quick, seed=given.seed, engine=engine, setting=given.setting or "")
     rows = run(arguments)
     print(table(rows))
     if given.json is not None:

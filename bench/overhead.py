@@ -81,7 +81,7 @@ class Scale:
     batch: int = 1024
     skew: float = 1.2
     steps: int = 10
-    repeats: int = 16
+    repeats: int = 8
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
 
@@ -109,6 +109,7 @@ def run(arguments: Arguments) -> list[Row]:
     return [
         row
         for setting in (scale, sparse_heavy(scale))
+        if arguments.setting in ("", setting.name)
         for code in codes
         for window in WINDOWS
         for row in measure(setting, arguments.engine, code, window, arguments.seed)

@@ -43,11 +43,13 @@ class Arguments:
         quick: Small sizes and few repeats: shows that it works, its numbers are not for quoting.
         seed: Of every random choice.
         engine: Of the tables, if the question is asked of one.
+        setting: The only one to be measured, or "" for all.
     """
 
     quick: bool = False
     seed: int = 0
     engine: str = ""
+    setting: str = ""
 
 
 @dataclass(frozen=True)

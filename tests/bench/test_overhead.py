@@ -179,13 +179,16 @@ def test_each_setting_code_and_window_is_measured(
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
-    overhead.run(Arguments(quick=quick, engine="sparse"))
-    assert asked == [
-        (name, "sparse", code, window)
-        for name in ("dlrm", "sparse-heavy")
-        for code in codes
-        for window in overhead.WINDOWS
-    ]
+    for given, names in (
+        ("", ("dlrm", "sparse-heavy")),
+        ("dlrm", ("dlrm",)),
+        ("sparse-heavy", ("sparse-heavy",)),
+    ):
+        asked.clear()
+        overhead.run(Arguments(quick=quick, engine="sparse", setting=given))
+        assert asked == [
+            (name, "sparse", code, window) for name in names for code in codes for window in overhead.WINDOWS
+        ]
 
 
 def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:

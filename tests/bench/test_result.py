@@ -89,6 +89,13 @@ def test_an_engine_that_the_question_is_not_asked_of(capsys: pytest.CaptureFixtu
         assert "is not asked of the engine" in capsys.readouterr().err
 
 
+def test_a_setting_that_the_question_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["overhead", "--setting", "steam"], ["kernels", "--setting", "dlrm"]):
+        with pytest.raises(SystemExit):
+            command.main(words)
+        assert "has no setting" in capsys.readouterr().err
+
+
 def test_a_question_that_nobody_asks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["astrology"])
