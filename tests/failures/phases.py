@@ -50,6 +50,7 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 CHUNK_WORDS = 256
 
 _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("worker.py")))
+_KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves instead; compiled at each start
 _PARTS = {
     "agree": "agreement",
     "savepoint": "in the body",
@@ -194,7 +195,7 @@ class Worker:
         """Look at the lines of ecemb and of the worker only."""
         name = frame.f_code.co_filename
         if (traced := self._traced.get(name)) is None:
-            traced = self._traced[name] = name.startswith(_SOURCES)
+            traced = self._traced[name] = name.startswith(_SOURCES) and not name.startswith(_KERNELS)
         return self._line if traced else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
