@@ -280,8 +280,9 @@ class Chains:
 
 def _fits(step: Cell, recovery: Cell) -> bool:
     """Whether a failure in a step leaves behind what one in recovery needs, and what it takes away, too."""
-    needs = ROW[recovery.row].needs
-    if recovery.gone and step.gone + (needs != "newcomer") > recovery.setting.tolerated:
+    row, needs = ROW[recovery.row], ROW[recovery.row].needs
+    again = needs == "newcomer" and row.how != "torn"  # a newcomer runs no kernel
+    if recovery.gone and step.gone + (not again) > recovery.setting.tolerated:
         return False  # those who go would be too many, but for those who are gone already
     return _leaves(step, needs)
 
@@ -391,7 +392,7 @@ class _Draw:
                 "undoing": survivors,
                 "redoing": self._redo,
                 "copying replicated state": {*self._lost, donor},
-            }.get(row.phase or "", everybody)
+            }.get(row.phase or "", survivors if row.how == "torn" else everybody)
             if cell.gone and len(self._lost) >= self._setting.tolerated:
                 allowed = allowed & self._lost
         last = self._setting.ranks - 1
