@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from holders import constants, create, holding
 from processes import run_ranks
+from raised import matching
 from simulation import Machines, job_of
-from test_opening import Place, Training, life, refused
+from test_opening import Place, Training, life
 
 import ecemb
 from ecemb import rendezvous
@@ -147,7 +148,7 @@ def too_many_damaged_are_named_and_left_as_they_are(place: Place) -> None:
     damaged = head(mine)
     with (
         life(place),
-        refused(TooManyErasures, r"lost their memory", "left as it is", "/host0/", "/host1/", "checksum"),
+        matching(TooManyErasures, r"lost their memory", "left as it is", "/host0/", "/host1/", "checksum"),
     ):
         Training().protect()
     assert place.arenas() == [mine]
@@ -166,7 +167,7 @@ def arenas_of_another_version_are_no_fresh_start(place: Place) -> None:
         bits = training.bits()
     (mine,) = place.arenas()
     patch(mine, 8, (FORMAT + 1).to_bytes(8, "little"))
-    with life(place), refused(EcembError, f"format {FORMAT + 1}", f"reads format {FORMAT}"):
+    with life(place), matching(EcembError, f"format {FORMAT + 1}", f"reads format {FORMAT}"):
         Training().protect()
     assert place.arenas() == [mine]
     patch(mine, 8, FORMAT.to_bytes(8, "little"))
@@ -493,7 +494,7 @@ def side_by_side(number: int, meet: Barrier, ports: list[int], folder: Path) -> 
     # The first one's name is launched once more while it lives.
     if pair == 1:
         end()
-        with refused(ArenaBusy, "living processes hold arenas", "/job0/here/", "by process"):
+        with matching(ArenaBusy, "living processes hold arenas", "/job0/here/", "by process"):
             start(index, folder, "job0", ports[2], seconds=2)
         assert rendezvous._session is None
     meet.wait(60)
