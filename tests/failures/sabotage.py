@@ -93,7 +93,7 @@ def label_first() -> list[Patch]:
     def arm(self: RowJournal, transaction: int) -> None:
         self._arena.set("rows_label", transaction)
         self._arena.set("rows_bytes", 0)
-        self._chunks.clear()
+        self._drop(0)
 
     return [(RowJournal, "arm", arm)]
 
@@ -127,12 +127,12 @@ def rows_first() -> list[Patch]:
     """Rows change before the journal says that it holds their old records."""
     init, changes = RowJournal.__init__, RowJournal.changes
 
-    def late(self: RowJournal, arena: Any, space: Any) -> None:
-        init(self, _LateCount(arena), space)
+    def late(self: RowJournal, arena: Any, *args: Any) -> None:
+        init(self, _LateCount(arena), *args)
 
-    def at_the_exchange(self: RowJournal) -> Any:
+    def at_the_exchange(self: RowJournal, *args: Any) -> Any:
         self._arena.store()
-        return changes(self)
+        return changes(self, *args)
 
     return [(RowJournal, "__init__", late), (RowJournal, "changes", at_the_exchange)]
 
