@@ -74,7 +74,7 @@ ENTRIES = (
     ),
     Entry(
         "slots_alternate",
-        "Replicated state of t goes to slot t mod 2.",
+        "Replicated state of t goes to the slot that does not hold t - 1.",
         "A crash before all have prepared t: the dense state of t - 1, to which all go back, is overwritten.",
         "dense state",
         _two(),
