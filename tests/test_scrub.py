@@ -255,7 +255,10 @@ def some_bit(memories: Sequence[RankMemory], placement: Placement, rng: random.R
         if not stored.layout.rows or (kind == "rows" and table == last):
             continue
         row, column = rng.randrange(stored.layout.rows), rng.randrange(len(stored.columns))
-        at = rng.randrange(stored.columns[column].shape[1])
+        width = stored.columns[column].shape[1]
+        if not width:
+            continue
+        at = rng.randrange(width)
         before = sum(one.row_bytes for one in stored.layout.columns[:column])
         address = memory.space.bases[table] + row * stored.layout.record_words + (before + at) // 8
         block = max(i for i in range(placement.k) if memory.space.bounds[i] <= address)
