@@ -11,6 +11,7 @@ guard.close()
 from __future__ import annotations
 
 from . import errors, nn
+from .adapters.live import tables
 from .checkpoint import CheckpointReader, CheckpointWriter
 from .code import Code
 from .guard import Guard, Step, protect
@@ -31,6 +32,7 @@ __all__ = [
     "init_process_group",
     "nn",
     "protect",
+    "tables",
 ]
 
 __version__ = "0.1.0"

@@ -29,7 +29,7 @@ adapters adapters.engine adapters.nn batches saver step
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables
-agreement
+adapters.live agreement
 opening
 guard nn
 __init__

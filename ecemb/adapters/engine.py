@@ -3,7 +3,7 @@
 An engine owns the link between one kind of tables and the arena. In the order of its calls: its constructor
 finds the tables and refuses what would change rows that nobody declared; `place` moves them into the arena;
 `watch` begins to tell, through `Hooks`, which rows are about to change; `check` stands at the beginning and
-at the end of every step; `unwatch` ends it.
+at the end of every step; `unwatch` ends it. Who only listens (`LiveTable`) leaves out `place` and `check`.
 
 Must not know: journals, parity, other ranks.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,11 +34,13 @@ class Hooks:
             change. Rows of a group of tables are told by its first table, as `rows.joined` says.
         is_open: whether a step is open.
         on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
+        protects: whether undeclared changes are refused; else rows are told, and that is all.
     """
 
     capture: Callable[[int, Ids], None]
     is_open: Callable[[], bool]
     on_undeclared: Callable[[], None]
+    protects: bool = True
 
 
 class EngineTable(Protocol):
@@ -51,6 +54,11 @@ class EngineTable(Protocol):
     @property
     def layout(self) -> TableLayout:
         """What the shard looks like in bytes."""
+        ...
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the engine hears of every change of its rows."""
         ...
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
@@ -89,6 +97,10 @@ class Engine(Protocol):
     @property
     def averaged(self) -> Sequence[DistributedDataParallel]:
         """What averages the gradients of replicated tables, unseen by the model's `modules()`."""
+        ...
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """The training's own tensors of a table by name: the weight, then what per-row state there is yet."""
         ...
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:

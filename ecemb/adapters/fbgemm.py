@@ -97,6 +97,11 @@ class FusedTable:
     first_row: int
     rows: int
 
+    @property
+    def is_told(self) -> bool:
+        """See `EngineTable.is_told`: lookups tell."""
+        return True
+
     def whole(self, world_size: int) -> tuple[int, int]:
         """See `EngineTable.whole`."""
         return self.first_row, self.rows
@@ -188,6 +193,15 @@ class Batch:
                 )
         layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
         return FusedTable(name, layout, first_row, config.num_embeddings)
+
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """Weight and per-row state of a table of this batch, as FBGEMM shows them."""
+        shown = [
+            self.module.split_embedding_weights(),
+            *zip(*self.module.split_optimizer_states(), strict=True),
+        ]
+        names = (column.name for column in self.tables[table].layout.columns)
+        return {name: tensors[table].detach() for name, tensors in zip(names, shown, strict=True)}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
         """Moves the buffers into the arena.

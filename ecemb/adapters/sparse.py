@@ -68,6 +68,11 @@ class SparseTable:
         columns = (Column(name, dtype, row_bytes) for name in ("weight", *self.states))
         return TableLayout(self.name, rows, tuple(columns))
 
+    @property
+    def is_told(self) -> bool:
+        """See `EngineTable.is_told`: changes are heard of from the optimizer."""
+        return self.optimizer is not None or not self.weight.requires_grad
+
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`."""
         if isinstance(self.module, ShardedEmbeddingBag) and self.module.world_size == world_size:
@@ -239,6 +244,15 @@ class SparseTables:
         self._touched: set[int] = set()
         self._gradients: dict[int, tuple[torch.Tensor | None, tuple[int, ...] | None]] = {}
 
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`."""
+        table = self.tables[index]
+        found = {"weight": table.weight.detach()}
+        if table.optimizer is not None:
+            state = table.optimizer.state.get(table.weight, {})
+            found |= {name: state[name] for name in table.states if name in state}
+        return found
+
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves the tables into the arena; see `SparseTable.place`."""
         for table, one in zip(self.tables, stored, strict=True):
@@ -284,6 +298,8 @@ class SparseTables:
             table.note()
 
     def _check(self, table: SparseTable) -> None:
+        if not self._hooks.protects:
+            return
         table.check_storage()
         if table.is_written():
             self._hooks.on_undeclared()
@@ -370,10 +386,13 @@ class SparseTables:
             table.note()
 
     def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        raise UndeclaredWrite(
-            f"{type(optimizer).__name__}.load_state_dict() would replace the protected state of table "
-            f"{self._of(optimizer)[0][1].name!r}: load it before ecemb.protect()"
-        )
+        for index, table in self._of(optimizer):
+            if self._hooks.protects:
+                raise UndeclaredWrite(
+                    f"{type(optimizer).__name__}.load_state_dict() would replace the protected state of "
+                    f"table {table.name!r}: load it before ecemb.protect()"
+                )
+            self.touch(index, np.arange(table.weight.shape[0]))
 
     def _before_load(self, index: int) -> Callable[..., None]:
         def before(*_: Any) -> None:

@@ -5,7 +5,10 @@ Owns their order, which is that of the row space: engine by engine. Everything e
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,11 @@ from .nn import ShardedEmbeddingBag
 from .sparse import SparseTables
 
 Optimizer = torch.optim.Optimizer
+Listener = Callable[[int, Ids], None]
+"""Called with a table's index and rows of it that are about to change, int64 [m], m > 0, repeats allowed."""
+
+_LISTENING = Hooks(lambda *_: None, is_open=lambda: True, on_undeclared=lambda: None, protects=False)
+_found: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tables]] = weakref.WeakKeyDictionary()
 
 
 def find(
@@ -51,7 +59,15 @@ def find(
     engines: list[Engine] = [SparseTables(modules, optimizers)]
     if (fused := torchrec.find(model)) is not None:
         engines.append(fused)
-    return Tables(engines), optimizers
+    found = Tables(engines)
+    _found[model] = weakref.ref(found)
+    return found, optimizers
+
+
+def protected(model: nn.Module) -> Tables | None:
+    """The tables that were found in a model, if a guard watches them."""
+    found = _found.get(model, lambda: None)()
+    return found if found is not None and found.is_protected else None
 
 
 class Tables:
@@ -78,6 +94,12 @@ class Tables:
                 f"tables need distinct names; {twice} stand for several: rename in tables="
             )
         self._hooks: Hooks | None = None
+        self._listeners: list[Listener] = []
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether somebody watches, and not only listens."""
+        return self._hooks is not None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -101,18 +123,63 @@ class Tables:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
             at += len(engine.tables)
 
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`."""
+        engine, number = self._of[index]
+        return engine.tensors(number)
+
     def watch(self, hooks: Hooks) -> None:
         """From here on, rows that change are told, and undeclared changes raise."""
         self._hooks = hooks
-        at = 0
-        for engine in self._engines:
-            engine.watch(Hooks(_shifted(hooks.capture, at), hooks.is_open, hooks.on_undeclared))
-            at += len(engine.tables)
+        self._engage(hooks)
 
     def unwatch(self) -> None:
-        """Takes all hooks away."""
+        """Takes the hooks away; who listens goes on to hear."""
+        self._hooks = None
+        self._engage(_LISTENING if self._listeners else None)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """From here on, tells a listener of rows that are about to change, watched or not.
+
+        Returns:
+            Ends it; may be called twice.
+        """
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+                if not self._listeners and self._hooks is None:
+                    self._engage(None)
+
+        self._listeners.append(listener)
+        if self._hooks is None and len(self._listeners) == 1:
+            self._engage(_LISTENING)
+        return end
+
+    def _engage(self, hooks: Hooks | None) -> None:
+        at = 0
         for engine in self._engines:
             engine.unwatch()
+            if hooks is not None:
+                engine.watch(dataclasses.replace(hooks, capture=partial(self._told, at)))
+            at += len(engine.tables)
+
+    def _told(self, base: int, index: int, ids: Ids) -> None:
+        """Rows of an engine's table, the first of which is table `base`, are about to change."""
+        if self._hooks is not None:
+            self._hooks.capture(base + index, ids)
+        if self._listeners:
+            self._tell(base + index, ids)
+
+    def _tell(self, index: int, ids: Ids) -> None:
+        """Tells listeners, table by table: rows of a group count on through its tables."""
+        while len(ids):
+            rows = self.tables[index].layout.rows
+            here = ids < rows
+            if here.any():
+                for listener in list(self._listeners):
+                    listener(index, ids[here])
+            ids, index = ids[~here] - rows, index + 1
 
     def touch(self, name: str, rows: torch.Tensor) -> None:
         """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
@@ -163,7 +230,3 @@ class Tables:
             )
         for engine in self._engines:
             engine.set_state(state[engine.name])
-
-
-def _shifted(capture: Callable[[int, Ids], None], by: int) -> Callable[[int, Ids], None]:
-    return lambda index, ids: capture(index + by, ids)

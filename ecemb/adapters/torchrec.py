@@ -207,6 +207,11 @@ class FusedTables:
         self._touched: set[int] = set()  # numbers of batches
         self._turn = 0  # odd in a step, even between steps, and one more at each turn
 
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`."""
+        batch = self._batches[self._number(index)]
+        return batch.tensors(index - batch.base)
+
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves all buffers into the arena, with all views of them that this process has."""
         moves: list[Move] = []
@@ -238,7 +243,7 @@ class FusedTables:
 
     def touch(self, index: int, ids: Ids) -> None:
         """Captures rows of a table that are about to be written by hand."""
-        number = next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
+        number = self._number(index)
         batch = self._batches[number]
         if number not in self._touched:
             self._check(batch)
@@ -274,7 +279,13 @@ class FusedTables:
             if (kept := state.get(batch.tables[0].name)) is not None:
                 batch.set_state(kept)
 
+    def _number(self, index: int) -> int:
+        """Of the batch that has table `index`."""
+        return next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
+
     def _check(self, batch: Batch) -> None:
+        if not self._hooks.protects:
+            return
         batch.check_storage()
         if batch.is_written():
             self._hooks.on_undeclared()

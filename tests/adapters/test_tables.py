@@ -126,3 +126,17 @@ def test_state_is_by_engine() -> None:
         with refused(LayoutMismatch, "['first', 'last', 'none']", "another job="):
             tables.set_state(other)
     assert len(first.calls) == len(last.calls) == 1
+
+
+def test_rows_of_a_group_are_told_by_table() -> None:
+    engine = Recorder("one", ["a", "b", "c"])
+    columns = engine.tables[0].layout.columns
+    for table, rows in zip(engine.tables, (5, 0, 3), strict=True):
+        table.layout = TableLayout(table.name, rows, columns, group="together")
+    tables = Tables([Recorder("none", ["x"]), engine])
+    heard: list[tuple[int, list[int]]] = []
+    tables.listen(lambda index, ids: heard.append((index, ids.tolist())))
+    assert engine.hooks is not None
+    engine.hooks.capture(0, np.array([7, 1, 5, 1]))
+    engine.hooks.capture(2, np.array([2]))
+    assert heard == [(1, [1, 1]), (3, [2, 0]), (3, [2])]
