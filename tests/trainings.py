@@ -115,12 +115,12 @@ def digest(value: object) -> str:
 class Bags(nn.Module):
     """Two sharded tables, the second of one row: all ranks' shards but the first one's are empty."""
 
-    def __init__(self, users: int = 9, name: str = "users") -> None:
+    def __init__(self, users: int = 9, name: str = "users", device: str = "meta") -> None:
         super().__init__()
         self.table = nn.ModuleDict(
             {
-                name: ecemb.nn.ShardedEmbeddingBag(users, 3, device="meta"),
-                "tiny": ecemb.nn.ShardedEmbeddingBag(1, 3, dtype=torch.float64, device="meta"),
+                name: ecemb.nn.ShardedEmbeddingBag(users, 3, device=device),
+                "tiny": ecemb.nn.ShardedEmbeddingBag(1, 3, dtype=torch.float64, device=device),
             }
         )
         self.head = nn.Linear(3, 1)

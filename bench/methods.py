@@ -1,0 +1,102 @@
+"""All methods by name: ecemb, live replication, and no protection at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import ecemb
+from bench.method import Costs, Method, Promise, Training
+from ecemb.rendezvous import current
+
+
+class Nothing:
+    """No protection: after a failure, the training begins again."""
+
+    promise = Promise(bit_identical=True, steps_again=None)
+
+    def prepare(self, training: Training) -> int:
+        return 0
+
+    def step(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def memory(self) -> Sequence[Path]:
+        return ()
+
+    def costs(self) -> Costs:
+        return Costs()
+
+    def close(self) -> None: ...
+
+
+class Ecemb:
+    """ecemb itself. Live replication is its `Code(r + 1, 1)`: parity of one block is a copy of it.
+
+    Args:
+        code: The (n, k) code.
+        window: Steps that are committed together.
+    """
+
+    def __init__(self, code: ecemb.Code, window: int = 1) -> None:
+        self._code, self._window = code, window
+        self._guard: ecemb.Guard | None = None
+        self._closed = Costs()
+        self.promise = Promise(bit_identical=True, steps_again=window - 1)
+
+    def prepare(self, training: Training) -> int:
+        self._guard = ecemb.protect(
+            training.model,
+            optimizers=training.optimizers,
+            tables=training.tables,
+            state=training.state,
+            code=self._code,
+            window=self._window,
+            failure_domain="rank",
+        )
+        return self._guard.next_step
+
+    def step(self) -> AbstractContextManager[object]:
+        return self._made().step()
+
+    def memory(self) -> Sequence[Path]:
+        return [one.path for one in current().directory.scan(0) if one.holder == os.getpid()]
+
+    def costs(self) -> Costs:
+        return self._costs() if self._guard is not None else self._closed
+
+    def close(self) -> None:
+        self._closed = self._costs()
+        self._made().close()
+        self._guard = None
+
+    def _costs(self) -> Costs:
+        stats = self._made().stats()
+        held: dict[str, int] = stats["bytes"]
+        return Costs(
+            stalled_s=sum(stats["seconds"].values()),
+            sent_bytes=stats["sent_bytes"],
+            memory_bytes=sum(held.values()) - 2 * held["tables"],  # they are the rows' own memory
+        )
+
+    def _made(self) -> ecemb.Guard:
+        if self._guard is None:
+            raise RuntimeError("the guard is made in prepare(), and gone after close()")
+        return self._guard
+
+
+def coded(n: int, k: int) -> Callable[[Path], Method]:
+    return lambda _: Ecemb(ecemb.Code(n, k))
+
+
+METHODS: Mapping[str, Callable[[Path], Method]] = {
+    "nothing": lambda _: Nothing(),
+    "ecemb (3, 2)": coded(3, 2),
+    "ecemb (4, 3)": coded(4, 3),
+    "ecemb (4, 2)": coded(4, 2),
+    "replication x2": coded(2, 1),
+    "replication x3": coded(3, 1),
+}
+"""Name -> what makes it, given a folder for files that outlive machines; the same on all ranks, and kept."""

@@ -1,0 +1,79 @@
+"""Every method keeps what it promises: real ranks, one is killed with its memory, and all start again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from processes import RankFailed, launch
+from trainings import bags
+
+import ecemb
+from bench.method import Failure, Training, account, live
+from bench.methods import METHODS
+
+RANKS, STEPS = 3, 9
+FAILURE = Failure(step=6, ranks=(1,))
+NEEDS_MORE_RANKS = {"ecemb (4, 3)", "ecemb (4, 2)"}
+SAME_AS_ANOTHER = {"nothing", "replication x3"}  # a start over, and more copies: nothing new to be tested
+UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
+
+
+def one_life(folder: Path, meet: Barrier, name: str, failures: list[Failure]) -> tuple[int, dict[str, str]]:
+    """The rank, which is not the worker's number, and what its training ends with."""
+    for part in ("arenas", "files", "ledgers"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    ecemb.init_process_group(
+        "gloo", job="contract", arena_dir=folder / "arenas", timeout=timedelta(seconds=60)
+    )
+    script = bags(device="cpu")
+    live(
+        METHODS[name](folder / "files"),
+        Training(script.model, [script.sparse, script.dense], script.tables, [script.progress], samples=12),
+        lambda _: script.body(),
+        STEPS,
+        rank=dist.get_rank(),
+        folder=folder / "ledgers",
+        failures=failures,
+    )
+    return dist.get_rank(), script.snapshot()
+
+
+def trained(folder: Path, name: str, failures: list[Failure]) -> dict[int, dict[str, str]]:
+    """What each rank ends with."""
+    return dict(launch(RANKS, one_life, folder, name, failures))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    return trained(tmp_path_factory.mktemp("nothing"), "nothing", [])
+
+
+@pytest.mark.parametrize("name", UNDER_TEST)
+def test_a_killed_rank(name: str, undisturbed: dict[int, dict[str, str]], tmp_path: Path) -> None:
+    promise = METHODS[name](tmp_path).promise
+    with pytest.raises(RankFailed):
+        trained(tmp_path, name, [FAILURE])
+    ended = trained(tmp_path, name, [])
+    if promise.bit_identical:
+        assert ended == undisturbed
+    for rank in range(RANKS):
+        found = account(tmp_path / "ledgers", rank)
+        assert len(found.started) == 2 and found.started[0] == 0
+        if promise.steps_again is not None:
+            assert found.steps_again <= promise.steps_again + 1
+            assert found.started[1] >= FAILURE.step - promise.steps_again
+        assert (found.costs.samples_lost > 0) <= promise.samples_lost
+        check_costs(found.costs.__dict__)
+    assert not list((tmp_path / "arenas").rglob("*.arena"))
+
+
+def check_costs(costs: dict[str, Any]) -> None:
+    assert all(value >= 0 for value in costs.values())
+    assert costs["stalled_s"] > 0
+    in_memory, on_disk = costs["memory_bytes"] and costs["sent_bytes"], costs["written_bytes"]
+    assert in_memory or (on_disk and costs["stored_bytes"])
