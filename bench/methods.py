@@ -1,4 +1,4 @@
-"""All methods by name: ecemb, live replication, and no protection at all."""
+"""All methods by name: ecemb, replication, and the rivals of `baselines/`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import ecemb
+from baselines.full import FullRecovery
+from baselines.full.writers import AsyncDcp, Dcp, Files
 from bench.method import Costs, Method, Promise, Training
 from ecemb.rendezvous import current
 
@@ -98,5 +100,8 @@ METHODS: Mapping[str, Callable[[Path], Method]] = {
     "ecemb (4, 2)": coded(4, 2),
     "replication x2": coded(2, 1),
     "replication x3": coded(3, 1),
+    "full files": lambda folder: FullRecovery(folder, Files(), every=4),
+    "full dcp": lambda folder: FullRecovery(folder, Dcp(), every=4),
+    "full dcp async": lambda folder: FullRecovery(folder, AsyncDcp(), every=4),
 }
 """Name -> what makes it, given a folder for files that outlive machines; the same on all ranks, and kept."""

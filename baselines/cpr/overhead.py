@@ -23,6 +23,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from baselines.young import young
+
 from .job import Job, above_zero
 from .pls import expected_pls, interval_for_pls
 
@@ -100,7 +102,7 @@ class Choice:
 
 def best_full_interval_h(costs: Costs, job: Job) -> float:
     """Young's interval, sqrt(2 O_save T_fail): the best for full recovery."""
-    return math.sqrt(2 * costs.save_h * job.mtbf_h)
+    return young(costs.save_h, job.mtbf_h)
 
 
 def expected_overhead(costs: Costs, job: Job, policy: Policy) -> float:

@@ -1,0 +1,65 @@
+"""How many steps lie between two saves: as many as asked for, or as Young's formula says.
+
+Must not know: what a save does.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from baselines.young import young
+
+MEASURED = 5
+"""Steps of a life whose time is taken before the first interval is chosen (chosen)."""
+
+
+class Interval:
+    """The number of steps between saves; the same on all ranks.
+
+    Args:
+        every: steps; or None.
+        mtbf: mean time between failures of the whole job, for Young's formula; or None.
+
+    Attributes:
+        steps: so many; None until it can be known.
+
+    Raises:
+        ValueError: not exactly one of them is given, or it is not above 0.
+    """
+
+    def __init__(self, every: int | None, mtbf: timedelta | None) -> None:
+        if (every is None) == (mtbf is None):
+            raise ValueError(f"give every=, in steps, or mtbf=, for Young's interval; got {every} and {mtbf}")
+        if (every is not None and every < 1) or (mtbf is not None and mtbf <= timedelta(0)):
+            raise ValueError(f"every= and mtbf= are above 0; got {every} and {mtbf}")
+        self.steps = every
+        self._mtbf = mtbf
+        self._steps_s: list[float] = []
+        self._saves_s: list[float] = []
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long, without saves. All ranks."""
+        if self._mtbf is not None:
+            self._steps_s.append(seconds)
+            if len(self._steps_s) == MEASURED:
+                self._choose()
+
+    def saved(self, seconds: float) -> None:
+        """A save stalled training for so long. All ranks."""
+        if self._mtbf is not None:
+            self._saves_s.append(seconds)
+            if len(self._steps_s) >= MEASURED:
+                self._choose()
+
+    def _choose(self) -> None:
+        """By what the slowest rank takes."""
+        if self._mtbf is None or not self._saves_s:
+            return
+        means = [sum(values) / len(values) for values in (self._saves_s, self._steps_s)]
+        slowest = torch.tensor(means, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        save_s, step_s = slowest.tolist()
+        self.steps = max(1, round(young(save_s, self._mtbf.total_seconds()) / step_s))

@@ -1,0 +1,209 @@
+"""How a checkpoint is written and read, crash-safe: whatever is killed, what counts as complete is.
+
+A checkpoint is a folder `step-N`. It is made as `step-N.partial`, written and synced by all ranks, and
+renamed by rank 0 as the last act. All ranks see one file system.
+
+Must not know: what is saved, and when.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+_PARTIAL = ".partial"
+Tensors = Mapping[str, Tensor]
+
+
+def complete(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending."""
+    names = [path.name for path in folder.glob("step-*")]
+    return sorted(int(name.removeprefix("step-")) for name in names if not name.endswith(_PARTIAL))
+
+
+def place(folder: Path, step: int) -> Path:
+    """Of a step's complete checkpoint."""
+    return folder / f"step-{step}"
+
+
+class Writer(ABC):
+    """Writes and reads checkpoints in a folder. All ranks, one checkpoint at a time.
+
+    Attributes:
+        behind: saves that may not be complete yet when training goes on.
+    """
+
+    behind: int = 0
+
+    def save(self, folder: Path, step: int, own: Tensors, shared: Tensors, keep: int) -> None:
+        """Saves a checkpoint; on return, it is as good as the writer makes it by then (see `wait`).
+
+        Args:
+            folder: of all checkpoints of the job.
+            step: that comes next.
+            own: this rank's tensors. Read.
+            shared: tensors that are the same on all ranks. Read.
+            keep: so many complete checkpoints stay.
+        """
+        partial = folder / f"step-{step}{_PARTIAL}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        self._write(partial, own, shared, keep)
+
+    @abstractmethod
+    def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
+        """Writes to the folder, syncs, and has rank 0 call `_commit` when all ranks have."""
+
+    @abstractmethod
+    def load(self, path: Path) -> dict[str, Tensor]:
+        """What this rank saved as its own, and what is shared. All ranks."""
+
+    def wait(self) -> None:  # noqa: B027 - nothing to wait for, if saves are complete on return
+        """Returns when the last save is complete. All ranks.
+
+        Raises:
+            Exception: what it failed with.
+        """
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of memory that copies of tensors take while they are written."""
+        return 0
+
+    @staticmethod
+    def _commit(partial: Path, keep: int) -> None:
+        """Makes a checkpoint whole, and removes old ones. Rank 0."""
+        partial.rename(partial.with_suffix(""))
+        _sync(partial.parent)
+        for step in complete(partial.parent)[:-keep]:
+            shutil.rmtree(place(partial.parent, step))
+
+
+class Files(Writer):
+    """A file of each rank by torch.save; rank 0 has one more, for what is shared."""
+
+    def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
+        rank = dist.get_rank()
+        _save(partial / f"rank-{rank}.pt", own)
+        if rank == 0:
+            _save(partial / "shared.pt", shared)
+        dist.barrier()
+        if rank == 0:
+            _sync(partial)
+            self._commit(partial, keep)
+
+    def load(self, path: Path) -> dict[str, Tensor]:
+        """See `Writer.load`."""
+        names = (f"rank-{dist.get_rank()}.pt", "shared.pt")
+        own, shared = (torch.load(path / name, weights_only=True, mmap=True) for name in names)
+        return {**own, **shared}
+
+
+class Dcp(Writer):
+    """torch.distributed.checkpoint.save: DCP spreads what is shared over the ranks."""
+
+    def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
+        dcp.save(_named(own, shared), storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+        if dist.get_rank() == 0:
+            _sync(partial)
+            self._commit(partial, keep)
+
+    def load(self, path: Path) -> dict[str, Tensor]:
+        """See `Writer.load`. DCP's index is a pickle: the folder has to be the job's own."""
+        reader = dcp.FileSystemReader(path)
+        prefix = _prefix()
+        found: dict[str, Any] = {}
+        for key, stored in reader.read_metadata().state_dict_metadata.items():
+            if key.startswith((prefix, "shared/")):
+                found[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        dcp.load(found, storage_reader=reader)
+        return {key.removeprefix(prefix).removeprefix("shared/"): tensor for key, tensor in found.items()}
+
+
+class AsyncDcp(Dcp):
+    """torch.distributed.checkpoint.async_save: training waits for a copy in memory, a thread writes it."""
+
+    behind = 1
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Future[None] | None = None
+        self._copied_bytes = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """See `Writer.copied_bytes`."""
+        return self._copied_bytes
+
+    def save(self, folder: Path, step: int, own: Tensors, shared: Tensors, keep: int) -> None:
+        """See `Writer.save`; waits for the save before."""
+        self.wait()
+        super().save(folder, step, own, shared, keep)
+
+    def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # the thread's collectives are not the training's
+        tensors = _named(own, shared)
+        self._copied_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        written = dcp.async_save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+            process_group=self._group,
+        )
+        self._saving = saving = Future[None]()
+        commits = dist.get_rank() == 0
+
+        def finish(done: Any) -> None:
+            try:
+                done.result()
+                if commits:
+                    _sync(partial)
+                    self._commit(partial, keep)
+                saving.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                saving.set_exception(error)
+
+        written.add_done_callback(finish)
+
+    def wait(self) -> None:
+        """See `Writer.wait`."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+
+def _prefix() -> str:
+    return f"rank-{dist.get_rank()}/"
+
+
+def _named(own: Tensors, shared: Tensors) -> dict[str, Tensor]:
+    """Under keys that differ by rank, but for what is shared."""
+    named = {f"{_prefix()}{key}": tensor for key, tensor in own.items()}
+    return named | {f"shared/{key}": tensor for key, tensor in shared.items()}
+
+
+def _save(path: Path, tensors: Tensors) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(tensors), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
