@@ -12,8 +12,8 @@ machine does meets all of them.
 - `bytes_sent_per_step`: what a rank sends for protection, or for replication.
 - `touched_rows_per_step`: rows of a rank that are protected, or copied. Rows that several steps of a window
   change count once.
-- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `exchange` and
-  `agree` are mostly waiting for slower ranks.
+- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `heads`, `exchange` and
+  `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
 
 `replication` is the rival: each rank copies its changed rows to the memory of n - k other ranks, which hold
 a replica of all its tables (n - k times their memory; parity takes (n - k)/k times). It survives the loss
@@ -27,8 +27,9 @@ DistributedDataParallel, with Adagrad; a sample looks up one row of each table. 
 with one hidden layer of 64; a sample looks up 100 rows, 10 of each table, and takes their sums: hardly
 anything but the tables' work, which is the worst case. The popularity of rows falls with their place in its
 order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs in the
-design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine, no overlap with
-training (`overlap`). After the run all models have to hold the same bytes on every rank, replicas those of
+design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. With `overlap` "next
+step" the guard commits beside the next step's body, and a block ends when its last step is committed; else it
+is "none". After the run all models have to hold the same bytes on every rank, replicas those of
 the rows, all steps have to be committed, and parity has to fit every row.
 """
 
@@ -47,8 +48,8 @@ from ecemb.directory import arenas, remove
 
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
-WINDOWS = (1, 16)
-"""Steps that are committed at once: each is measured with each code."""
+COMMITS = ((1, False), (16, False), (1, True))
+"""Steps that are committed at once, and whether beside the next one: each is measured with each code."""
 IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
 """Engine -> what its ranks import, which takes long."""
 
@@ -111,12 +112,12 @@ def run(arguments: Arguments) -> list[Row]:
         for setting in (scale, sparse_heavy(scale))
         if arguments.setting in ("", setting.name)
         for code in codes
-        for window in WINDOWS
-        for row in measure(setting, arguments.engine, code, window, arguments.seed)
+        for window, overlap in COMMITS
+        for row in measure(setting, arguments.engine, code, window, overlap, arguments.seed)
     ]
 
 
-def measure(scale: Scale, engine: str, code: Code, window: int, seed: int) -> list[Row]:
+def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
     """Trains twins on n ranks, and compares what they cost.
 
     Raises:
@@ -137,6 +138,7 @@ def measure(scale: Scale, engine: str, code: Code, window: int, seed: int) -> li
         batch=scale.batch,
         skew=scale.skew,
         window=window,
+        overlap=overlap,
         steps=-(-scale.steps // window) * window,
         repeats=scale.repeats,
         seed=seed,
@@ -155,7 +157,7 @@ def measure(scale: Scale, engine: str, code: Code, window: int, seed: int) -> li
         "engine": engine,
         "code": f"({code.n}, {code.k})",
         "window": window,
-        "overlap": "none",
+        "overlap": "next step" if overlap else "none",
         "setting": scale.setting,
     }
     return rows_of(answers, order.steps, labels)

@@ -70,6 +70,7 @@ class Order:
     batch: int
     skew: float
     window: int
+    overlap: bool
     steps: int
     repeats: int
     seed: int
@@ -91,6 +92,9 @@ class Bare:
         """One step."""
         self.twin.train(batch)
 
+    def end(self) -> None:
+        """The block ends; nothing may go on beside the next one."""
+
     def counted(self) -> dict[str, float]:
         """What it has sent so far, and of how many rows."""
         return {}
@@ -107,6 +111,10 @@ class Protected(Bare):
         """One step, as a transaction."""
         with self.guard.step():
             self.twin.train(batch)
+
+    def end(self) -> None:
+        """The last step is committed."""
+        self.guard._drain()
 
     def counted(self) -> dict[str, float]:
         """The same, and seconds by phase."""
@@ -184,9 +192,13 @@ def work(line: Line, order: Order) -> None:
 
 def protect(twin: Twin, order: Order) -> ecemb.Guard:
     """The guard of the protected twin."""
-    code = ecemb.Code(n=order.n, k=order.k)
     return ecemb.protect(
-        twin.model, optimizers=twin.optimizers, code=code, window=order.window, failure_domain="rank"
+        twin.model,
+        optimizers=twin.optimizers,
+        code=ecemb.Code(n=order.n, k=order.k),
+        window=order.window,
+        overlap=order.overlap,
+        failure_domain="rank",
     )
 
 
@@ -234,6 +246,7 @@ def run(method: Bare, batches: Sequence[Batch]) -> None:
     """Trains one twin on batches."""
     for batch in batches:
         method.train(batch)
+    method.end()
 
 
 def by_columns(shards: Sequence[Shard]) -> list[str]:

@@ -35,7 +35,7 @@ from ecemb.code import Code
 from ecemb.directory import arenas, remove
 
 TRAINING = ("forward", "backward", "optimizer")
-PHASES = ("capture", "state", "delta", "exchange", "agree", "apply")
+PHASES = ("capture", "state", "delta", "heads", "exchange", "agree", "apply")
 WORD_BYTES = 8
 """Of an address, and what records are padded to."""
 MOVED, LEAST = "moved", "least"
@@ -115,6 +115,7 @@ def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
         batch=scale.batch,
         skew=scale.skew,
         window=1,
+        overlap=False,
         steps=scale.steps,
         repeats=1,
         seed=seed,

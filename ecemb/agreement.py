@@ -58,6 +58,7 @@ class Request:
         code: the (n, k) code.
         state: the user's objects.
         window: steps of a transaction.
+        overlap: whether a transaction is decided beside the next one's body.
         failure_domain: see `ecemb.protect`.
         reader: where to find a checkpoint, or None.
     """
@@ -68,6 +69,7 @@ class Request:
     code: Code
     state: Sequence[Stateful]
     window: Window
+    overlap: bool
     failure_domain: FailureDomain
     reader: CheckpointReader | None = None
 
@@ -126,13 +128,18 @@ def agree(
         "rank_state_bytes": state_bytes,
         "code": [code.n, code.k],
     }
-    asked = [[code.n, code.k], request.window.asked, request.failure_domain, saver.name_of(request.reader)]
+    asked = [
+        [code.n, code.k],
+        [*request.window.asked, request.overlap],
+        request.failure_domain,
+        saver.name_of(request.reader),
+    ]
     mine = json.dumps([own, asked, secrets.token_hex(8)])
     texts = transport.gather(mine.encode(), "comparing layouts")
     told = [json.loads(text)[0] for text in texts]
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
-            f"the ranks ask for different codes, windows, failure domains or checkpoints: "
+            f"the ranks ask for different codes, windows or overlaps, failure domains or checkpoints: "
             f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
         )
     if not any(one["tables"] for one in told):

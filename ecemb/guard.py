@@ -35,7 +35,7 @@ logger = logging.getLogger("ecemb")
 class Guard:
     """Protects the tables of one training; made by `protect`, one per process."""
 
-    def __init__(self, session: Session, opened: Opened, window: Window) -> None:
+    def __init__(self, session: Session, opened: Opened, request: Request) -> None:
         self._session = session
         self._memory = opened.memory
         self._transport = opened.transport
@@ -43,7 +43,12 @@ class Guard:
         self._rank_state = opened.rank_state
         self._saver = opened.saver
         self._transactions = Transactions(
-            opened.memory, opened.transport, opened.replicated, opened.rank_state, window
+            opened.memory,
+            opened.transport,
+            opened.replicated,
+            opened.rank_state,
+            request.window,
+            overlap=request.overlap,
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
@@ -66,7 +71,8 @@ class Guard:
     def step(self) -> Generator[Step]:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
 
-        With `window=s`, s steps are one transaction: it commits when the last one's body ends.
+        With `window=s`, s steps are one transaction: it commits when the last one's body ends. With
+        `overlap=True`, it commits beside the body of the step after.
 
         Everything that changes state belongs in the body. If the body raises, its changes are undone on
         this rank, with those of the window's earlier steps, the other ranks undo theirs at their exchange,
@@ -235,7 +241,7 @@ class Guard:
             transaction; `captured_rows`, each once in a transaction; `sent_bytes` over the network
             for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found, of them
             `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the protected
-            tensors themselves; `row_journal`, `inbox`, `parity_journal` grow with the rows of a transaction).
+            tensors themselves; journals and `inbox` grow with the rows of a transaction).
         """
         tables = [table.layout for table in self._tables.tables]
         reserved = {
@@ -288,6 +294,7 @@ class Guard:
             )
         self._tables.unwatch()
         self._saver.close()
+        self._transactions.close()
         self._transport.close()
         if self._session.watch is not None:
             self._session.watch.close()
@@ -322,7 +329,7 @@ class Guard:
         logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
 
     def _drain(self) -> None:
-        """Commits the steps of an open window. All ranks."""
+        """Commits all steps that have ended. All ranks."""
         try:
             self._transactions.drain()
         except BaseException as error:
@@ -349,6 +356,7 @@ def protect(
     state: Sequence[Stateful] | Stateful | None = None,
     window: int | Literal["auto"] = 1,
     mtbf: timedelta | None = None,
+    overlap: bool = False,
     failure_domain: FailureDomain = "auto",
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
 ) -> Guard:
@@ -375,6 +383,9 @@ def protect(
             and at most so many steps are run again after a failure. "auto" takes the time of the first
             steps, and picks the number with which commits and steps run again cost least (Young's formula).
         mtbf: mean time between failures of the whole job, for "auto".
+        overlap: whether a step's deltas are sent, and parity is brought up to date, beside the body of the
+            next step, in a thread. Then one more step may be run again after a failure, and the last one is
+            committed by `Guard.close`, `Guard.save` or `Guard.scrub`.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
@@ -410,12 +421,13 @@ def protect(
         code=code,
         state=_listed(state, None),
         window=Window(window, mtbf),
+        overlap=overlap,
         failure_domain=failure_domain,
         reader=None if resume is None else reader_of(resume),
     )
     opened = open_memory(session, request)
     session.protected = True
-    guard = Guard(session, opened, request.window)
+    guard = Guard(session, opened, request)
     level = logging.WARNING if opened.report.lost else logging.INFO
     if session.rank != 0 and session.rank not in opened.report.lost:
         level = logging.DEBUG

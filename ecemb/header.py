@@ -61,11 +61,11 @@ WORDS = (
     "slot1_label",
     "slot1_bytes",
     "undeclared",
+    "next_label",
+    "next_bytes",
 )
-"""The mutable words in the order of the file; `reserved` sizes of the regions follow at
-`RESERVED`."""
+"""The mutable words in the order of the file; at index `RESERVED` follow the regions' reserved bytes."""
 RESERVED = 64
-"""Index of the word that holds the reserved bytes of the first region."""
 
 _PREAMBLE = struct.Struct("<8sQQ16s")
 _ARENA_ID = re.compile(r"[0-9a-f]{8,64}")

@@ -1,8 +1,9 @@
 """Undo records and the inbox: what a transaction may still need after its process has died.
 
-Three growing regions of the arena, each guarded by aligned words of the header (protocol.md, section 3):
+Growing regions of the arena, each guarded by aligned words of the header (protocol.md, section 3):
 
-- `RowJournal`: the old records of the rows that a transaction changes. Written before the data change.
+- `RowJournal`: the old records of the rows that a transaction changes. Written before the data change. There
+  are two, so that a transaction can begin while the one before it is not yet decided.
 - `Inbox`: the deltas that other ranks sent for the parity kept here. Complete before `prepared` is stored.
 - `ParityJournal`: the old parity words under those deltas. Complete before parity changes.
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from .arena import Arena
 from .delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words, unpack
 from .errors import InconsistentArenas, NotEnoughSpace, StepFailed
+from .header import NONE
 from .kernels import Kernels, RowSet
 from .rows import WORD_BYTES, RowSpace
 
@@ -29,6 +31,9 @@ Ids = NDArray[np.int64]
 
 Chunk = tuple[int, Ids, Words]
 """A table, rows of it, and their old records (uint64 [m, record_words])."""
+
+ROW_JOURNALS = {"row_journal": ("rows_label", "rows_bytes"), "next_journal": ("next_label", "next_bytes")}
+"""Regions, each with its words. The second one is used while the first one's transaction is undecided."""
 
 _CHUNK_HEAD_WORDS = 2
 
@@ -59,13 +64,16 @@ class RowJournal:
     """Old records of the rows that one transaction changes, in chunks of one table each.
 
     Args:
-        arena: holds the region "row_journal" and the words `rows_label`, `rows_bytes`.
+        arena: holds the region, and the words of the header that go with it.
         space: the rank's rows; read by `capture`, overwritten by `undo`.
         kernels: does the work on bytes.
+        region: one of `ROW_JOURNALS`.
     """
 
-    def __init__(self, arena: Arena, space: RowSpace, kernels: Kernels) -> None:
+    def __init__(self, arena: Arena, space: RowSpace, kernels: Kernels, region: str = "row_journal") -> None:
         self._arena = arena
+        self._region = region
+        self._label, self._bytes = ROW_JOURNALS[region]
         self._space = space
         self._kernels = kernels
         self._ids = Scratch()
@@ -78,13 +86,13 @@ class RowJournal:
     @property
     def label(self) -> int:
         """The transaction whose old records lie here; meaningless once that one is committed."""
-        return self._arena.get("rows_label")
+        return self._arena.get(self._label)
 
     def arm(self, transaction: int) -> None:
         """Empties the journal for a new transaction: the count first, then the label."""
         self._end_step()
-        self._arena.set("rows_bytes", 0)
-        self._arena.set("rows_label", transaction)
+        self._arena.set(self._bytes, 0)
+        self._arena.set(self._label, transaction)
         self._drop(0)
 
     def extend(self, transaction: int) -> None:
@@ -93,8 +101,8 @@ class RowJournal:
         From here on, rows are also saved as they are now: `undo_step` goes back to here.
         """
         self._end_step()
-        self._savepoint = _Savepoint(self._arena.get("rows_bytes"), len(self._chunks))
-        self._arena.set("rows_label", transaction)
+        self._savepoint = _Savepoint(self._arena.get(self._bytes), len(self._chunks))
+        self._arena.set(self._label, transaction)
 
     def _end_step(self) -> None:
         if self._savepoint is not None:
@@ -167,17 +175,17 @@ class RowJournal:
     def _save(self, table: int, ids: Ids) -> Chunk:
         """Writes the entry, then the count; returns it as it lies in the arena."""
         m, width = len(ids), self._space.named[table].layout.record_words
-        used = self._arena.get("rows_bytes")
+        used = self._arena.get(self._bytes)
         size = (_CHUNK_HEAD_WORDS + m + m * width) * WORD_BYTES
-        self._arena.reserve("row_journal", used + size)
-        words = self._arena.region("row_journal")[used : used + size].view(np.uint64)
+        self._arena.reserve(self._region, used + size)
+        words = self._arena.region(self._region)[used : used + size].view(np.uint64)
         signed = words.view(np.int64)
         signed[:_CHUNK_HEAD_WORDS] = (table, m)
         saved = signed[_CHUNK_HEAD_WORDS : _CHUNK_HEAD_WORDS + m]
         saved[:] = ids
         records = words[_CHUNK_HEAD_WORDS + m :].reshape(m, width)
         self._space.named[table].gather(saved, records)
-        self._arena.set("rows_bytes", used + size)
+        self._arena.set(self._bytes, used + size)
         return table, saved, records
 
     def changes(self, scratch: Scratch) -> tuple[Words, list[int]]:
@@ -222,7 +230,7 @@ class RowJournal:
         return size_words(records, width)
 
     def undo(self) -> int:
-        """Copies the saved records back, the last chunk first.
+        """Copies the saved records back, the last chunk first; then the journal is void.
 
         Returns:
             The number of rows written.
@@ -231,6 +239,7 @@ class RowJournal:
         for table, ids, records in reversed(list(self._stored())):
             self._space.named[table].scatter_(ids, records)
             rows += len(ids)
+        self._arena.set(self._label, NONE)  # a later transaction gets this number, and another journal
         return rows
 
     def undo_step(self) -> None:
@@ -239,14 +248,14 @@ class RowJournal:
         began = savepoint or _Savepoint(0, 0)
         for table, ids, records in (*began.again, *self._chunks[began.chunks :]):
             self._space.named[table].scatter_(ids, records)
-        self._arena.set("rows_bytes", began.bytes)
+        self._arena.set(self._bytes, began.bytes)
         self._end_step()
         self._drop(began.chunks)
         if savepoint is not None:
             self._savepoint = _Savepoint(began.bytes, began.chunks)
 
     def _stored(self) -> Iterator[Chunk]:
-        words = _words(self._arena, "row_journal", "rows_bytes")
+        words = _words(self._arena, self._region, self._bytes)
         signed = words.view(np.int64)
         at = 0
         while at < len(words):

@@ -18,7 +18,7 @@ from .arena import Arena
 from .delta import Scratch, blank, messages, size_words
 from .errors import InconsistentArenas
 from .header import NONE
-from .journal import Inbox, ParityJournal, RowJournal
+from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
 from .kernels import Kernels
 from .parity import ParityBlocks
 from .placement import Placement
@@ -77,7 +77,8 @@ class RankMemory:
                 geometry.generator,
                 kernels,
             )
-        self.journal = RowJournal(arena, self.space, kernels)
+        self._journals = [RowJournal(arena, self.space, kernels, region) for region in ROW_JOURNALS]
+        self.journal = self._journals[0]
         self.inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal = ParityJournal(arena)
         self.slots = Slots(arena)
@@ -92,6 +93,20 @@ class RankMemory:
     def rank_state(self) -> NDArray[np.uint8]:
         """The bytes of the rank state's record, uint8, a view."""
         return self.space.tables[-1].columns[0][0]
+
+    def arm(self, transaction: int) -> None:
+        """Begins a transaction, in a row journal that no undecided one needs."""
+        self.journal = next(one for one in self._journals if one.label <= self.committed)
+        self.journal.arm(transaction)
+
+    def undo(self, transaction: int) -> int:
+        """Takes back what this rank did to its rows after a transaction, the newest first.
+
+        Returns:
+            The number of rows written.
+        """
+        undone = [one for one in self._journals if one.label > transaction]
+        return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
 
     def capture_rank_state(self) -> None:
         """Saves the rank state's old record; it may be written after this."""
@@ -201,7 +216,7 @@ class RankMemory:
             )
         if self.arena.get("prepared") > transaction:  # first: a second crash must not roll forward
             self.arena.set("prepared", transaction)
-        undone = self.journal.undo() if self.journal.label > transaction else 0
+        undone = self.undo(transaction)
         redone = self.committed < transaction
         if redone:
             if self.committed != NONE:  # else it is what this arena began with, and has no inbox

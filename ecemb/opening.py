@@ -28,6 +28,7 @@ from .directory import remove
 from .durable import Job
 from .errors import ConfigurationError, EcembError, InconsistentArenas
 from .header import State
+from .journal import ROW_JOURNALS
 from .memory import Geometry, RankMemory
 from .parity import parity_words
 from .plan import RecoveryPlan
@@ -235,7 +236,7 @@ def _sizes(
     if survivors := session.roster.survivors:  # room for whatever the donor's slot holds
         slot = max(slot, dict(survivors[0].constants.regions)["slot0"])
     reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
-    growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
+    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
     return reserved, {**growing, "slot0": slot, "slot1": slot}
 
 

@@ -8,15 +8,22 @@ The order is protocol.md's, sections 3 and 5, and normative. What may be conclud
 - a rank that aborts says so in its heads, which go to all ranks: whoever has the heads of all ranks knows it,
   and nobody prepares without them. All undo, and commit the transaction empty in a second attempt, whose
   heads a rank sends after its own undo: nobody prepares it before all have undone the first.
+
+With `overlap`, what follows the heads is done in a thread of its own, beside the body of the next step. That
+one's rows go to the other row journal; its end waits for that thread first, so that no more than two
+transactions are undecided, a slot is only written when the one before is decided everywhere, and all else
+is as without.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
 import time
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -49,6 +56,21 @@ def lost_name(path: Path) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Met:
+    """What the ranks told each other at the end of a step.
+
+    Attributes:
+        messages: this rank's, by keeper.
+        incoming: the words that each rank announces.
+        aborted: the ranks that abort: if any, nothing is sent.
+    """
+
+    messages: dict[int, Words]
+    incoming: list[int]
+    aborted: list[int]
+
+
 class Transactions:
     """Runs this rank's side of the step protocol.
 
@@ -58,6 +80,7 @@ class Transactions:
         replicated: the model's replicated state.
         rank_state: what differs by rank.
         window: steps of a transaction, or what chooses their number.
+        overlap: whether to exchange, prepare and apply beside the next step's body.
     """
 
     def __init__(
@@ -67,6 +90,8 @@ class Transactions:
         replicated: ReplicatedState,
         rank_state: RankState,
         window: Window | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._memory = memory
         self._transport = transport
@@ -77,14 +102,17 @@ class Transactions:
         self.aborting = False
         self._steps = 0  # of the transaction, that have ended
         self._savepoint, self._packed = Savepoint(), b""
-        self._commits, self._began = 0, 0.0
+        self._commits = 0
+        self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
+        self._pending: Future[None] | None = None
+        self._handed = 0  # the transaction that is pending, if one is
         self.captured_rows = 0
         self.seconds: dict[str, float] = {}
 
     @property
     def next_step(self) -> int:
         """The number of the step that begins next: that of all steps that have ended."""
-        return self._memory.committed + self._steps
+        return self._memory.committed + self._steps if self._pending is None else self._handed
 
     @property
     def window(self) -> Window:
@@ -105,7 +133,7 @@ class Transactions:
         self._window.begin()
         self.in_flight = transaction = self.next_step + 1
         if self._steps == 0:
-            self._memory.journal.arm(transaction)
+            self._memory.arm(transaction)
         else:
             self._memory.journal.extend(transaction)
             with self._phase("savepoint"):
@@ -133,7 +161,8 @@ class Transactions:
     def commit(self) -> list[int]:
         """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
 
-        All ranks.
+        All ranks. With `overlap` it returns when the ranks have told each other how the step went; the next
+        `commit`, or `drain`, waits for the rest, and raises what came of it.
 
         Returns:
             The ranks that aborted the step: then it is undone on all ranks, and empty. None as a rule.
@@ -143,57 +172,103 @@ class Transactions:
             PeerFailure: a peer died before this rank prepared. Undone here.
             NotEnoughSpace: a journal can't grow. Undone here.
         """
-        transaction = self._open()
-        whole = self._steps + 1 >= self._window.size
-        self._began = time.perf_counter()
-        if whole:
-            aborted = self._attempt(transaction, 1)
-        else:
-            with self._phase("exchange"):
-                aborted = self._meet(transaction, 1, None)[1]
-        if aborted:
+        transaction, began = self._open(), time.perf_counter()
+        self._settle()
+        whole = self._steps + 1 >= self._window.size  # which the transaction before may have chosen
+        found = self._attempt(transaction, 1) if whole else self._meet(transaction, 1, None)
+        if aborted := found.aborted:
             self._restore_step(transaction)
             self.aborting = False
             if whole:
-                self._attempt(transaction, 2)
+                found = self._attempt(transaction, 2)
         if whole:
-            self._finish(transaction)
+            self._finish(transaction, found, began)
         else:
             self._steps += 1
         self.in_flight = None
         return aborted
 
     def drain(self) -> None:
-        """Commits the steps of a window that is not full. All ranks, between steps.
+        """Commits what has ended and is not committed: all steps of an open window. All ranks, between steps.
 
         Raises:
             As `commit` does.
         """
-        if self._steps:
-            self.in_flight = transaction = self.next_step
-            self._began = time.perf_counter()
-            self._attempt(transaction, 1)
-            self._finish(transaction)
+        if self._steps or self._pending is not None:
+            self.in_flight, began = self.next_step, time.perf_counter()
+            self._settle()
+            if self._steps:
+                self._finish(self.in_flight, self._attempt(self.in_flight, 1), began)
+                self._settle()
             self.in_flight = None
 
-    def _finish(self, transaction: int) -> None:
-        """From `prepared` to `committed`. All ranks."""
+    def close(self) -> None:
+        """Ends the thread, if there is one; no call may follow."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _settle(self) -> None:
+        """Waits until the transaction before is decided, if it isn't yet.
+
+        Raises:
+            As `commit` does: that transaction is not prepared then.
+        """
+        if self._pending is not None:
+            with self._phase("wait"):
+                self._pending.result()
+            self._pending = None
+
+    def _finish(self, transaction: int, found: _Met, began: float) -> None:
+        """Decides a transaction: now, or beside what comes next. All ranks."""
+        self._steps = 0
+        if self._thread is None:
+            self._decide(transaction, found)
+            self._window.end(time.perf_counter() - began, self._transport)
+        else:
+            spent_s = time.perf_counter() - began
+            self._handed = transaction
+            self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
+            self._thread.submit(self._decide_beside, transaction, found, spent_s, pending)
+
+    def _decide_beside(self, transaction: int, found: _Met, spent_s: float, pending: Future[None]) -> None:
+        """See `_decide`; in the thread.
+
+        Args:
+            transaction: the one that has ended.
+            found: what the ranks told each other.
+            spent_s: what its end has taken of the main thread's time.
+            pending: who waits for it.
+        """
+        if not pending.set_running_or_notify_cancel():
+            return
+        try:
+            try:
+                self._decide(transaction, found)
+                self._window.end(spent_s, self._transport)
+            except BaseException as error:
+                if self._is_undecided:
+                    self._leave(transaction, error)
+                raise
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            pending.set_exception(error)
+        else:
+            pending.set_result(None)
+
+    def _decide(self, transaction: int, found: _Met) -> None:
+        """The exchange, and from `prepared` to `committed`. All ranks."""
+        with self._phase("exchange"):
+            inbox = self._memory.receive(found.incoming)
+            self._transport.exchange(found.messages, inbox, f"the exchange of step {transaction - 1}")
         self._memory.prepare(transaction)
         with self._phase("agree"):
             self._transport.vote(True, f"the agreement on step {transaction - 1}")
         with self._phase("apply"):
             self._memory.apply(transaction)
         self._memory.commit(transaction)
-        self._steps = 0
         self._commits += 1
-        self._window.end(time.perf_counter() - self._began, self._transport)
 
-    def _attempt(self, transaction: int, attempt: int) -> list[int]:
-        """Everything before `prepared`: states, deltas, the exchange. All ranks.
-
-        Returns:
-            The ranks that abort: then no inbox was opened, and nothing is prepared.
-        """
+    def _attempt(self, transaction: int, attempt: int) -> _Met:
+        """Everything before the exchange: states, deltas, heads. All ranks."""
         messages: dict[int, Words] = {}
         if not self.aborting:
             with self._phase("state"):
@@ -202,8 +277,7 @@ class Transactions:
                 self._replicated.save(self._memory.slots, transaction)
             with self._phase("delta"):
                 messages = self._memory.outgoing()
-        with self._phase("exchange"):
-            return self._exchange(transaction, attempt, messages)
+        return self._meet(transaction, attempt, messages)
 
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and tells the others that it failed.
@@ -212,31 +286,31 @@ class Transactions:
         window. The others notice at their exchange; the job needs a restart, because this rank may have left
         collectives half-way.
 
-        A transaction that is prepared is not undone: the process ends (protocol.md, section 3).
+        A transaction that is prepared is not undone: the process ends (protocol.md, section 3). One before
+        it that is still being decided comes first: it commits, or is undone, too.
 
         Args:
             error: why.
         """
         transaction = self._open()
-        if self._memory.arena.get("prepared") >= transaction:
+        if self._pending is not None:
+            if not self._pending.cancel():
+                wait([self._pending])
+            self._pending = None
+        if self._is_undecided:
             self._leave(transaction, error)
         try:
-            self._restore(transaction)
+            self._restore()
         finally:
             self.in_flight = None
             self.aborting = False
             self._steps = 0
             self._transport.leave(self._heads(transaction, 0, None, _FAILED))
 
-    def _restore(self, transaction: int) -> None:
-        """Puts this rank's rows and states back to what they were when the transaction began.
-
-        Args:
-            transaction: the one in flight, not prepared.
-        """
-        journal, committed = self._memory.journal, self._memory.committed
-        if committed < journal.label <= transaction:  # else it was not armed yet, and holds another's
-            journal.undo()
+    def _restore(self) -> None:
+        """Puts this rank's rows and states back to what they were after the last committed transaction."""
+        committed = self._memory.committed
+        self._memory.undo(committed)
         self._replicated.load(self._memory.slots, committed)
         self._rank_state.unpack(read(self._memory.rank_state))
 
@@ -250,6 +324,11 @@ class Transactions:
             self._replicated.load(self._memory.slots, self._memory.committed)
             packed = read(self._memory.rank_state)
         self._rank_state.unpack(packed, positions=False)
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether only recovery may decide."""
+        return self._memory.arena.get("prepared") > self._memory.committed
 
     def _open(self) -> int:
         if self.in_flight is None:
@@ -267,31 +346,20 @@ class Transactions:
             heads[keeper, 0] = len(words)
         return heads
 
-    def _exchange(self, transaction: int, attempt: int, messages: dict[int, Words]) -> list[int]:
-        incoming, aborted = self._meet(transaction, attempt, messages)
-        if not aborted:
-            inbox = self._memory.receive(incoming)
-            self._transport.exchange(messages, inbox, f"the exchange of step {transaction - 1}")
-        return aborted
-
-    def _meet(
-        self, transaction: int, attempt: int, messages: dict[int, Words] | None
-    ) -> tuple[list[int], list[int]]:
+    def _meet(self, transaction: int, attempt: int, messages: dict[int, Words] | None) -> _Met:
         """All ranks tell each other how their step went.
 
         Args:
             transaction: the one in flight.
             attempt: 1, or 2 after an abort.
             messages: what will be sent; None if the transaction goes on with another step.
-
-        Returns:
-            The words that each rank announces, and the ranks that abort.
         """
         step = transaction - 1
         flag = _ABORTED if self.aborting else _FINE
-        heads = self._transport.tell(
-            self._heads(transaction, attempt, messages, flag), f"the exchange of step {step}"
-        )
+        with self._phase("heads"):
+            heads = self._transport.tell(
+                self._heads(transaction, attempt, messages, flag), f"the heads of step {step}"
+            )
         incoming, transactions, attempts, flags, digests = (column.tolist() for column in heads.T)
         failed = [rank for rank, flag in enumerate(flags) if flag == _FAILED]
         aborted = [rank for rank, flag in enumerate(flags) if flag == _ABORTED]
@@ -305,16 +373,14 @@ class Transactions:
                 f"the ranks are not in the same step: {dict(enumerate(t - 1 for t in transactions))}; "
                 f"every rank must run every step from guard.next_step on"
             )
-        if aborted:
-            return incoming, aborted
-        if len(set(digests)) > 1:
+        if len(set(digests)) > 1 and not aborted:
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
                 f"in step {step}: checksums {dict(enumerate(digests))}; inside the step, average the dense "
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers, such as a batch "
                 f"norm's, too (SyncBatchNorm, or all_reduce them), so that all ranks hold the same"
             )
-        return incoming, []
+        return _Met(messages or {}, incoming, aborted)
 
     def _leave(self, transaction: int, error: BaseException) -> NoReturn:
         """Ends the process: it is prepared, and only recovery may decide from here (protocol.md 3)."""

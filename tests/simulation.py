@@ -3,7 +3,8 @@
 Every store to a header's word, every kernel (before it and half-way through it) and every message
 is a *moment*, counted for each rank. A rank can be told to end at any of its moments, as by SIGKILL;
 the others then go on as far as they can without it. All this is deterministic: what a rank has done
-when it ends depends on the moments chosen and not on the threads' timing.
+when it ends depends on the moments chosen and not on the threads' timing. With overlap, a rank is two
+threads, with moments of their own: when one is killed, the other stops at its next moment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import functools
 import random
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from ecemb.delta import Delta, blank, size_words
 from ecemb.directory import Directory
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.header import NONE, Constants, Header, State, new_arena_id, valid
+from ecemb.journal import ROW_JOURNALS
 from ecemb.kernels.reference import Reference
 from ecemb.memory import Geometry, RankMemory
 from ecemb.parity import class_words, parity_words
@@ -46,6 +50,8 @@ from ecemb.window import Window
 Words = NDArray[np.uint64]
 
 WAIT_S = 60
+BESIDE = 1000
+"""Rank + this stands for the thread of a rank that commits beside the next step's body."""
 STATE_BYTES = 40
 
 
@@ -65,16 +71,19 @@ class Moments:
     """
 
     def __init__(self, ends: Mapping[int, int], interrupts: Mapping[int, int] | None = None) -> None:
-        self.counts: dict[int, int] = {}
+        self.counts = Counter[int]()
+        self._dead: set[int] = set()
         self._ends = dict(ends)
         self._interrupts = dict(interrupts or {})
 
     def __call__(self) -> None:
-        rank = int(threading.current_thread().name)
-        self.counts[rank] = self.counts.get(rank, 0) + 1
-        if self.counts[rank] >= self._ends.get(rank, 2**63):
+        thread = int(threading.current_thread().name)
+        self.counts[thread] += 1
+        if self.counts[thread] >= self._ends.get(thread, 2**63):
+            self._dead.add(thread % BESIDE)
+        if thread % BESIDE in self._dead:
             raise Killed
-        if self.counts[rank] == self._interrupts.get(rank):
+        if self.counts[thread] == self._interrupts.get(thread):
             raise KeyboardInterrupt
 
 
@@ -246,6 +255,7 @@ class Job:
         seed: of the initial rows and of every step.
         aborts: (step, rank): the rank aborts the step, whenever it is run.
         window: steps of a transaction.
+        overlap: whether a transaction is decided beside the next step's body.
     """
 
     placement: Placement
@@ -253,6 +263,7 @@ class Job:
     seed: int
     aborts: frozenset[tuple[int, int]] = frozenset()
     window: int = 1
+    overlap: bool = False
 
     @property
     def size(self) -> int:
@@ -338,6 +349,10 @@ class Position:
         self.value = int.from_bytes(data, "little")
 
 
+def _name_thread(name: str) -> None:
+    threading.current_thread().name = name
+
+
 class Rank:
     """One rank's process, from its start to its end."""
 
@@ -357,7 +372,11 @@ class Rank:
             self.replicated,
             self.position,  # pyright: ignore
             Window(job.window),
+            overlap=job.overlap,
         )
+        if job.overlap:
+            named = (f"{BESIDE + memory.rank}",)
+            self.transactions._thread = ThreadPoolExecutor(1, initializer=_name_thread, initargs=named)
         self.report = None
 
     def start(self, plan: RecoveryPlan, generation: int) -> None:
@@ -439,7 +458,7 @@ def create(
     _, rows = arrange(layouts)
     journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
     fixed = {"rows": rows, "parity": parity}
-    growing = {"row_journal": journal, "inbox": inbox, "parity_journal": inbox}
+    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
     n, k = geometry.generator.shape
     constants = Constants(
         job="job",
@@ -541,6 +560,7 @@ class Machines:
         geometry = self.job.geometry
         moments = Moments(ends or {}, interrupts)
         ranks: dict[int, Rank] = {}
+        begun: list[Rank] = []
         failures: dict[int, BaseException] = {}
         arenas: dict[int, Arena] = {}
 
@@ -549,6 +569,7 @@ class Machines:
                 arenas[rank] = self._open(rank, plan, kept)
                 memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
                 one = Rank(self.job, memory, Wires(hub, rank, self.job.size))
+                begun.append(one)
                 one.start(plan, self.generation)
                 self.opened = self.generation
                 self._discard(rank, kept)
@@ -574,6 +595,8 @@ class Machines:
             for thread in threads:
                 thread.join(2 * WAIT_S)
                 assert not thread.is_alive(), "a rank hangs"
+            for one in begun:
+                one.transactions.close()
         committed = max((arena.get("committed") for arena in arenas.values()), default=-1)
         for arena in arenas.values():
             arena.close()

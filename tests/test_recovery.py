@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulation import Job, Life, Machines, Rank, check_parity, job_of
+from simulation import BESIDE, Job, Life, Machines, Rank, check_parity, job_of
 
 from ecemb.errors import UndeclaredWrite
 from ecemb.plan import RecoveryPlan
@@ -29,10 +29,13 @@ class Trial:
         self.machines = machines
         self.rng = rng
         self.history: list[object] = []
-        self._longest = machines.job.window
+        self._longest, self._overlapping = machines.job.window, machines.job.overlap
 
     def live(self, until: int, ends: dict[int, int], interrupts: dict[int, int] | None = None) -> Life:
-        if self.history and self._longest > 1:  # every start may ask for another window
+        if self.history and self._overlapping:  # every start may ask for another way to commit
+            overlap = self.rng.random() < 0.5
+            self.machines.job = dataclasses.replace(self.machines.job, overlap=overlap)
+        if self.history and self._longest > 1:
             window = self.rng.randint(1, self._longest)
             self.machines.job = dataclasses.replace(self.machines.job, window=window)
         plan = self.machines.plan()
@@ -153,20 +156,23 @@ def test_every_rank_killed_at_every_moment(
     ("shape", "share", "window"),
     [*zip(SHAPES[:3], (1, 6, 9), (1, 1, 1), strict=True), (SHAPES[0], 4, 3), (SHAPES[2], 40, 3)],
 )
+@pytest.mark.parametrize("overlap", [False, True])
 def test_every_rank_interrupted_at_every_moment(
     shape: tuple[int, int, int],
     share: int,
     window: int,
+    overlap: bool,
     begun: dict[tuple[int, int, int], Machines],
     tmp_path: Path,
     seed: int,
 ) -> None:
     """Ctrl-C: what is not prepared is undone in the process, what is prepared is left to recovery."""
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + window
-    base.job = dataclasses.replace(base.job, window=window)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + window * (1 + overlap)
+    base.job = dataclasses.replace(base.job, window=window, overlap=overlap)
     moments = base.copy(tmp_path / "rehearsal").run(goal).moments
-    for rank, end in cases(moments, share, rng):
+    main = {rank: count for rank, count in moments.items() if rank < BESIDE}  # no other thread is
+    for rank, end in cases(main, share * (1 + 2 * overlap), rng):
         trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
         try:
             life = trial.live(goal, some_ends(moments, 0.1, rng), {rank: end})
@@ -218,6 +224,30 @@ def test_every_rank_killed_in_a_window(
     aborting = rng.sample(range(DONE, goal), rng.randint(1, 3))
     aborts = frozenset((step, rng.randrange(shape[2])) for step in aborting)
     base.job = dataclasses.replace(base.job, window=3, aborts=aborts)
+    rehearsal = base.copy(tmp_path / "rehearsal")
+    life = rehearsal.run(goal)
+    assert not life.failures
+    rehearsal.check(goal)
+    run_trials(base, share, rng, tmp_path / "trials", goal)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "window"),
+    [((2, 1, 2), 5, 1), ((3, 2, 3), 19, 1), ((4, 2, 4), 43, 1), ((3, 1, 4), 43, 1), ((2, 1, 2), 11, 2)],
+)
+def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
+    shape: tuple[int, int, int],
+    share: int,
+    window: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Section 7, overlap: two transactions are undecided, of which the rows lie in two journals."""
+    rng = random.Random(seed)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 3 * window
+    aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
+    base.job = dataclasses.replace(base.job, overlap=True, window=window, aborts=aborts)
     rehearsal = base.copy(tmp_path / "rehearsal")
     life = rehearsal.run(goal)
     assert not life.failures

@@ -238,7 +238,7 @@ def test_transactions_count_up_and_alternate_the_slots(
         for kept in (expected - 1, expected):
             assert len(Slots(memory.arena).read(kept))
     assert transactions.captured_rows == 8
-    assert set(transactions.seconds) == {"capture", "state", "delta", "exchange", "agree", "apply"}
+    assert set(transactions.seconds) == {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
 
 
 def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory) -> None:

@@ -29,6 +29,7 @@ ORDER = Order(
     batch=30,
     skew=1.05,
     window=1,
+    overlap=False,
     steps=3,
     repeats=2,
     seed=7,
@@ -42,18 +43,22 @@ METRICS = {
     "bytes_sent_per_step": 2,
     "touched_rows_per_step": 2,
 }
-PHASES = {"capture", "state", "delta", "exchange", "agree", "apply"}
+PHASES = {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
 
 
 @pytest.mark.parametrize(
-    ("scale", "window"), [(QUICK, 1), (sparse_heavy(QUICK), 3)], ids=["dlrm", "sparse-heavy"]
+    ("scale", "window", "overlap"),
+    [(QUICK, 1, True), (sparse_heavy(QUICK), 3, False)],
+    ids=["dlrm", "sparse-heavy"],
 )
 @pytest.mark.parametrize("engine", ["sparse", "torchrec"])
-def test_twins_stay_the_same_and_their_cost_is_told(engine: str, scale: Scale, window: int) -> None:
+def test_twins_stay_the_same_and_their_cost_is_told(
+    engine: str, scale: Scale, window: int, overlap: bool
+) -> None:
     if engine == "torchrec":
         pytest.importorskip("torchrec", reason="TorchRec is not installed")
-    rows = overhead.measure(scale, engine, CODE, window, seed=3)
-    phases = PHASES | ({"savepoint"} if window > 1 else set())
+    rows = overhead.measure(scale, engine, CODE, window, overlap, seed=3)
+    phases = PHASES | ({"savepoint"} if window > 1 else set()) | ({"wait"} if overlap else set())
     counts = METRICS | {"step_phase_ms": len(phases)}
     found = {name: [row for row in rows if row.metric == name] for name in counts}
     assert {name: len(of) for name, of in found.items()} == counts
@@ -172,10 +177,10 @@ def test_a_sample_is_a_round_of_blocks() -> None:
 def test_each_setting_code_and_window_is_measured(
     quick: bool, codes: tuple[Code, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str, Code, int]] = []
+    asked: list[tuple[str, str, Code, int, bool]] = []
 
-    def pretend(scale: Scale, engine: str, code: Code, window: int, seed: int) -> list[Row]:
-        asked.append((scale.name, engine, code, window))
+    def pretend(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
+        asked.append((scale.name, engine, code, window, overlap))
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
@@ -187,7 +192,10 @@ def test_each_setting_code_and_window_is_measured(
         asked.clear()
         overhead.run(Arguments(quick=quick, engine="sparse", setting=given))
         assert asked == [
-            (name, "sparse", code, window) for name in names for code in codes for window in overhead.WINDOWS
+            (name, "sparse", code, *commits)
+            for name in names
+            for code in codes
+            for commits in overhead.COMMITS
         ]
 
 
@@ -201,5 +209,5 @@ def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "Ranks", pretend)
     for window in (1, 16):
         with pytest.raises(ZeroDivisionError):
-            overhead.measure(overhead.FULL, "sparse", CODE, window, seed=0)
+            overhead.measure(overhead.FULL, "sparse", CODE, window, False, seed=0)
     assert [(order.steps, order.warm_up) for order in orders] == [(10, 2), (16, 16)]

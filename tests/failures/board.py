@@ -36,6 +36,7 @@ PHASES = {
     "capture": "step",
     "state": "step",
     "delta": "step",
+    "heads": "step",
     "exchange": "step",
     "prepare": "step",
     "agreement": "step",
@@ -47,6 +48,8 @@ PHASES = {
     "after closing": "end",
 }
 NAMES = tuple(PHASES)
+BESIDE = ("exchange", "prepare", "agreement", "apply", "commit")
+"""With overlap, what a thread of its own does while the main thread is in the next step."""
 STARTING = ("start", "fresh start", "recovery")
 
 _WORDS = (
@@ -119,13 +122,14 @@ class Board:
         rank = self.get("rank")
         return rank if rank >= 0 else self.get("worker")
 
-    def fell(self, event: int, lost: bool, away: bool = False) -> None:
+    def fell(self, event: int, lost: bool, away: bool = False, phase: str | None = None) -> None:
         """Write down which event killed the process; take its memory away if that is planned.
 
         Args:
             event: index of the plan's event.
             lost: whether its rank's memory goes, too.
             away: put that aside, so that it may come back.
+            phase: of the thread that the event came to; None for what the board says.
         """
         arena = memory_of(self)
         if lost and arena is not None:
@@ -134,7 +138,7 @@ class Board:
             else:
                 arena.unlink(missing_ok=True)
         self.set("lost", int(lost and arena is not None))
-        self.set("fell", self.get("phase"))
+        self.set("fell", self.get("phase") if phase is None else NAMES.index(phase))
         self.set("event", event)
         self.set("fell_ns", time.monotonic_ns())
 
@@ -143,9 +147,9 @@ class Board:
         if self.get("went_on_ns") < 0:
             self.set("went_on_ns", time.monotonic_ns())
 
-    def raised(self, event: int) -> None:
+    def raised(self, event: int, phase: str) -> None:
         """Write down at which event the process was made to raise."""
-        self.fell(event, lost=False)
+        self.fell(event, lost=False, phase=phase)
         self.set("lost", 2)
 
     def orphaned(self, event: int) -> None:

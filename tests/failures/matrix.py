@@ -23,7 +23,7 @@ from failures.draws import Deck, Lengths
 from failures.driver import Outcome
 from failures.plan import ABORT_EVERY, Event, Exact, Plan, Refused, Setting, Timed, Victim
 
-EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "exchange", "aborting")
+EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "heads", "aborting")
 """Phases of every step of a window; the others only come when it is full."""
 PAIRS = 4  # failures in steps, each with one in the recovery from it, in one run
 ATTEMPTS = 6  # for a cell that was missed: it had fewer lines than thought
@@ -34,10 +34,12 @@ TIMED_STEPS = 8  # until all deaths that come from outside have come
 MAIN = Setting(4, 4, 2, "Adagrad")
 OTHERS = (
     Setting(4, 4, 3, "SparseAdam"),
-    Setting(4, 3, 2, "SGD", workers=2),  # more ranks than blocks in a stripe
+    # More ranks than blocks in a stripe.
+    Setting(4, 3, 2, "SGD", workers=2, window=2, overlap=True),
     Setting(6, 6, 4, "Adagrad"),
     Setting(5, 4, 2, "SparseAdam", workers=2),
     Setting(4, 4, 2, "SparseAdam", window=3),
+    Setting(4, 4, 2, "Adagrad", overlap=True),
 )
 
 When = Literal["fresh", "first", "step", "last", "recovery", "end"]
@@ -108,6 +110,7 @@ ROWS = (
 ROW = {row.name: row for row in ROWS}
 OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memory; r stands for n - k
     "exchange": ("", "r"),
+    "prepare": ("1", ""),
     "apply": ("1", ""),
     "commit": ("", "1"),
     "capture": ("", "r+1"),
@@ -118,10 +121,10 @@ OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memor
 }
 
 BEFORE_PREPARED = (
-    *("in the body", "backward", "optimizer", "capture", "state", "delta", "exchange"),
+    *("in the body", "backward", "optimizer", "capture", "state", "delta", "heads", "exchange"),
     "undoing a failed step",
 )
-ROWS_CHANGED = ("state", "delta", "exchange")
+ROWS_CHANGED = ("state", "delta", "heads", "exchange")
 ROLES = ("lowest", "highest", "middle", "donor", "newcomer")
 
 
@@ -214,7 +217,7 @@ class Chains:
             self._numbers[setting] += 1
             loading = 2 if setting.workers or number % 3 == 2 else 0
             chain = self._chain(setting, dataclasses.replace(setting, workers=loading))
-            forked = self._forked and setting == MAIN
+            forked = self._forked and dataclasses.replace(setting, overlap=False) == MAIN
             yield dataclasses.replace(chain, plan=dataclasses.replace(chain.plan, forked=forked))
 
     def missed(self, cell: Cell) -> bool:

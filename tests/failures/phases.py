@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from failures import refusals, sabotage
-from failures.board import PHASES, STARTING, Board
+from failures.board import BESIDE, PHASES, STARTING, Board
 from failures.plan import Exact, Plan, Refused
 
 import ecemb
@@ -54,6 +54,7 @@ _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves inst
 _PARTS = {
     "agree": "agreement",
     "savepoint": "in the body",
+    "wait": "heads",
 }  # ecemb's own names of a step's parts, where they differ
 
 
@@ -61,8 +62,44 @@ class OnPurpose(Exception):
     """What a worker raises where the plan says so."""
 
 
+class Course:
+    """What a thread does, and what it has done in its step: lines of code and calls of kernels, by phase.
+
+    Args:
+        phase: what it does at first.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.phases = [phase]
+        self.step: int | None = None
+        self.lines: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.last_calls: dict[str, int] = {}
+        self._steps = 0
+        self._total: Counter[str] = Counter()
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if self.step is not None:
+            self._steps += 1
+            self._total.update(self.lines)
+        self.step = step
+        self.lines.clear()
+        self.last_calls = dict(self.calls)
+        self.calls.clear()
+
+    @property
+    def mean(self) -> dict[str, int]:
+        """Lines of a step that has ended, by phase."""
+        return {phase: lines // self._steps for phase, lines in self._total.items()}
+
+
 class Worker:
-    """This process: its board, what it does now, and the death that is planned for it."""
+    """This process: its board, what it does now, and the death that is planned for it.
+
+    With overlap there are two courses: the main thread's, and that of the thread that decides a step beside
+    the next one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,11 +108,7 @@ class Worker:
         self.board = Board.create(folder / "boards", os.getpid())
         self.board.set("worker", int(os.environ["RANK"]))
         self.board.set("start", self.start)
-        self.phases = ["starting"]
-        self.step: int | None = None
-        self.lines: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self.kernel_calls: dict[str, int] = {}
+        self.main, self.beside = Course("starting"), Course("between steps")
         events = self.plan.events
         event = events[self.start] if self.start < len(events) else None
         self.event = event if isinstance(event, Exact) else None
@@ -83,38 +116,42 @@ class Worker:
         self.refusal = None
         if isinstance(event, Refused):
             self.refusal = refusals.Refusal(folder, self.start, self.board, Path(os.environ[ARENAS]))
-        self.steps = 0
-        self.total: Counter[str] = Counter()
-        self._thread = threading.get_ident()
+        self._courses = {threading.get_ident(): self.main}
         self._traced: dict[str, bool] = {}
+
+    @property
+    def course(self) -> Course | None:
+        """The thread's; None for one that doesn't count."""
+        return self._courses.get(threading.get_ident()) if self.board else None
 
     def turn(self, phase: str) -> None:
         """Go over to another phase on the same level."""
-        if threading.get_ident() == self._thread and self.board:
-            self.phases[-1] = phase
+        if (course := self.course) is not None:
+            course.phases[-1] = phase
             self.board.phase = phase
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """A phase within the present one."""
-        if threading.get_ident() != self._thread or not self.board:
+        course = self.course
+        if course is None:
             yield
             return
-        self.phases.append(phase)
+        course.phases.append(phase)
         self.board.phase = phase
         try:
             yield
             self.leave()
         finally:
-            self.phases.pop()
-            self.board.phase = self.phases[-1]
-            if self.step is None:
-                self.save("start", self.lines, self.calls)
+            course.phases.pop()
+            self.board.phase = course.phases[-1]
+            if self.main.step is None:
+                self.save("start", course.lines, course.calls)
 
     def leave(self) -> None:
         """A phase of the start ends, each of which comes but once: die at the latest now."""
-        phase = self.phases[-1]
-        if self._is_here(phase) and PHASES[phase] in STARTING:
+        phase = self.main.phases[-1]
+        if self._is_here(self.main, phase) and PHASES[phase] in STARTING:
             self.die("its end")
 
     def opened(self, next_step: int) -> None:
@@ -130,22 +167,29 @@ class Worker:
 
     def begin(self, step: int) -> None:
         """A step has begun."""
-        missed = self.event is not None and (self.event.step is None or self.event.step < step)
-        if missed and self._is_first() and PHASES[self.event.phase] != "end":
-            self.die(f"{self.event.phase!r} had fewer lines")
-        if self.step is not None:
-            self.steps += 1
-            self.total.update(self.lines)
-        self.step = step
+        self._begin(self.main, step)
         self.board.set("step", step)
-        self.lines.clear()
-        self.kernel_calls = dict(self.calls)
-        self.calls.clear()
         self.turn("in the body")
+
+    @contextmanager
+    def deciding(self, step: int) -> Iterator[None]:
+        """A step is decided beside the next one."""
+        if self.counts:
+            sys.settrace(self._call)
+        self._courses[threading.get_ident()] = self.beside
+        self._begin(self.beside, step)
+        with self.during("commit"):
+            yield
+
+    def _begin(self, course: Course, step: int) -> None:
+        missed = self.event is not None and (self.event.step is None or self.event.step < step)
+        if missed and self._is_first() and PHASES[self.event.phase] != "end" and self._where() is course:
+            self.die(f"{self.event.phase!r} had fewer lines")
+        course.begin(step)
 
     def maybe_raise(self) -> None:
         """Raise in the body, if the death to come is one while that is undone."""
-        if self._is_here("undoing a failed step"):
+        if self._is_here(self.main, "undoing a failed step"):
             raise OnPurpose("before the death in undoing it")
 
     def finish(self) -> None:
@@ -153,12 +197,14 @@ class Worker:
         self.board.went_on()
         if self.event is not None and self._is_first() and self.event.phase != "after closing":
             self.die(f"{self.event.phase!r} had fewer lines")
-        del self.lines["between steps"]  # which this time are not
-        if self.steps:
-            mean = {phase: lines // self.steps for phase, lines in self.total.items()}
-            self.save("steps", mean, self.kernel_calls)
-        self.save("end", self.lines, self.calls)
-        self.phases[:] = ["after closing"]
+        del self.main.lines["between steps"]  # which this time are not
+        self.save(
+            "steps",
+            {**self.main.mean, **self.beside.mean},
+            {**self.main.last_calls, **self.beside.last_calls},
+        )
+        self.save("end", self.main.lines, self.main.calls)
+        self.main.phases[:] = ["after closing"]
         self.board.phase = "after closing"
 
     def save(self, when: str, lines: Mapping[str, int], calls: Mapping[str, int]) -> None:
@@ -170,10 +216,11 @@ class Worker:
 
     def die(self, place: str) -> None:
         """Kill the event's other victims, then this process; or raise, if that is the event."""
+        phase = (self.course or self.main).phases[-1]
         self.board.write("place", place)
         if self.event.raises:
             self.event = None
-            self.board.raised(self.start)
+            self.board.raised(self.start, phase)
             raise OnPurpose(place)
         victims = {victim.rank: victim for victim in self.event.victims}
         own = victims.pop(self.event.victims[0].rank)
@@ -183,7 +230,7 @@ class Worker:
             if here and other.known_rank in victims and other.alive:
                 os.kill(other.get("pid"), signal.SIGKILL)
                 other.fell(self.start, victims[other.known_rank].lost, self.event.away)
-        self.board.fell(self.start, own.lost, self.event.away)
+        self.board.fell(self.start, own.lost, self.event.away, phase)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def trace(self) -> None:
@@ -199,22 +246,22 @@ class Worker:
         return self._line if traced else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" and self.board:
-            phase = self.phases[-1]
-            self.lines[phase] += 1
-            self.board.set("traced", self.lines[phase])
-            if self._is_here(phase) and not self.event.torn:
-                if self.lines[phase] >= self.event.line:
+        if event == "line" and (course := self.course) is not None:
+            phase = course.phases[-1]
+            course.lines[phase] += 1
+            self.board.set("traced", course.lines[phase])
+            if self._is_here(course, phase) and not self.event.torn:
+                if course.lines[phase] >= self.event.line:
                     self.die(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         return self._line
 
     def kernel(self, name: str, half: Callable[[], None]) -> None:
         """A kernel is called; `half` does half of its work."""
-        if not self.board:
+        if (course := self.course) is None:
             return
-        phase = self.phases[-1]
-        self.calls[phase] += 1
-        if self._is_here(phase) and self.event.torn and self.calls[phase] >= self.event.line:
+        phase = course.phases[-1]
+        course.calls[phase] += 1
+        if self._is_here(course, phase) and self.event.torn and course.calls[phase] >= self.event.line:
             half()
             self.die(f"in the middle of {name}")
 
@@ -223,13 +270,18 @@ class Worker:
         if self.refusal is not None:
             self.refusal.tell(error)
 
-    def _is_here(self, phase: str) -> bool:
+    def _is_here(self, course: Course, phase: str) -> bool:
         return (
             self.event is not None
             and self.event.phase == phase
-            and (self.event.step is None or self.event.step == self.step)
+            and (self.event.step is None or self.event.step == course.step)
             and self._is_first()
+            and self._where() is course
         )
+
+    def _where(self) -> Course:
+        """The course that the event comes to."""
+        return self.beside if self.plan.setting.overlap and self.event.phase in BESIDE else self.main
 
     def _is_first(self) -> bool:
         return self.board.known_rank == self.event.victims[0].rank
@@ -323,6 +375,10 @@ def _watch_steps(worker: Worker) -> None:
         worker.committed(self._memory.committed)
         return result
 
+    def decided(decide: Callable[..., Any], self: Any, transaction: int, *args: Any) -> Any:
+        with worker.deciding(transaction - 1):
+            return decide(self, transaction, *args)
+
     @contextmanager
     def part(phase: Callable[..., Any], self: Any, name: str) -> Iterator[None]:
         with worker.during(_PARTS.get(name, name)), phase(self, name):
@@ -342,6 +398,7 @@ def _watch_steps(worker: Worker) -> None:
     around = functools.partial(_around, worker)
     _wrap(transaction.Transactions, "begin", begun)
     _wrap(transaction.Transactions, "commit", ended)
+    _wrap(transaction.Transactions, "_decide_beside", decided)
     _wrap(transaction.Transactions, "_phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
     around(transaction.Transactions, "_restore_step", {"commit": "aborting"})
@@ -425,7 +482,7 @@ def _around(worker: Worker, owner: Any, name: str, phase: str | dict[str, str]) 
     """The function is a phase; of a dict, one only within the phases that are its keys."""
 
     def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = phase if isinstance(phase, str) else phase.get(worker.phases[-1])
+        found = phase if isinstance(phase, str) else phase.get((worker.course or worker.main).phases[-1])
         if found is None:
             return function(*args, **kwargs)
         with worker.during(found):

@@ -18,7 +18,7 @@ ABORT_EVERY = 8  # of so many steps the last one is aborted
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings must end with equal bits, whatever `workers` and `window` are.
+    """What is trained. Runs of equal settings end with equal bits, whatever the last three attributes are.
 
     Attributes:
         ranks: number of ranks.
@@ -28,6 +28,7 @@ class Setting:
         steps: in all.
         workers: processes that load data, on each rank.
         window: steps of a transaction.
+        overlap: whether it is decided beside the next one's first step.
     """
 
     ranks: int
@@ -37,11 +38,12 @@ class Setting:
     steps: int = 40
     workers: int = 0
     window: int = 1
+    overlap: bool = False
 
     @property
     def plain(self) -> Setting:
         """What runs with equal ends have in common."""
-        return dataclasses.replace(self, workers=0, window=1)
+        return dataclasses.replace(self, workers=0, window=1, overlap=False)
 
     @property
     def tolerated(self) -> int:
@@ -50,8 +52,9 @@ class Setting:
 
     @property
     def code(self) -> str:
-        """The code in words, and the window if there is one."""
-        return f"code ({self.n}, {self.k})" + (f", window {self.window}" if self.window > 1 else "")
+        """The code in words, and the window and overlap if there are any."""
+        options = f", window {self.window}" if self.window > 1 else ""
+        return f"code ({self.n}, {self.k}){options}" + (", overlap" if self.overlap else "")
 
 
 @dataclasses.dataclass(frozen=True)

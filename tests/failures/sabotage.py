@@ -139,13 +139,32 @@ def rows_first() -> list[Patch]:
 
 def prepared_first() -> list[Patch]:
     """A rank says that it is prepared before its inbox is complete."""
-    exchange = Transactions._exchange
+    decide = Transactions._decide
 
     def prepares(self: Transactions, transaction: int, *args: Any) -> Any:
         self._memory.arena.set("prepared", transaction)
-        return exchange(self, transaction, *args)
+        return decide(self, transaction, *args)
 
-    return [(Transactions, "_exchange", prepares)]
+    return [(Transactions, "_decide", prepares)]
+
+
+def one_journal() -> list[Patch]:
+    """A transaction begins in the journal that the one before may still need."""
+
+    def arm(self: RankMemory, transaction: int) -> None:
+        self.journal.arm(transaction)
+
+    return [(RankMemory, "arm", arm)]
+
+
+def oldest_first() -> list[Patch]:
+    """Of two transactions, the older one is undone first."""
+
+    def undo(self: RankMemory, transaction: int) -> int:
+        undone = [one for one in self._journals if one.label > transaction]
+        return sum(one.undo() for one in sorted(undone, key=lambda one: one.label))
+
+    return [(RankMemory, "undo", undo)]
 
 
 RULES: dict[str, Callable[[], list[Patch]]] = {

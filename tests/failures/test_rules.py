@@ -6,6 +6,7 @@ real processes, and must notice.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,39 @@ def test_rows_that_change_before_the_journal_counts_them_stay_changed(machines: 
     """The step is run again on rows that it has changed already."""
     with pytest.raises(AssertionError, match=f"(rows|state) of rank {VICTIM}"):
         one_dies_when_its_rows_have_changed(machines, sabotage.rows_first())
+
+
+# --- the two journals ---------------------------------------------------------------------------
+
+
+def one_dies_before_a_step_is_decided_beside_the_next_one(
+    machines: Machines, without: Sequence[Patch] = ()
+) -> None:
+    exchange: Callable[..., Any] = Wires.exchange
+
+    def dies(self: Wires, *args: Any) -> Any:
+        if self.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
+            raise Killed
+        return exchange(self, *args)
+
+    machines.job = dataclasses.replace(machines.job, overlap=True)
+    with patched(without):
+        with patched([(Wires, "exchange", dies)]):
+            machines.run(DONE + 2)
+        assert machines.plan().transaction == DONE
+        goes_on(machines)
+
+
+def test_a_step_that_began_beside_an_undecided_one_is_undone_with_it(machines: Machines) -> None:
+    """Overlap (7): the newer transaction's old records are copied back first, then the older one's."""
+    one_dies_before_a_step_is_decided_beside_the_next_one(machines)
+
+
+@pytest.mark.parametrize("without", [sabotage.one_journal, sabotage.oldest_first])
+def test_two_steps_are_not_undone_otherwise(without: Callable[[], list[Patch]], machines: Machines) -> None:
+    """One journal forgets the step that is not yet decided; the wrong order ends in the middle of both."""
+    with pytest.raises(AssertionError, match="(rows|state) of rank"):
+        one_dies_before_a_step_is_decided_beside_the_next_one(machines, without())
 
 
 # --- the inbox ----------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ def train(
         code=ecemb.Code(n=setting.n, k=setting.k),
         state=[schedule, progress],
         window=setting.window,
+        overlap=setting.overlap,
         failure_domain=failure_domain,
         resume=checkpoints,
     )
