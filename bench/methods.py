@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import ecemb
 from baselines.full import FullRecovery
 from baselines.full.writers import AsyncDcp, Dcp, Files
+from baselines.snapshot import SnapshotRecovery
 from bench.method import Costs, Method, Promise, Training
 from ecemb.rendezvous import current
+
+EVERY = 4
+"""Steps between two saves of those that save now and then."""
 
 
 class Nothing:
@@ -89,19 +94,33 @@ class Ecemb:
         return self._guard
 
 
-def coded(n: int, k: int) -> Callable[[Path], Method]:
+@dataclass(frozen=True)
+class Place:
+    """Where methods keep what outlives processes.
+
+    Attributes:
+        files: Folder that outlives machines, too; the same on all ranks.
+        memory: Folder of this rank's machine alone, on tmpfs.
+    """
+
+    files: Path
+    memory: Path
+
+
+def coded(n: int, k: int) -> Callable[[Place], Method]:
     return lambda _: Ecemb(ecemb.Code(n, k))
 
 
-METHODS: Mapping[str, Callable[[Path], Method]] = {
+METHODS: Mapping[str, Callable[[Place], Method]] = {
     "nothing": lambda _: Nothing(),
     "ecemb (3, 2)": coded(3, 2),
     "ecemb (4, 3)": coded(4, 3),
     "ecemb (4, 2)": coded(4, 2),
     "replication x2": coded(2, 1),
     "replication x3": coded(3, 1),
-    "full files": lambda folder: FullRecovery(folder, Files(), every=4),
-    "full dcp": lambda folder: FullRecovery(folder, Dcp(), every=4),
-    "full dcp async": lambda folder: FullRecovery(folder, AsyncDcp(), every=4),
+    "snapshots x2": lambda place: SnapshotRecovery(place.memory, copies=1, every=EVERY),
+    "full files": lambda place: FullRecovery(place.files, Files(), every=EVERY),
+    "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=EVERY),
+    "full dcp async": lambda place: FullRecovery(place.files, AsyncDcp(), every=EVERY),
 }
-"""Name -> what makes it, given a folder for files that outlive machines; the same on all ranks, and kept."""
+"""Name -> what makes it."""

@@ -5,13 +5,10 @@ hand; torch.distributed.checkpoint; and its async_save, which copies the state a
 goes on. The interval is given in steps, or is Young's (J. W. Young, "A first order approximation to the
 optimum checkpoint interval", CACM 1974): sqrt(2 O_save T_fail), with O_save measured and T_fail given.
 
-Parameters: two complete checkpoints are kept, and O_save is what training waits, for the slowest rank, as the
-mean over all saves of a life (both chosen).
+Parameters: two complete checkpoints are kept (chosen).
 
 - `recovery`: the method: `FullRecovery`.
-- `interval`: how ranks come to one interval.
-- `state`: all of a training's state as flat tensors, and back.
-- `writers`: how it is written and read, crash-safe.
+- `writers`: how state is written and read, crash-safe.
 """
 
 from .recovery import FullRecovery

@@ -14,7 +14,7 @@ from trainings import bags
 
 import ecemb
 from bench.method import Failure, Training, account, live
-from bench.methods import METHODS
+from bench.methods import METHODS, Place
 
 RANKS, STEPS = 3, 9
 FAILURE = Failure(step=6, ranks=(1,))
@@ -25,14 +25,14 @@ UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS
 
 def one_life(folder: Path, meet: Barrier, name: str, failures: list[Failure]) -> tuple[int, dict[str, str]]:
     """The rank, which is not the worker's number, and what its training ends with."""
-    for part in ("arenas", "files", "ledgers"):
+    for part in ("arenas", "files", "ledgers", "memory"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     ecemb.init_process_group(
         "gloo", job="contract", arena_dir=folder / "arenas", timeout=timedelta(seconds=60)
     )
     script = bags(device="cpu")
     live(
-        METHODS[name](folder / "files"),
+        METHODS[name](Place(folder / "files", folder / "memory" / str(dist.get_rank()))),
         Training(script.model, [script.sparse, script.dense], script.tables, [script.progress], samples=12),
         lambda _: script.body(),
         STEPS,
@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
 
 @pytest.mark.parametrize("name", UNDER_TEST)
 def test_a_killed_rank(name: str, undisturbed: dict[int, dict[str, str]], tmp_path: Path) -> None:
-    promise = METHODS[name](tmp_path).promise
+    promise = METHODS[name](Place(tmp_path, tmp_path / "memory" / "0")).promise
     with pytest.raises(RankFailed):
         trained(tmp_path, name, [FAILURE])
     ended = trained(tmp_path, name, [])
@@ -69,7 +69,8 @@ def test_a_killed_rank(name: str, undisturbed: dict[int, dict[str, str]], tmp_pa
             assert found.started[1] >= FAILURE.step - promise.steps_again
         assert (found.costs.samples_lost > 0) <= promise.samples_lost
         check_costs(found.costs.__dict__)
-    assert not list((tmp_path / "arenas").rglob("*.arena"))
+    for part in ("arenas", "memory"):
+        assert not [path for path in (tmp_path / part).rglob("*") if path.is_file()]
 
 
 def check_costs(costs: dict[str, Any]) -> None:

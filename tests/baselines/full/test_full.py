@@ -19,8 +19,8 @@ from torchrec_models import batch, build, one_rank, optimizer_of
 
 import ecemb
 from baselines.full import FullRecovery, writers
-from baselines.full.interval import MEASURED, Interval
-from baselines.full.state import TrainingState
+from baselines.interval import MEASURED, Interval
+from baselines.state import TrainingState
 from baselines.young import young
 from bench.method import Training
 

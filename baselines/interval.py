@@ -1,5 +1,7 @@
 """How many steps lie between two saves: as many as asked for, or as Young's formula says.
 
+O_save is what training waits, for the slowest rank, as the mean over all saves of a life (chosen).
+
 Must not know: what a save does.
 """
 

@@ -1,0 +1,97 @@
+"""What methods that save everything now and then, and go back to it, have in common: when, and what it costs.
+
+Must not know: where saves are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch import Tensor
+
+from bench.method import Promise, Training
+
+from .interval import Interval
+from .state import TrainingState
+
+
+class Rollback(ABC):
+    """After a failure, all ranks go back to the last save, and run again. The initial state is saved, too.
+
+    Args:
+        every: steps between saves; or
+        mtbf: mean time between failures of the whole job, for Young's interval.
+        behind: saves that may not be complete yet when training goes on.
+
+    Raises:
+        ValueError: not exactly one of `every` and `mtbf`, or it is not above 0.
+    """
+
+    def __init__(self, every: int | None, mtbf: timedelta | None, behind: int = 0) -> None:
+        self._interval = Interval(every, mtbf)
+        self._state: TrainingState | None = None
+        self._next = self._saved = 0
+        self._stalled_s = 0.0
+        again = None if every is None else (1 + behind) * every - 1
+        self.promise = Promise(bit_identical=True, steps_again=again)
+
+    def prepare(self, training: Training) -> int:
+        """Goes back to the last save, or makes the first one. All ranks.
+
+        Returns:
+            The step to run next.
+        """
+        self._state = TrainingState(training)
+        with self._stalled():
+            found = self._load()
+            if found is not None:
+                self._next, saved = found
+                self._state.put(saved)
+        self._saved = self._next
+        if found is None:
+            self._save()
+        return self._next
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Around a step's body; the save that is due comes after it. All ranks."""
+        began = time.perf_counter()
+        yield
+        self._next += 1
+        self._interval.stepped(time.perf_counter() - began)
+        if self._interval.steps is not None and self._next - self._saved >= self._interval.steps:
+            self._save()
+
+    @abstractmethod
+    def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        """The last save: its step and tensors, this rank's own and the shared ones; None if there is none."""
+
+    @abstractmethod
+    def _store(self, step: int, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
+        """Saves. All ranks.
+
+        Args:
+            step: that comes next.
+            own: this rank's tensors. Read.
+            shared: tensors that are the same on all ranks. Read.
+        """
+
+    def _save(self) -> None:
+        if self._state is None:
+            raise RuntimeError("prepare() comes first")
+        before = self._stalled_s
+        with self._stalled():
+            self._store(self._next, *self._state.take())
+        self._saved = self._next
+        self._interval.saved(self._stalled_s - before)
+
+    @contextmanager
+    def _stalled(self) -> Generator[None]:
+        """Training waits."""
+        began = time.perf_counter()
+        yield
+        self._stalled_s += time.perf_counter() - began
