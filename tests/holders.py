@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from fork_server import fork_server
 
 from ecemb import arena as arena_module
 from ecemb import lock, space
@@ -52,8 +53,7 @@ class Holder:
     """A process that runs `function(pipe, *args)`. Ends at the latest with the test."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "holders"])
+        context = fork_server()
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=function, args=(there, *args), daemon=True)
         self.process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 
 
 class RankFailed(AssertionError):
@@ -41,10 +41,7 @@ def run_ranks(
         RankFailed: With the traceback of the rank that failed first; the others are killed. When
             the deadline passes, the traceback of every thread is on the stuck ranks' stderr.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "ecemb.kernels.cpu"]
-    )
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
         processes = []
@@ -77,7 +74,7 @@ def launch(world_size: int, function: Callable[..., Any], folder: Path, *args: A
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    meet = multiprocessing.get_context("forkserver").Barrier(world_size)
+    meet = fork_server().Barrier(world_size)
     return run_ranks(
         world_size, _launched, world_size, port, meet, function, folder, *args, group=False, deadline_s=120
     )

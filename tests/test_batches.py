@@ -103,7 +103,7 @@ class Rank:
         self.is_open = False
 
     def end(self) -> None:
-        """The process ends, and with it the loaders' workers; left to the garbage collector they take 5 s each."""
+        """The process ends, and its loaders' workers; the garbage collector would wait 5 s for each."""
         del self.batches, self.state
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import gc
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -30,6 +29,7 @@ import pytest
 import test_opening
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 from holders import constants, create, holding
 from processes import run_ranks
 from raised import matching
@@ -528,7 +528,7 @@ def free_ports(count: int) -> Iterator[dist.TCPStore]:
 
 
 def test_two_jobs_side_by_side_and_one_job_launched_twice(tmp_path: Path) -> None:
-    meet = multiprocessing.get_context("forkserver").Barrier(4)
+    meet = fork_server().Barrier(4)
     stores = list(free_ports(5))
     ports = [store.port for store in stores]
     told = run_ranks(4, side_by_side, meet, ports, tmp_path, deadline_s=200, group=False)

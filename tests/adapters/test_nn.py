@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 from torch import Tensor, nn
 
 from ecemb.adapters import nn as adapter
@@ -31,8 +31,7 @@ class Ranks:
     """`world_size` processes in one gloo group; `ranks(function, *args)` runs it on all of them."""
 
     def __init__(self, world_size: int, store: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed"])
+        context = fork_server()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
