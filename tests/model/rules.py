@@ -46,6 +46,15 @@ class Rules:
     tombstone: bool = True
     finished_mark: bool = True
     all_finished_before_removal: bool = True
+    two_row_journals: bool = True
+    deltas_before_next: bool = True
+    settled_before_slots: bool = True
+    settled_before_heads: bool = True
+    settled_before_inbox: bool = True
+    settled_before_undo: bool = True
+    settled_before_close: bool = True
+    newest_undone_first: bool = True
+    undone_is_void: bool = True
 
     def without(self, *names: str) -> Rules:
         """These rules, with some switched off."""
@@ -69,6 +78,7 @@ class Config:
         cuts: hosts that are cut off in all; each may come back at any later start, with what it had.
         aborts: votes to abort, in all.
         relaunches: how often the job is launched anew, with a new store.
+        overlap: whether a step is decided beside the next one's body.
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
@@ -83,6 +93,7 @@ class Config:
     cuts: int = 0
     aborts: int = 0
     relaunches: int = 0
+    overlap: bool = False
     close: bool = False
     fresh: bool = False
     skew: bool = False
@@ -94,5 +105,6 @@ class Config:
             for name in ("crashes", "losses", "cuts", "aborts", "relaunches")
             if getattr(self, name)
         ]
-        words = [text for name, text in (("close", "close"), ("fresh", "fresh start")) if getattr(self, name)]
+        options = (("overlap", "overlap"), ("close", "close"), ("fresh", "fresh start"))
+        words = [text for name, text in options if getattr(self, name)]
         return ", ".join([job, *counts, *words, *(["clocks apart"] if self.skew else [])])

@@ -13,6 +13,8 @@ QUICK = (
     Config(crashes=1, losses=1, steps=1),
     Config(n=2, k=1, size=2, crashes=2, losses=1, aborts=1, steps=1),
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
+    Config(n=2, k=1, size=2, crashes=1, losses=1, overlap=True),
+    Config(crashes=1, overlap=True),
 )
 """For `make test`."""
 
@@ -29,7 +31,12 @@ FULL = (
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=2, cuts=1),
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, cuts=1, skew=True),
     Config(crashes=1, losses=1, aborts=1),
+    Config(n=2, k=1, size=2, crashes=2, losses=1, aborts=1, overlap=True),
+    Config(n=2, k=1, size=2, steps=3, crashes=2, losses=1, overlap=True),
+    Config(crashes=1, losses=1, overlap=True),
+    Config(crashes=1, losses=1, aborts=1, overlap=True),
     Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
+    Config(n=2, k=1, size=2, crashes=2, losses=1, relaunches=1, overlap=True, close=True, fresh=True),
 )
 """For `make model`."""
 

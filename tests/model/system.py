@@ -12,6 +12,9 @@ The search is made smaller in these ways, each of which leaves every verdict as 
 - In the last life, when nothing can crash any more, moves of different ranks commute, since each rank's
   program is deterministic but for votes to abort, and waits only for what stays said. One order of them is as
   good as any: the lowest rank that can move does, with all its choices.
+- With overlap, a move that no crash could tell from none is taken before all others: it changes nothing that
+  a later start reads, its thread has no other choice but to fail, and moves of other ranks, and of the other
+  thread, commute with it. The states between lives are the same as without this: compared for N=2 and N=3.
 - Generations are only compared. Where no arena is away, all are members of the last one, and it is named 1.
 """
 
@@ -26,8 +29,10 @@ from ecemb.placement import Placement
 from ecemb.plan import RecoveryPlan, plan_recovery
 from ecemb.roster import Report, Worker, assign
 
-from .rank import CREATED, NOTHING, READY, TORN, Broken, Life, Program, Rank
+from .overlap import Overlapped
+from .rank import CREATED, NOTHING, READY, TORN, Broken, Journal, Life, Rank, change, undone
 from .rules import ALL, Config, Rules
+from .step import Program
 
 Ids = tuple[int, ...]
 
@@ -76,9 +81,11 @@ class Model:
         self.config = config
         self.rules = rules
         self.placement = Placement.ranks(config.n, config.k, config.size)
-        self.program = Program(self.placement, config.steps, rules, config.close, config.aborts > 0)
+        kind = Overlapped if config.overlap else Program
+        self.program = kind(self.placement, config.steps, rules, config.close, config.aborts > 0)
         self.size = config.size
         self._exact = rules != ALL  # then nothing is forgotten: what is read depends on the rules
+        self._hurries = config.overlap and not self._exact  # to take moves that no crash could tell from none
         self._values: list[Any] = []
         self._names: dict[Any, int] = {}
         self._moves: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
@@ -132,7 +139,7 @@ class Model:
     def _running(self, state: Ids, rest: Rest) -> list[Next]:
         values, size = self._values, self.size
         ranks: list[Rank] = [values[state[i]] for i in range(size)]
-        said = [rank.sent for rank in ranks]
+        said, told = [rank.sent for rank in ranks], [rank.behind.sent for rank in ranks]
         life = self._life(rest.life)
         found: list[Next] = []
         for i in range(size):
@@ -140,8 +147,8 @@ class Model:
             moves = self._moves.get(key)
             if moves is None:
                 moves = self._moves[key] = self._compiled(ranks[i], i, rest.life)
-            for text, need, who, new, event in moves:
-                if need and any(said[p] < need for p in who):
+            for text, need, who, new, event, behind, alone in moves:
+                if need and any((told if behind else said)[p] < need for p in who):
                     continue
                 if isinstance(new, str):
                     found.append(Next(text, state, new))
@@ -160,6 +167,8 @@ class Model:
                     found.append(Next(text, state, str(error)))
                     continue
                 found.append(Next(text, (*state[:i], after, *state[i + 1 : size], rest_after)))
+                if alone and not event and self._death(after) == self._death(state[i]):
+                    return [found[-1]]
             if found and not rest.crashes:
                 return found
         if not found and not any(rank.pc in ("failed", "failed_end", "ended") for rank in ranks):
@@ -176,7 +185,8 @@ class Model:
         try:
             moves = self.program.moves(rank, i, life)
         except Broken as error:
-            return [(f"rank {i} moves", 0, (), str(error), "")]
+            return [(f"rank {i} moves", 0, (), str(error), "", False, False)]
+        choices = [move.behind for move in moves if move.event != "fail"]
         return [
             (
                 f"rank {i} {move.text}",
@@ -184,6 +194,8 @@ class Model:
                 others if move.who is None else move.who,
                 self.name(move.new) if isinstance(move.new, Rank) else move.new,
                 move.event,
+                move.behind,
+                self._hurries and move.event != "fail" and choices.count(move.behind) == 1,
             )
             for move in moves
         ]
@@ -196,12 +208,7 @@ class Model:
         return self._lives.setdefault(life, len(self._lives))
 
     def _ended(self, state: Ids, rest: Rest) -> Ids:
-        dead: list[int] = []
-        for name in state[:-1]:
-            found = self._deaths.get(name)
-            if found is None:
-                found = self._deaths[name] = self.name(self._dead(self._values[name]))
-            dead.append(found)
+        dead = [self._death(name) for name in state[:-1]]
         after = rest._replace(running=False, life=None, crashes=rest.crashes - 1)
         ranks: list[Rank] = [self._values[name] for name in dead]
         if not (after.others or after.cuts or self._exact) and _all_members(ranks):
@@ -211,9 +218,15 @@ class Model:
             after = after._replace(**{mark: min(getattr(after, mark), 1) for mark in marks})
         return (*dead, self.name(after))
 
+    def _death(self, name: int) -> int:
+        found = self._deaths.get(name)
+        if found is None:
+            found = self._deaths[name] = self.name(self._dead(self._values[name]))
+        return found
+
     def _dead(self, rank: Rank) -> Rank:
         """A rank without its process, and without what nobody can read any more."""
-        rank = rank._replace(pc="", t=0, sent=0, said=(), old=TORN)
+        rank = rank.stopped()
         if rank.state == NOTHING:
             return Rank(whole=rank.whole)
         if self._exact:
@@ -221,10 +234,7 @@ class Model:
         words = ("state", "joined", "gid", "opened", "name", "since", "changed", "whole")
         if rank.state not in (State.LIVE, State.INIT) or rank.prepared < 0:
             return Rank(**{word: getattr(rank, word) for word in words})
-        if rank.rows_label <= rank.committed or not rank.rows_count or rank.rows_entry == rank.rows:
-            rank = rank._replace(rows_label=NONE, rows_count=0, rows_entry=TORN)
-        elif rank.rows_label > rank.prepared:
-            rank = rank._replace(rows=TORN)
+        rank = _forgotten(rank)
         if rank.prepared <= rank.committed:
             rank = rank._replace(inbox_label=NONE, inbox=())
         if rank.parity_label <= rank.committed:
@@ -445,10 +455,11 @@ class Model:
             if rest.closed:
                 raise Broken(f"trained after close: rank {i} begins step {rank.t}")
             live = [p for p, other in enumerate(ranks) if other.state == State.LIVE]
-            behind = [p for p in live if ranks[p].prepared < rank.t - 1]
+            behind = [p for p in live if ranks[p].prepared < rank.t - self.program.row_journals]
             if behind:
                 raise Broken(f"split: rank {i} begins step {rank.t}, ranks {behind} may go back behind it")
-            self._check(i, rank, rest)
+            if not rank.behind.pc:
+                self._check(i, rank, rest)
             return rest._replace(trained=rest.life.number)
         if event == "finish":
             behind = [
@@ -462,7 +473,7 @@ class Model:
     def _decided(self, i: int, rank: Rank, rest: Rest) -> Rest:
         t = rank.committed
         if t:
-            variant = rank.rows >> 2 * (t - 1) & 3
+            variant = _standing(rank) >> 2 * (t - 1) & 3
             known = rest.decided[t - 1]
             if variant not in (1, 2):
                 raise Broken(f"rows: rank {i} commits step {t}, and its rows are neither trained nor aborted")
@@ -475,13 +486,35 @@ class Model:
     def _check(self, i: int, rank: Rank, rest: Rest) -> None:
         """Rows, parity and dense state of a rank are those of the transaction that it has committed."""
         t = rank.committed
-        right = sum(variant << 2 * j for j, variant in enumerate(rest.decided[:t]))
-        if rank.rows != right:
+        right = sum(change(j, variant) for j, variant in enumerate(rest.decided[:t], 1))
+        if _standing(rank) != right:
             raise Broken(f"rows: rank {i} stands on step {t}, and its rows don't")
         if any(value != right for value in rank.parity):
             raise Broken(f"parity: rank {i} stands on step {t}, and its parity is not the code of the rows")
         if rank.slots[t % 2 if self.rules.slots_alternate else 0] != (t, right):
             raise Broken(f"dense state: rank {i} stands on step {t}, and has no such dense state")
+
+
+def _standing(rank: Rank) -> int:
+    """A rank's rows without what the step has changed that begins before the last one is decided."""
+    label, count, entry = rank.journals[rank.armed]
+    if rank.sent >= READY and rank.behind.sent and count and label == rank.t > rank.committed:
+        return undone(rank.rows, entry, label)
+    return rank.rows
+
+
+def _forgotten(rank: Rank) -> Rank:
+    """A rank without row journals that change nothing, and without rows that will be undone in any case."""
+    rows = rank.rows
+    for at in sorted((0, 1), key=lambda at: -rank.journals[at].label):
+        label, count, entry = rank.journals[at]
+        after = undone(rows, entry, label) if count and label > rank.committed else rows
+        if after == rows:
+            rank = rank.journalled(at, **Journal()._asdict())
+        elif label > rank.prepared:
+            rank = rank._replace(rows=undone(rank.rows, TORN, label))
+        rows = after
+    return rank
 
 
 def _all_members(ranks: Sequence[Rank]) -> bool:

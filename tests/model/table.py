@@ -298,6 +298,73 @@ ENTRIES = (
         "",
         _two(losses=1, aborts=1),
     ),
+    # overlap
+    Entry(
+        "two_row_journals",
+        "With overlap, a step arms the row journal that the undecided step before does not need.",
+        "A crash when one journal is armed again: nothing is left from which the undecided step is undone.",
+        "rows",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "deltas_before_next",
+        "A step's deltas are laid out before the next one changes a row.",
+        "They say of the rows that both steps change what the next step made of them.",
+        "parity",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "settled_before_slots",
+        "Replicated state of t is written when t - 1 is committed here.",
+        "A crash before all have prepared t - 1: the dense state of t - 2, to which all go back, is "
+        "overwritten.",
+        "dense state",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "settled_before_heads",
+        "The heads of t are sent when t - 1 is committed here.",
+        "Nothing, as long as slots, inbox and undo wait for that commit by rules of their own. It lets one "
+        "wait do for all of them.",
+        "",
+        _two(steps=2, overlap=True, losses=1, aborts=1),
+    ),
+    Entry(
+        "settled_before_inbox",
+        "The inbox takes deltas of t when t - 1 is committed here.",
+        "The deltas of t - 1, which parity still needs, are overwritten.",
+        "parity",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "settled_before_undo",
+        "An exception undoes nothing while the other thread is at work on the step before.",
+        "The rows of that step are undone, too, and then it is prepared.",
+        "rows",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "newest_undone_first",
+        "Of two row journals above T, that with the higher label is undone first.",
+        "Rows that both steps changed end as they were between the two.",
+        "rows",
+        _two(steps=2, overlap=True),
+    ),
+    Entry(
+        "undone_is_void",
+        "A row journal is void when it is undone, before an older one is.",
+        "Its label comes again, in the other journal: a crash in the step before that one, and what was "
+        "saved in an earlier life is copied over rows that have not changed in this one.",
+        "rows",
+        _two(steps=2, overlap=True, crashes=2),
+    ),
+    Entry(
+        "settled_before_close",
+        "A close waits until the last step is committed here.",
+        "The job is finished, and its last step is not.",
+        "closed early",
+        _two(overlap=True, crashes=0, close=True),
+    ),
     # the end
     Entry(
         "barrier_before_finished",
