@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ecemb
 from baselines.full import FullRecovery
@@ -17,6 +18,8 @@ from ecemb.rendezvous import current
 
 EVERY = 4
 """Steps between two saves of those that save now and then."""
+BESIDE = ("exchange", "agree", "apply")
+"""Phases of a guard that keep nobody waiting with `overlap=True`; "wait" is where training waits for them."""
 
 
 class Nothing:
@@ -45,13 +48,14 @@ class Ecemb:
     Args:
         code: The (n, k) code.
         window: Steps that are committed together.
+        overlap: Deltas are sent beside the next step's body.
     """
 
-    def __init__(self, code: ecemb.Code, window: int = 1) -> None:
-        self._code, self._window = code, window
+    def __init__(self, code: ecemb.Code, window: int = 1, *, overlap: bool = False) -> None:
+        self._code, self._window, self._overlap = code, window, overlap
         self._guard: ecemb.Guard | None = None
         self._closed = Costs()
-        self.promise = Promise(bit_identical=True, steps_again=window - 1)
+        self.promise = Promise(bit_identical=True, steps_again=window * (2 if overlap else 1) - 1)
 
     def prepare(self, training: Training) -> int:
         self._guard = ecemb.protect(
@@ -61,6 +65,7 @@ class Ecemb:
             state=training.state,
             code=self._code,
             window=self._window,
+            overlap=self._overlap,
             failure_domain="rank",
         )
         return self._guard.next_step
@@ -82,8 +87,9 @@ class Ecemb:
     def _costs(self) -> Costs:
         stats = self._made().stats()
         held: dict[str, int] = stats["bytes"]
+        beside = BESIDE if self._overlap else ()
         return Costs(
-            stalled_s=sum(stats["seconds"].values()),
+            stalled_s=sum(seconds for phase, seconds in stats["seconds"].items() if phase not in beside),
             sent_bytes=stats["sent_bytes"],
             memory_bytes=sum(held.values()) - 2 * held["tables"],  # they are the rows' own memory
         )
@@ -107,15 +113,17 @@ class Place:
     memory: Path
 
 
-def coded(n: int, k: int) -> Callable[[Place], Method]:
-    return lambda _: Ecemb(ecemb.Code(n, k))
+def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
+    return lambda _: Ecemb(ecemb.Code(n, k), **options)
 
 
 METHODS: Mapping[str, Callable[[Place], Method]] = {
     "nothing": lambda _: Nothing(),
     "ecemb (3, 2)": coded(3, 2),
+    "ecemb (3, 2) overlapping": coded(3, 2, overlap=True),
     "ecemb (4, 3)": coded(4, 3),
     "ecemb (4, 2)": coded(4, 2),
+    "ecemb (4, 3) overlapping": coded(4, 3, overlap=True),
     "replication x2": coded(2, 1),
     "replication x3": coded(3, 1),
     "snapshots x2": lambda place: SnapshotRecovery(place.memory, copies=1, every=EVERY),
