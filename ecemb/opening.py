@@ -72,7 +72,7 @@ def open_memory(session: Session, request: Request) -> Opened:
         )
         world = agree(session, request, transport, tables, state_bytes)
     with watch.phase("kernels"):
-        cpu = kernels.get("cpu")
+        cpu = kernels.get("cpu", torch.get_num_threads())
     before = session.arena
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)

@@ -42,6 +42,7 @@ from .checks import (
     check_weight,
 )
 from .rowset import RowSet
+from .team import Team
 
 __all__ = ["NAMES", "POLYNOMIAL", "Elements", "Indices", "Kernels", "RowSet", "Words", "get"]
 
@@ -57,23 +58,28 @@ NAMES: Final = tuple(_MODULES)
 """What `get` knows; whether it can be had here shows when it is asked for."""
 
 
-@functools.cache
-def get(name: str) -> Kernels:
+def get(name: str, threads: int = 1) -> Kernels:
     """Returns the kernels of that name, imported on the first call; never others in their place.
 
     Args:
         name: One of `NAMES`.
+        threads: That share the work, where the kernels can.
 
     Raises:
         KernelUnavailable: There are no kernels of that name, or what they need is not installed.
     """
+    return _made(name, threads)
+
+
+@functools.cache
+def _made(name: str, threads: int) -> Kernels:
     if name not in _MODULES:
         raise KernelUnavailable(
             f"there are no kernels named {name!r}; there are {', '.join(map(repr, NAMES))}"
         )
     module, kind = _MODULES[name]
     try:
-        return cast("type[Kernels]", getattr(importlib.import_module(module), kind))()
+        return cast("type[Kernels]", getattr(importlib.import_module(module), kind))(threads=threads)
     except ImportError as error:
         raise KernelUnavailable(
             f"the kernels {name!r} can't be imported here: {error}; install what is missing, or "
@@ -85,9 +91,15 @@ class Kernels(ABC):
     """The contract: public methods check and are final; an implementation fills in private ones.
 
     Implementations are final, without state. `*` is the product in GF(2^8) / 0x11D of each byte.
+
+    Args:
+        threads: That share the work, where an implementation can.
     """
 
     name: ClassVar[str]
+
+    def __init__(self, threads: int = 1) -> None:
+        self._team = Team(threads)
 
     @final
     def gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:

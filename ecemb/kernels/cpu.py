@@ -1,4 +1,4 @@
-"""Kernels for the CPU: loops compiled for this machine's vector units, on one thread.
+"""Kernels for the CPU: loops compiled for this machine's vector units, on one thread or several.
 
 Owns: which loop does which operation. They are compiled when the kernels are made, which takes some tens of
 milliseconds, and run without the interpreter's lock. Arguments are checked before they come here; the loops
@@ -8,7 +8,7 @@ check nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -23,10 +23,12 @@ from .products import Products, available
 
 @final
 class Cpu(Kernels):
-    """Compiled for this machine's vector units; one thread.
+    """Compiled for this machine's vector units.
 
     Args:
         products: how it multiplies; the fastest way that there is here when None.
+        threads: that share what is large and writes nothing twice: not `scatter_` and `scatter_rows_`, of
+            which the last record stays, and not `distinct` and `forget_`.
 
     Attributes:
         products: the same.
@@ -34,7 +36,8 @@ class Cpu(Kernels):
 
     name: ClassVar[str] = "cpu"
 
-    def __init__(self, products: Products | None = None) -> None:
+    def __init__(self, products: Products | None = None, threads: int = 1) -> None:
+        super().__init__(threads)
         self.products = products or available()[0]
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
@@ -52,14 +55,21 @@ class Cpu(Kernels):
         self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
 
     def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
-        self._copy(*_rows(table, ids), *_records(out, column))
+        self._gather_from(*_rows(table, ids), *_records(out, column))
 
     def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
         self._put(*_rows(table, ids), *_records(records, column))
 
     def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
         before, _ = _records(old, column)
-        self._differ(*_rows(table, ids), before, *_records(out, column))
+        base, places, count, scale, width = _rows(table, ids)
+        after, stride = _records(out, column)
+
+        def some(first: int, stop: int) -> None:
+            at = (before + first * stride, after + first * stride, stride)
+            self._differ(base, places + 8 * first, stop - first, scale, width, *at)
+
+        self._team.share(count, 3 * width, some)
 
     def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
         seen, fresh, summary = map(_address, (rows.seen, rows.fresh, rows.summary))
@@ -72,17 +82,41 @@ class Cpu(Kernels):
         np.bitwise_xor(a, b, out=out)  # numpy's own loop is vectorised and drops the lock.
 
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
-        self._copy(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
+        self._gather_from(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
+
+    def _gather_from(
+        self, base: int, places: int, count: int, scale: int, width: int, out: int, stride: int
+    ) -> None:
+        def some(first: int, stop: int) -> None:
+            self._copy(base, places + 8 * first, stop - first, scale, width, out + first * stride, stride)
+
+        self._team.share(count, 2 * width, some)
 
     def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
         self._put(*_places(dst, offsets, src), _address(src), 8 * src.shape[1])
 
     def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
-        self._add_weighted(weight, *_places(dst, offsets, src), _address(src))
+        base, places, count, scale, width = _places(dst, offsets, src)
+        source = _address(src)
+
+        def some(first: int, stop: int) -> None:
+            self._add_weighted(
+                weight, base, places + 8 * first, stop - first, scale, width, source + first * width
+            )
+
+        if self._team.threads > 1 and not _apart(offsets, src.shape[1]):
+            some(0, count)
+        else:
+            self._team.share(count, 3 * width, some)
 
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
-        # One row, at offset 0.
-        self._add_weighted(weight, _address(dst), self._zero, 1, 8, 8 * src.size, _address(src))
+        target, source = _address(dst), _address(src)
+
+        def some(first: int, stop: int) -> None:  # words, as one row at offset 0
+            size = 8 * (stop - first)
+            self._add_weighted(weight, target + 8 * first, self._zero, 1, 8, size, source + 8 * first)
+
+        self._team.share(src.size, 3 * 8, some)
 
     def _add_weighted(self, weight: int, *arguments: int) -> None:
         if weight == 1:
@@ -92,22 +126,34 @@ class Cpu(Kernels):
 
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
         sources = np.array([_address(block) for block in blocks], np.int64)
-        for first in range(0, len(outs), loops.MOST_OUTPUTS):
-            some = outs[first : first + loops.MOST_OUTPUTS]
-            targets = np.array([_address(out) for out in some], np.int64)
-            constants = self._constants[weights[first : first + len(some)]]
-            self._combine(len(some))(
-                _address(sources),
-                _address(constants),
-                constants.shape[-1],
-                len(blocks),
-                _address(targets),
-                8 * some[0].size,
-            )
+        for row in range(0, len(outs), loops.MOST_OUTPUTS):
+            targets = np.array([_address(out) for out in outs[row : row + loops.MOST_OUTPUTS]], np.int64)
+            constants = self._constants[weights[row : row + len(targets)]]
+            some = functools.partial(_combine, self._combine(len(targets)), sources, constants, targets)
+            self._team.share(outs[0].size, 8 * (len(blocks) + len(targets)), some)
+
+
+def _combine(
+    combine: Callable[..., int],
+    sources: Indices,
+    constants: NDArray[np.uint8],
+    targets: Indices,
+    first: int,
+    stop: int,
+) -> None:
+    """`dot` for words first..stop-1."""
+    sources, targets = sources + 8 * first, targets + 8 * first
+    sizes = constants.shape[-1], len(sources)
+    combine(_address(sources), _address(constants), *sizes, _address(targets), 8 * (stop - first))
 
 
 def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
+
+
+def _apart(offsets: Indices, words: int) -> bool:
+    """Whether rows of so many words come in ascending order, and none overlaps the one before."""
+    return bool(np.all(offsets[1:] - offsets[:-1] >= words))
 
 
 def _rows(table: Elements, ids: Indices) -> tuple[int, int, int, int, int]:

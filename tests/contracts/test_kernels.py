@@ -21,6 +21,7 @@ from ecemb import kernels
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
 from ecemb.kernels import Kernels, RowSet, products
 from ecemb.kernels.cpu import Cpu
+from ecemb.kernels.team import Team
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
@@ -32,9 +33,17 @@ Words = NDArray[np.uint64]
 FAR, NEAR = 2**63 - 1, -(2**63)
 
 
+def shared() -> Cpu:
+    """Kernels of three threads that share even a few bytes."""
+    work = Cpu(threads=3)
+    work._team = Team(3, least_bytes=1)
+    return work
+
+
 WORKS = {
     "reference": kernels.get("reference"),
     **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in products.available()},
+    "cpu, 3 threads": shared(),
 }
 
 
@@ -81,7 +90,7 @@ def test_kernels_that_cannot_be_imported_are_never_replaced(
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     for name in ("cpu", "loops", "products", "emit"):
         monkeypatch.delitem(sys.modules, f"ecemb.kernels.{name}", raising=False)
-    kernels.get.cache_clear()
+    kernels._made.cache_clear()
     with pytest.raises(KernelUnavailable, match=r"'cpu' can't be imported here: .*llvmlite"):
         kernels.get("cpu")
     assert kernels.get("reference").name == "reference"
