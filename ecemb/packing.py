@@ -7,7 +7,8 @@ when it is needed. Numbers of numpy become python's.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -29,19 +30,48 @@ def plain(value: object, on_tensor: Callable[[torch.Tensor], object] | None = No
     Raises:
         ConfigurationError: a value of another type, with its place.
     """
+    try:
+        return _copy(value, on_tensor)
+    except _NotPlainError:
+        raise ConfigurationError(_complaint(value, at)) from None
+
+
+class _NotPlainError(Exception):
+    """A value of a type that `load` doesn't read; where it is, is looked for only then."""
+
+
+def _copy(value: Any, on_tensor: Callable[[torch.Tensor], object] | None) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return value if on_tensor is None else on_tensor(value)
+    if kind is list:
+        return [_copy(item, on_tensor) for item in value]
+    if kind is tuple:
+        return tuple([_copy(item, on_tensor) for item in value])
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {_copy(key, None): _copy(item, on_tensor) for key, item in items}
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) in _PLAIN:
-        return value
+    raise _NotPlainError
+
+
+def _complaint(value: Any, at: str) -> str:
+    """Names the first value that `_copy` refuses, and its place."""
+    items: Iterable[tuple[Any, str]] = ()
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, object]", value).items()
-        return {plain(key, None, at): plain(item, on_tensor, f"{at}[{key!r}]") for key, item in items}
-    if type(value) in (list, tuple):
-        items = [plain(item, on_tensor, f"{at}[{i}]") for i, item in enumerate(cast("list[object]", value))]
-        return items if isinstance(value, list) else tuple(items)
-    raise ConfigurationError(
+        pairs = list(cast("Mapping[Any, Any]", value).items())
+        items = itertools.chain.from_iterable(((key, at), (item, f"{at}[{key!r}]")) for key, item in pairs)
+    elif type(value) in (list, tuple):
+        items = ((item, f"{at}[{i}]") for i, item in enumerate(value))
+    for item, there in items:
+        try:
+            _copy(item, lambda tensor: tensor)
+        except _NotPlainError:
+            return _complaint(item, there)
+    return (
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
         f"torch.load(weights_only=True) doesn't read, and ecemb loads no pickles: use numbers, strings, "
         f"tensors, None, lists, tuples and dicts"
