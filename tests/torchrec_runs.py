@@ -1,4 +1,4 @@
-"""Runs of tests/torchrec_worker.py under stock torchrun, and what they end with, compared bit by bit."""
+"""Runs of tests/torchrec_worker.py under torchrun, and what they end with, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[st
     (folder / "arenas").mkdir(parents=True, mode=0o700)
     (folder / "setting.json").write_text(json.dumps(dataclasses.asdict(setting)))
     environment = os.environ | {
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "forked", "torchrec_preload"]
     command += ["--nproc-per-node", str(setting.ranks), "--max-restarts", str(len(setting.kills))]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(

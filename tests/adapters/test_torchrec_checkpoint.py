@@ -15,10 +15,14 @@ WORKER = ROOT / "tests" / "torchrec_checkpoint_worker.py"
 
 
 def run(ranks: int, job: str, root: Path, end: int) -> dict[str, dict[str, torch.Tensor]]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-W", "ignore", "-m", "forked", "torchrec_preload"]
     root.mkdir(exist_ok=True)
     command += ["--nproc-per-node", str(ranks), str(WORKER), job, str(root), str(end)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(WORKER.parent)]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return {path.suffix[1:]: torch.load(path) for path in root.glob(f"{job}.*")}

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,12 +158,11 @@ class Job:
         ranks, restarts = self.plan.setting.ranks, max(0, len(self.plan.events) - first)
         restarts = MANY if self.plan.soak else restarts
         options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        if self.plan.forked:
-            options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-            command = [sys.executable, "-m", "failures.launch", *options]
-        else:
-            script = [str(Path(__file__).with_name("worker.py"))]
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *script]
+        torchrun = ["forked", "failures.preload"]
+        if not self.plan.forked:
+            torchrun = ["torch.distributed.run", "--standalone"]
+        script = str(Path(__file__).with_name("worker.py"))
+        command = [sys.executable, "-m", *torchrun, *options, script]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 

@@ -193,7 +193,7 @@ class Chains:
         seed: of all choices.
         lengths: may grow between two runs.
         wanted: the cells; each is covered at least once.
-        forked: workers of the main setting are forked (`launch.py`), all others are torchrun's commands.
+        forked: workers of the main setting are forked (`forked.py`), all others are torchrun's commands.
     """
 
     def __init__(self, seed: int, lengths: Lengths, wanted: Sequence[Cell], *, forked: bool = True) -> None:

@@ -137,7 +137,7 @@ class Plan:
         setting: what is trained.
         events: who is killed when.
         sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
-        forked: workers are forked from torchrun's agent (`launch.py`), and not started as commands.
+        forked: workers are forked from torchrun's agent (`forked.py`), and not started as commands.
         soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
         saves: after so many steps each, a checkpoint is saved, from which a start resumes that could not
             recover; 0: never.

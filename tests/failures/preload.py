@@ -1,13 +1,12 @@
-"""What the fork server of `launch.py` imports; it ends with torchrun's agent, its parent."""
+"""What the fork server of the failure matrix's workers imports."""
 
 from __future__ import annotations
 
-import ctypes
-import signal
-
-import preloaded  # noqa: F401
+import field  # noqa: F401
 from failures import worker  # noqa: F401
+from forked import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
+from ecemb import kernels
 
-ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+kernels.get("cpu")  # compiled once, here
+end_with_parent()

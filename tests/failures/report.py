@@ -109,7 +109,7 @@ class Results:
         half = WIDTH * len(counts)
         lines = [
             "",
-            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers (launch.py): runs that ended bit-identical",
+            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers (forked.py): runs that ended bit-identical",
             "/ runs, and the longest time from the kill until every rank had committed its next step (after",
             f"a second failure, too, if one came before that). r: more than {r} losses, refused by all;",
             "the time is until the last one had; the survivors' bytes were the same afterwards, and the",
