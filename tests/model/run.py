@@ -35,6 +35,9 @@ FULL = (
     Config(n=2, k=1, size=2, steps=3, crashes=2, losses=1, overlap=True),
     Config(crashes=1, losses=1, overlap=True),
     Config(crashes=1, losses=1, aborts=1, overlap=True),
+    Config(n=4, k=2, size=4, crashes=1, overlap=True),
+    Config(n=2, k=1, size=4, crashes=1, overlap=True),
+    Config(crashes=2, losses=1, overlap=True),
     Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
     Config(n=2, k=1, size=2, crashes=2, losses=1, relaunches=1, overlap=True, close=True, fresh=True),
 )
