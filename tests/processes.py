@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def run_ranks(
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
-        processes = []
+        processes: list[BaseProcess] = []
         try:
             for rank in range(world_size):
                 here, there = context.Pipe(duplex=False)
@@ -56,7 +57,7 @@ def run_ranks(
                 there.close()
                 processes.append(process)
                 pipes[here] = rank
-            return _collect(pipes, time.monotonic() + deadline_s)
+            return _collect(pipes, processes, time.monotonic() + deadline_s)
         finally:
             for process in processes:
                 process.kill()
@@ -93,17 +94,20 @@ def _launched(
     return result
 
 
-def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
+def _collect(pipes: dict[Connection, int], processes: list[BaseProcess], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = set(pipes)
     while waiting:
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        ends = {pipe: processes[pipes[pipe]].sentinel for pipe in waiting}  # a child may still hold the pipe
+        ready = wait([*waiting, *ends.values()], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = sorted(pipes[pipe] for pipe in waiting)
             raise RankFailed(f"ranks {late} did not end before the deadline")
-        for pipe in [pipe for pipe in waiting if pipe in ready]:
+        for pipe in [pipe for pipe in waiting if pipe in ready or ends[pipe] in ready]:
             rank = pipes[pipe]
             try:
+                if not pipe.poll():
+                    raise EOFError
                 results[rank], failure = pipe.recv()
             except EOFError:
                 raise RankFailed(f"rank {rank} died") from None

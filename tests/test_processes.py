@@ -48,4 +48,4 @@ def test_a_death_is_a_failure() -> None:
 
 def test_a_rank_that_hangs_is_killed_at_the_deadline() -> None:
     with pytest.raises(RankFailed, match=r"ranks \[0.* did not end"):
-        run_ranks(2, hang_on_rank_0, deadline_s=5, group=False)
+        run_ranks(2, hang_on_rank_0, deadline_s=2, group=False)
