@@ -36,12 +36,12 @@ the rows, all steps have to be committed, and parity has to fit every row.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.overhead_rank import BARE, METHODS, PHASE, PROTECTED, REPLICATION, Order, work
-from bench.ranks import Ranks
+from bench.ranks import Line, Ranks
 from bench.result import Arguments, Label, Row, WrongResult, summary
 from ecemb.code import Code
 from ecemb.directory import arenas, remove
@@ -117,16 +117,29 @@ def run(arguments: Arguments) -> list[Row]:
     ]
 
 
-def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
-    """Trains twins on n ranks, and compares what they cost.
+def train(
+    scale: Scale,
+    engine: str,
+    code: Code,
+    work: Callable[[Line, Order], None],
+    *,
+    window: int,
+    overlap: bool,
+    steps: int,
+    repeats: int,
+    seed: int,
+) -> tuple[Order, list[Any]]:
+    """Calls `work` on n ranks, and leaves no arenas behind.
+
+    Returns:
+        What the ranks were told to do, and what each of them tells.
 
     Raises:
-        WrongResult: Protection changed the result, or was not there.
         RankFailed: A rank did.
     """
     order = Order(
         engine=engine,
-        job=f"bench-overhead-{secrets.token_hex(4)}",
+        job=f"bench-{secrets.token_hex(4)}",
         arena_dir=scale.arena_dir,
         n=code.n,
         k=code.k,
@@ -139,8 +152,8 @@ def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, s
         skew=scale.skew,
         window=window,
         overlap=overlap,
-        steps=-(-scale.steps // window) * window,
-        repeats=scale.repeats,
+        steps=steps,
+        repeats=repeats,
         seed=seed,
         timeout_s=scale.timeout_s,
     )
@@ -152,6 +165,28 @@ def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, s
     finally:
         for one in (one for one in arenas(order.arena_dir) if one.job == order.job):
             remove(one, force=True)
+    return order, answers
+
+
+def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
+    """Trains twins on n ranks, and compares what they cost.
+
+    Raises:
+        WrongResult: Protection changed the result, or was not there.
+        RankFailed: A rank did.
+    """
+    steps = -(-scale.steps // window) * window
+    order, answers = train(
+        scale,
+        engine,
+        code,
+        work,
+        window=window,
+        overlap=overlap,
+        steps=steps,
+        repeats=scale.repeats,
+        seed=seed,
+    )
     check(order, answers)
     labels: dict[str, Label] = {
         "engine": engine,

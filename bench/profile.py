@@ -21,18 +21,15 @@ every row, and each step has to have all its spans.
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bench.overhead import CODES, IMPORTS, Scale
+from bench.overhead import CODES, Scale, train
 from bench.overhead_rank import Order
 from bench.profile_rank import OURS, OWN, STEP, Span, work
-from bench.ranks import Ranks
 from bench.result import Arguments, Label, Row, WrongResult, once, summary
 from ecemb.code import Code
-from ecemb.directory import arenas, remove
 
 TRAINING = ("forward", "backward", "optimizer")
 PHASES = ("capture", "state", "delta", "heads", "exchange", "agree", "apply")
@@ -101,34 +98,10 @@ def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
         WrongResult: A span is missing, or parity doesn't fit the rows.
         RankFailed: A rank failed.
     """
-    order = Order(
-        engine=engine,
-        job=f"bench-profile-{secrets.token_hex(4)}",
-        arena_dir=scale.arena_dir,
-        n=code.n,
-        k=code.k,
-        tables=scale.tables,
-        rows=scale.rows,
-        dim=scale.dim,
-        lookups=scale.lookups,
-        dense=scale.dense,
-        batch=scale.batch,
-        skew=scale.skew,
-        window=1,
-        overlap=False,
-        steps=scale.steps,
-        repeats=1,
-        seed=seed,
-        timeout_s=scale.timeout_s,
+    order, answers = train(
+        scale, engine, code, work, window=1, overlap=False, steps=scale.steps, repeats=1, seed=seed
     )
-    try:
-        imports = IMPORTS.get(engine, ())
-        with Ranks(order.n, work, order, deadline_s=order.timeout_s, imports=imports) as ranks:
-            answers = sorted(ranks.answers(), key=lambda answer: answer["rank"])
-            ranks.finished()
-    finally:
-        for one in (one for one in arenas(order.arena_dir) if one.job == order.job):
-            remove(one, force=True)
+    answers = sorted(answers, key=lambda answer: answer["rank"])
     check(order, answers)
     labels: dict[str, Label] = {
         "engine": engine,
