@@ -24,26 +24,21 @@ MOST_OUTPUTS: Final = 4
 
 def copy(unit: int) -> Emitter:
     """(base, indices, count, scale, width, out, stride): out[i · stride ..] = row i, `width` bytes."""
-    e = Emitter("copy", 7)
-    base, indices, count, scale, width, out, stride = e.arguments
-    with e.loop(count) as rows:
-        source = _row(e, base, indices, count, scale, width, rows.index, write=False)
-        target = e.place(out, rows.index, stride)
-
-        def act(at: Value, size: int) -> None:
-            e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
-
-        e.pieces(width, unit, 1, act)
-    return e.end()
+    return _move("copy", unit, put=False)
 
 
 def put(unit: int) -> Emitter:
     """(base, indices, count, scale, width, records, stride): row i = records[i · stride ..]."""
-    e = Emitter("put", 7)
+    return _move("put", unit, put=True)
+
+
+def _move(name: str, unit: int, *, put: bool) -> Emitter:
+    e = Emitter(name, 7)
     base, indices, count, scale, width, records, stride = e.arguments
     with e.loop(count) as rows:
-        target = _row(e, base, indices, count, scale, width, rows.index, write=True)
-        source = e.place(records, rows.index, stride)
+        row = _row(e, base, indices, count, scale, width, rows.index, write=put)
+        record = e.place(records, rows.index, stride)
+        source, target = (record, row) if put else (row, record)
 
         def act(at: Value, size: int) -> None:
             e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
