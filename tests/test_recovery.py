@@ -130,6 +130,13 @@ def cases(moments: dict[int, int], share: int, rng: random.Random) -> list[tuple
     return every[rng.randrange(share) :: share]
 
 
+def check_undisturbed(base: Machines, goal: int, folder: Path) -> None:
+    machines = base.copy(folder)
+    life = machines.run(goal)
+    assert not life.failures
+    machines.check(goal)
+
+
 def run_trials(base: Machines, share: int, rng: random.Random, folder: Path, goal: int = DONE + 1) -> None:
     """The next step of a job, once for each case: a rank is killed at a moment of it, maybe others, too."""
     folder.mkdir(exist_ok=True)
@@ -203,10 +210,7 @@ def test_every_rank_killed_while_a_step_is_aborted(
     base = begun[shape].copy(tmp_path / "base")
     aborting = rng.sample(range(shape[2]), rng.randint(1, shape[2]))
     base.job = dataclasses.replace(base.job, aborts=frozenset((DONE, rank) for rank in aborting))
-    rehearsal = base.copy(tmp_path / "rehearsal")
-    life = rehearsal.run(DONE + 2)
-    assert not life.failures
-    rehearsal.check(DONE + 2)
+    check_undisturbed(base, DONE + 2, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials")
 
 
@@ -224,10 +228,7 @@ def test_every_rank_killed_in_a_window(
     aborting = rng.sample(range(DONE, goal), rng.randint(1, 3))
     aborts = frozenset((step, rng.randrange(shape[2])) for step in aborting)
     base.job = dataclasses.replace(base.job, window=3, aborts=aborts)
-    rehearsal = base.copy(tmp_path / "rehearsal")
-    life = rehearsal.run(goal)
-    assert not life.failures
-    rehearsal.check(goal)
+    check_undisturbed(base, goal, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials", goal)
 
 
@@ -248,10 +249,7 @@ def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
     base, goal = begun[shape].copy(tmp_path / "base"), DONE + 3 * window
     aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
     base.job = dataclasses.replace(base.job, overlap=True, window=window, aborts=aborts)
-    rehearsal = base.copy(tmp_path / "rehearsal")
-    life = rehearsal.run(goal)
-    assert not life.failures
-    rehearsal.check(goal)
+    check_undisturbed(base, goal, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials", goal)
 
 
