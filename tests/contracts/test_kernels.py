@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -98,8 +99,8 @@ def test_kernels_that_cannot_be_imported_are_never_replaced(
 
 # Rows.
 
+Sizes = tuple[int, int, int, int, int]  # rows, table's width, ids, record's width, column
 ROWS = [
-    # rows, table's width, ids, record's width, column
     (1, 1, 1, 1, 0),
     (5, 3, 0, 8, 5),
     (5, 0, 4, 8, 3),
@@ -111,18 +112,13 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
-def test_gather(
-    work: Kernels,
-    rng: np.random.Generator,
-    dtype: Any,
-    rows: int,
-    width: int,
-    count: int,
-    record: int,
-    column: int,
-) -> None:
+def over_rows(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("dtype", ELEMENTS)(pytest.mark.parametrize("sizes", ROWS, ids=str)(test))
+
+
+@over_rows
+def test_gather(work: Kernels, rng: np.random.Generator, dtype: Any, sizes: Sizes) -> None:
+    rows, width, count, record, column = sizes
     table, out = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
     chosen = rng.integers(0, max(rows, 1), count)
     before, expected = table.copy(), out.copy()
@@ -134,18 +130,9 @@ def test_gather(
     assert table.tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
-def test_scatter(
-    work: Kernels,
-    rng: np.random.Generator,
-    dtype: Any,
-    rows: int,
-    width: int,
-    count: int,
-    record: int,
-    column: int,
-) -> None:
+@over_rows
+def test_scatter(work: Kernels, rng: np.random.Generator, dtype: Any, sizes: Sizes) -> None:
+    rows, width, count, record, column = sizes
     table, records = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
     chosen = rng.integers(0, max(rows, 1), count)  # Repeats included: the last one stays.
     expected, before = table.copy(), records.copy()
@@ -163,18 +150,9 @@ def test_the_last_record_of_a_repeated_row_stays(work: Kernels) -> None:
     assert table.tolist() == [[0, 0], [4, 5], [2, 3]]
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize(("rows", "width", "count", "record", "column"), ROWS)
-def test_change(
-    work: Kernels,
-    rng: np.random.Generator,
-    dtype: Any,
-    rows: int,
-    width: int,
-    count: int,
-    record: int,
-    column: int,
-) -> None:
+@over_rows
+def test_change(work: Kernels, rng: np.random.Generator, dtype: Any, sizes: Sizes) -> None:
+    rows, width, count, record, column = sizes
     table, out = draw(rng, rows, width, dtype=dtype), draw(rng, count, record, dtype=dtype)
     old, chosen = draw(rng, count, record, dtype=dtype), rng.integers(0, max(rows, 1), count)
     before, expected = (table.copy(), old.copy()), out.copy()
