@@ -320,14 +320,6 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
         ),
         "scatter_rows": ({OURS: lambda: work.scatter_rows_(flat, offsets, records)}, flat, placed),
         "mul_add_rows": ({OURS: lambda: work.mul_add_rows_(flat, offsets, records, weight)}, flat, added),
-        "xor": (
-            {
-                OURS: lambda: work.xor(record, other, out),
-                "numpy": lambda: np.bitwise_xor(record, other, out=out),
-            },
-            out,
-            record ^ other,
-        ),
     }
     rows: list[Row] = []
     for operation, (calls, written, wanted) in operations.items():

@@ -329,7 +329,7 @@ def test_updating_is_encoding_again(name: str, data: st.DataObject) -> None:
 
     delta = np.empty_like(fresh)
     work.gather_rows(old[changed], offsets, delta)
-    work.xor(delta, fresh, delta)
+    delta ^= fresh
     for row, block in zip(generator(code)[code.k :], parity, strict=True):
         work.mul_add_rows_(block, offsets, delta, int(row[changed]))
     work.scatter_rows_(old[changed], offsets, fresh)

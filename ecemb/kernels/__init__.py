@@ -208,33 +208,6 @@ class Kernels(ABC):
         self._forget(rows, ids)
 
     @final
-    def xor(self, a: Words, b: Words, out: Words) -> None:
-        """Computes the delta of two equal shapes: `out = a XOR b`.
-
-        Args:
-            a: uint64, any shape; read.
-            b: uint64, the same shape; read.
-            out: uint64, the same shape; overwritten. May be `a` or `b`, but not overlap a part of one.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        for label, array in (("a", a), ("b", b), ("out", out)):
-            check_array("xor", label, array, None, (WORD,))
-            if array.shape != a.shape:
-                raise KernelError(
-                    f"xor: {label} has the shape {list(array.shape)}, and has to have a's, {list(a.shape)}"
-                )
-        # Of equal shapes that overlap, those that begin at the same byte are the same words.
-        parts = {
-            label: array
-            for label, array in (("a", a), ("b", b))
-            if np.may_share_memory(out, array) and array.ctypes.data != out.ctypes.data
-        }
-        check_output("xor", "out", out, **parts)
-        self._xor(a, b, out)
-
-    @final
     def gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         """Packs m rows of w words.
 
@@ -361,9 +334,6 @@ class Kernels(ABC):
 
     @abstractmethod
     def _forget(self, rows: RowSet, ids: Indices) -> None: ...
-
-    @abstractmethod
-    def _xor(self, a: Words, b: Words, out: Words) -> None: ...
 
     @abstractmethod
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None: ...

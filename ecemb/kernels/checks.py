@@ -27,7 +27,7 @@ def check_array(
     operation: str,
     label: str,
     array: object,
-    dimensions: int | None,
+    dimensions: int,
     dtypes: tuple[np.dtype[Any], ...],
 ) -> None:
     """`array` is contiguous numpy of one of the dtypes, with so many dimensions."""
@@ -39,7 +39,7 @@ def check_array(
         raise KernelError(
             f"{operation}: {label} has the dtype {known.dtype}, and has to be {rule}; pass a view"
         )
-    if dimensions is not None and known.ndim != dimensions:
+    if known.ndim != dimensions:
         raise KernelError(
             f"{operation}: {label} has the shape {list(known.shape)}, and has to have {dimensions} "
             "dimension(s)"

@@ -78,9 +78,6 @@ class Cpu(Kernels):
     def _forget(self, rows: RowSet, ids: Indices) -> None:
         self._drop(_address(ids), ids.size, _address(rows.seen))
 
-    def _xor(self, a: Words, b: Words, out: Words) -> None:
-        np.bitwise_xor(a, b, out=out)  # numpy's own loop is vectorised and drops the lock.
-
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         self._gather_from(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
 

@@ -60,9 +60,6 @@ class Reference(Kernels):
         bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
         np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
 
-    def _xor(self, a: Words, b: Words, out: Words) -> None:
-        out[...] = a ^ b
-
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         for offset, row in zip(offsets, out, strict=True):
             row[...] = src[offset : offset + row.size]

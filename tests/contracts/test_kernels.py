@@ -227,17 +227,6 @@ def test_a_set_refuses_what_is_no_row_of_it(work: Kernels, wrong: int) -> None:
 # Words.
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (37,), (3, 5), (4, 0), (2, 3, 4)])
-@pytest.mark.parametrize("alias", ["none", "a", "b", "both"])
-def test_xor(work: Kernels, rng: np.random.Generator, shape: tuple[int, ...], alias: str) -> None:
-    a = np.asarray(draw(rng, *shape), np.uint64)
-    b = a if alias == "both" else np.asarray(draw(rng, *shape), np.uint64)
-    out = {"none": np.empty_like(a), "a": a, "b": b, "both": a}[alias]
-    expected = a ^ b
-    work.xor(a, b, out)
-    assert out.tobytes() == expected.tobytes()
-
-
 # rows, words of each
 PLACES = [(0, 3), (4, 0), (1, 1), (1, 201), (9, 5), (40, 8), (50, 1), (33, 16), (20, 17), (7, 63), (5, 129)]
 
@@ -352,7 +341,6 @@ def test_what_is_only_read_may_be_read_only(work: Kernels, rng: np.random.Genera
         array.flags.writeable = False
     work.gather(table, offsets[:1], out.reshape(4, 3)[:1], 0)
     work.scatter_(out.reshape(4, 3), offsets[:1], table[:1], 0)
-    work.xor(words, words, out)
     work.gather_rows(words, offsets, out.reshape(2, 6))
     work.scatter_rows_(out, offsets, rows)
     work.mul_add_rows_(out, offsets, rows, 2)
@@ -475,15 +463,6 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("scatter_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1)), r"dst is written to"),
     ("mul_add_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1), 2), r"dst is written to"),
     ("mul_add_rows_", (w(3), ids(0), w(1).reshape(1, 1), 256), r"weight 256"),
-    ("xor", (w(3), w(4), w(3)), r"b has the shape \[4\], .* \[3\]"),
-    ("xor", (w(3), w(3), w(4)), r"out has the shape \[4\], .* \[3\]"),
-    ("xor", (w(3), w(1), w(3)), r"b has the shape \[1\]"),
-    ("xor", (w(6).reshape(2, 3), w(6), w(6)), r"b has the shape \[6\], .* \[2, 3\]"),
-    ("xor", (w(3), np.zeros(3, np.int64), w(3)), r"b has the dtype int64"),
-    ("xor", (w(6)[::2], w(3), w(3)), r"a has to be C-contiguous"),
-    ("xor", (w(3), w(3), read_only(w(3))), r"out is written to"),
-    ("xor", (OVER[:8], w(8), OVER[1:9]), r"a is read; their memory overlaps"),
-    ("xor", (w(8), OVER[1:9], OVER[:8]), r"b is read; their memory overlaps"),
     ("mul_add_block_", (w(3), w(3), 1.0), r"weight 1\.0"),
     ("mul_add_block_", (w(3), w(3), "2"), r"weight '2'"),
     ("mul_add_block_", (w(3), w(4), 2), r"src has 4 words, .* dst's 3"),
