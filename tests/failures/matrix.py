@@ -32,8 +32,9 @@ TIMED_PAUSE_S = 0.05
 TIMED_STEPS = 8  # until all deaths that come from outside have come
 
 MAIN = Setting(4, 4, 2, "Adagrad")
+STOCK = Setting(4, 4, 3, "SparseAdam")
 OTHERS = (
-    Setting(4, 4, 3, "SparseAdam"),
+    STOCK,
     # More ranks than blocks in a stripe.
     Setting(4, 3, 2, "SGD", workers=2, window=2, overlap=True),
     Setting(6, 6, 4, "Adagrad"),
@@ -193,7 +194,7 @@ class Chains:
         seed: of all choices.
         lengths: may grow between two runs.
         wanted: the cells; each is covered at least once.
-        forked: workers of the main setting are forked (`forked.py`), all others are torchrun's commands.
+        forked: workers are forked (`forked.py`), but for those of `STOCK`, which are torchrun's commands.
     """
 
     def __init__(self, seed: int, lengths: Lengths, wanted: Sequence[Cell], *, forked: bool = True) -> None:
@@ -217,7 +218,7 @@ class Chains:
             self._numbers[setting] += 1
             loading = 2 if setting.workers or number % 3 == 2 else 0
             chain = self._chain(setting, dataclasses.replace(setting, workers=loading))
-            forked = self._forked and dataclasses.replace(setting, overlap=False) == MAIN
+            forked = self._forked and setting != STOCK
             yield dataclasses.replace(chain, plan=dataclasses.replace(chain.plan, forked=forked))
 
     def missed(self, cell: Cell) -> bool:
