@@ -27,6 +27,8 @@ class Interval:
 
     Attributes:
         steps: so many; None until it can be known.
+        measured: what a save and a step take the slowest rank, in seconds; None until it is known, or if
+            `every` is given.
 
     Raises:
         ValueError: not exactly one of them is given, or it is not above 0.
@@ -38,9 +40,16 @@ class Interval:
         if (every is not None and every < 1) or (mtbf is not None and mtbf <= timedelta(0)):
             raise ValueError(f"every= and mtbf= are above 0; got {every} and {mtbf}")
         self.steps = every
+        self.measured: tuple[float, float] | None = None
         self._mtbf = mtbf
         self._steps_s: list[float] = []
         self._saves_s: list[float] = []
+
+    def is_due(self, since: int) -> bool:
+        """Whether to save, so many steps after the last save; or, if none was measured yet, to find out."""
+        if self.steps is None:
+            return len(self._steps_s) >= MEASURED
+        return since >= self.steps
 
     def stepped(self, seconds: float) -> None:
         """A step took so long, without saves. All ranks."""
@@ -64,4 +73,5 @@ class Interval:
         slowest = torch.tensor(means, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         save_s, step_s = slowest.tolist()
+        self.measured = save_s, step_s
         self.steps = max(1, round(young(save_s, self._mtbf.total_seconds()) / step_s))

@@ -17,6 +17,7 @@ from bench.method import Promise, Training
 
 from .interval import Interval
 from .state import TrainingState
+from .stopwatch import Stopwatch
 
 
 class Rollback(ABC):
@@ -27,15 +28,18 @@ class Rollback(ABC):
         mtbf: mean time between failures of the whole job, for Young's interval.
         behind: saves that may not be complete yet when training goes on.
 
+    Attributes:
+        interval: between saves.
+
     Raises:
         ValueError: not exactly one of `every` and `mtbf`, or it is not above 0.
     """
 
     def __init__(self, every: int | None, mtbf: timedelta | None, behind: int = 0) -> None:
-        self._interval = Interval(every, mtbf)
+        self.interval = Interval(every, mtbf)
         self._state: TrainingState | None = None
         self._next = self._saved = 0
-        self._stalled_s = 0.0
+        self._stalled = Stopwatch()
         again = None if every is None else (1 + behind) * every - 1
         self.promise = Promise(bit_identical=True, steps_again=again)
 
@@ -46,7 +50,7 @@ class Rollback(ABC):
             The step to run next.
         """
         self._state = TrainingState(training)
-        with self._stalled():
+        with self._stalled.running():
             found = self._load()
             if found is not None:
                 self._next, saved = found
@@ -62,8 +66,8 @@ class Rollback(ABC):
         began = time.perf_counter()
         yield
         self._next += 1
-        self._interval.stepped(time.perf_counter() - began)
-        if self._interval.steps is not None and self._next - self._saved >= self._interval.steps:
+        self.interval.stepped(time.perf_counter() - began)
+        if self.interval.is_due(self._next - self._saved):
             self._save()
 
     @abstractmethod
@@ -83,15 +87,8 @@ class Rollback(ABC):
     def _save(self) -> None:
         if self._state is None:
             raise RuntimeError("prepare() comes first")
-        before = self._stalled_s
-        with self._stalled():
+        before = self._stalled.seconds
+        with self._stalled.running():
             self._store(self._next, *self._state.take())
         self._saved = self._next
-        self._interval.saved(self._stalled_s - before)
-
-    @contextmanager
-    def _stalled(self) -> Generator[None]:
-        """Training waits."""
-        began = time.perf_counter()
-        yield
-        self._stalled_s += time.perf_counter() - began
+        self.interval.saved(self._stalled.seconds - before)

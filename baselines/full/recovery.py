@@ -52,7 +52,7 @@ class FullRecovery(Rollback):
     def costs(self) -> Costs:
         """Of this life until now."""
         return Costs(
-            stalled_s=self._stalled_s,
+            stalled_s=self._stalled.seconds,
             written_bytes=self._written_bytes,
             stored_bytes=self._last_bytes * len(complete(self._folder)),
             memory_bytes=self._memory_bytes,
@@ -60,7 +60,7 @@ class FullRecovery(Rollback):
 
     def close(self) -> None:
         """Waits until what is being saved is complete. All ranks."""
-        with self._stalled():
+        with self._stalled.running():
             self._writer.wait()
 
     def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:

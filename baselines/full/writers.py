@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from baselines.files import sync
+
 _PARTIAL = ".partial"
 Tensors = Mapping[str, Tensor]
 
@@ -86,7 +88,7 @@ class Writer(ABC):
     def _commit(partial: Path, keep: int) -> None:
         """Makes a checkpoint whole, and removes old ones. Rank 0."""
         partial.rename(partial.with_suffix(""))
-        _sync(partial.parent)
+        sync(partial.parent)
         for step in complete(partial.parent)[:-keep]:
             shutil.rmtree(place(partial.parent, step))
 
@@ -101,7 +103,7 @@ class Files(Writer):
             _save(partial / "shared.pt", shared)
         dist.barrier()
         if rank == 0:
-            _sync(partial)
+            sync(partial)
             self._commit(partial, keep)
 
     def load(self, path: Path) -> dict[str, Tensor]:
@@ -117,7 +119,7 @@ class Dcp(Writer):
     def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
         dcp.save(_named(own, shared), storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
         if dist.get_rank() == 0:
-            _sync(partial)
+            sync(partial)
             self._commit(partial, keep)
 
     def load(self, path: Path) -> dict[str, Tensor]:
@@ -169,7 +171,7 @@ class AsyncDcp(Dcp):
             try:
                 done.result()
                 if commits:
-                    _sync(partial)
+                    sync(partial)
                     self._commit(partial, keep)
                 saving.set_result(None)
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
@@ -199,11 +201,3 @@ def _save(path: Path, tensors: Tensors) -> None:
         torch.save(dict(tensors), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

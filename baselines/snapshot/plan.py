@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .slots import Stamp
+from baselines.slots import Stamp
 
 SHARED = "shared"
 

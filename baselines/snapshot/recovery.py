@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baselines import packing
 from baselines.rollback import Rollback
+from baselines.slots import Slots, Stamp
 from bench.method import Costs
 
-from . import packing
 from .plan import SHARED, Move, own, plan
-from .slots import Slots, Stamp
 
 
 class SnapshotsLost(RuntimeError):
@@ -57,7 +57,11 @@ class SnapshotRecovery(Rollback):
 
     def costs(self) -> Costs:
         """Of this life until now."""
-        return Costs(stalled_s=self._stalled_s, sent_bytes=self._sent_bytes, memory_bytes=self._memory_bytes)
+        return Costs(
+            stalled_s=self._stalled.seconds,
+            sent_bytes=self._sent_bytes,
+            memory_bytes=self._memory_bytes,
+        )
 
     def close(self) -> None:
         """Gives the memory back. All ranks."""

@@ -5,7 +5,6 @@ Real ranks that are killed are in tests/contracts/test_methods.py.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torchrec_models import batch, build, one_rank, optimizer_of
+from lone_trainings import QUIET, OnBags, OnTorchRec, equal
+from torch import nn
+from torchrec_models import one_rank
 
 import ecemb
 from baselines.full import FullRecovery, writers
@@ -24,13 +24,7 @@ from baselines.state import TrainingState
 from baselines.young import young
 from bench.method import Training
 
-pytestmark = [  # torch's and TorchRec's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
-]
+pytestmark = QUIET
 WRITERS = {"files": writers.Files, "dcp": writers.Dcp, "dcp async": writers.AsyncDcp}
 every_writer = pytest.mark.parametrize("kind", WRITERS)
 
@@ -43,89 +37,6 @@ def _world() -> Iterator[None]:
 
 class Killed(Exception):
     """Stands for the end of the process."""
-
-
-class Count:
-    """A training's position."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
-
-
-class Bags(nn.Module):
-    """A table, one without rows, and a head with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user = ecemb.nn.ShardedEmbeddingBag(9, 4)
-        self.head = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-
-
-class OnBags:
-    """A training on ecemb.nn, with a table by hand that the optimizer makes state for late."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.model = Bags()
-        self.by_hand = nn.EmbeddingBag(5, 4, sparse=True)
-        self.adagrad = torch.optim.Adagrad([self.model.user.weight], lr=0.1, lr_decay=0.1)
-        self.late = torch.optim.SparseAdam(list(self.by_hand.parameters()), lr=0.1)
-        self.dense = torch.optim.Adam(self.model.head.parameters(), lr=0.1)
-        self.count = Count()
-        self.training = Training(
-            self.model, [self.adagrad, self.late, self.dense], {"by hand": self.by_hand}, [self.count]
-        )
-
-    def step(self) -> None:
-        for optimizer in self.training.optimizers:
-            optimizer.zero_grad()
-        ids = torch.randint(5, (3, 2))
-        self.model.head(self.model.user(ids) + self.by_hand(ids)).square().sum().backward()
-        for optimizer in self.training.optimizers:
-            optimizer.step()
-        self.dense.param_groups[0]["lr"] *= 0.9
-        self.count.steps += 1
-
-    def end(self) -> list[Any]:
-        found: list[Any] = [self.count.steps, self.dense.param_groups[0]["lr"], torch.get_rng_state()]
-        found += [*self.model.state_dict().values(), self.by_hand.weight]
-        for optimizer in self.training.optimizers:
-            for state in optimizer.state.values():
-                found += state.values()
-        return found
-
-
-class OnTorchRec:
-    """A training on TorchRec's tables, under its combined optimizer."""
-
-    def __init__(self) -> None:
-        self.model = build({"user": (7, ("u",)), "item": (5, ("i",))}, "rowwise-adagrad")
-        self.optimizer = optimizer_of(self.model)
-        self.training = Training(self.model, [part for _, part in self.optimizer.optimizers])
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        u, i = torch.randint(7, (4,)).tolist(), torch.randint(5, (2,)).tolist()
-        self.model(batch({"u": [u, []], "i": [i, i]}))[0].backward()
-        self.optimizer.step()
-
-    def end(self) -> list[Any]:
-        found: list[Any] = [value for table in ecemb.tables(self.model) for value in table.tensors.values()]
-        found += list(self.model.module.over.parameters())
-        found += [value for state in self.training.optimizers[1].state.values() for value in state.values()]
-        return found
-
-
-def equal(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(first, second, strict=True)
-    )
 
 
 def protected(training: Training, folder: Path, kind: str, **options: Any) -> tuple[FullRecovery, int]:
@@ -166,7 +77,7 @@ def test_what_is_not_whole_does_not_count(kind: str, tmp_path: Path, monkeypatch
     with method.step():
         script.step()
     method.close()
-    end = copy.deepcopy(script.end())
+    end = script.end()
 
     def killed(*_: object) -> None:
         raise Killed
@@ -230,3 +141,16 @@ def test_saves_come_at_youngs_interval(tmp_path: Path) -> None:
         with method.step():
             script.step()
     assert writers.complete(tmp_path)[-1] == MEASURED + 2
+
+
+def test_a_later_life_measures_anew(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every": None, "mtbf": timedelta(hours=1)}
+    protected(OnBags().training, tmp_path, "files", **options)
+    script = OnBags()
+    method, begin = protected(script.training, tmp_path, "files", **options)
+    assert begin == 0 and method.interval.measured is None
+    for _ in range(MEASURED):
+        with method.step():
+            script.step()
+    assert writers.complete(tmp_path) == [0, MEASURED]  # to find out what a save takes
+    assert method.interval.measured is not None and method.interval.steps is not None

@@ -1,4 +1,4 @@
-"""Snapshots in one process: packing, memory that is always whole, and which snapshot is chosen.
+"""Snapshots in one process: which one is chosen, and what comes back of it.
 
 Real ranks that are killed with their memory are in tests/contracts/test_methods.py.
 """
@@ -9,70 +9,15 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from baselines.snapshot import SnapshotRecovery, SnapshotsLost, packing
+from baselines.slots import Stamp
+from baselines.snapshot import SnapshotRecovery, SnapshotsLost
 from baselines.snapshot.plan import SHARED, Move, own, plan
-from baselines.snapshot.slots import Slots, Stamp
 from bench.method import Training
-
-
-def test_tensors_come_back_from_one_run_of_bytes() -> None:
-    tensors = {
-        "a": torch.randn(5, 3),
-        "b/½": torch.randn(3).to(torch.bfloat16),
-        "scalar": torch.tensor(7.0, dtype=torch.float64),
-        "empty": torch.empty(0, 3),
-        "turned": torch.arange(6).reshape(2, 3).t(),
-        "flag": torch.tensor([True, False]),
-    }
-    out = np.zeros(packing.size(tensors), np.uint8)
-    packing.pack(tensors, out)
-    found = packing.unpack(out)
-    assert list(found) == list(tensors)
-    for key, tensor in tensors.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
-    out[:] = 0
-    assert not found["a"].any()  # no copies
-    packing.pack({}, np.zeros(packing.size({}) + 8, np.uint8))
-
-
-def keep(slots: Slots, name: str, stamp: Stamp, content: list[int]) -> None:
-    slots.begin(name, len(content))[:] = content
-    slots.seal(stamp)
-
-
-def test_one_version_is_whole_whenever_it_ends(tmp_path: Path) -> None:
-    slots = Slots(tmp_path)
-    first, second, third = Stamp(0, 5), Stamp(4, 9), Stamp(8, 1)
-    keep(slots, "a", first, [1, 2])
-    slots.begin("a", 3)[:2] = 7  # and is killed
-    slots = Slots(tmp_path)
-    assert slots.kept() == [("a", first)] and slots.read("a", first).tolist() == [1, 2]
-    keep(slots, "a", second, [3, 4, 5])
-    keep(slots, "b", first, [])
-    assert sorted(slots.kept()) == [("a", first), ("a", second), ("b", first)]
-    keep(slots, "a", third, [6] * 5000)  # in the place of the oldest, which is too short
-    assert sorted(slots.kept()) == [("a", second), ("a", third), ("b", first)]
-    again = Slots(tmp_path)
-    assert again.read("a", second).tolist() == [3, 4, 5] and again.read("a", third).tolist() == [6] * 5000
-    assert again.kept_bytes >= 5003 and len(again.paths) == 3
-    with pytest.raises(KeyError, match="a of"):
-        again.read("a", first)
-    again.forget(second)
-    assert again.kept() == [("a", second)]
-    keep(again, "a", third, [1])
-    assert sorted(again.kept()) == [("a", second), ("a", third)]
-    (tmp_path / "a.0.slot").write_bytes(b"")  # killed before the space was reserved
-    (tmp_path / "c.0.slot").write_bytes(b"")
-    assert len(Slots(tmp_path).kept()) == 1
-    keep(Slots(tmp_path), "c", first, [1])
-    again.remove()
-    assert not Slots(tmp_path).paths
 
 
 def held(stamp: Stamp, ranks: int, copies: int) -> list[list[tuple[str, Stamp]]]:

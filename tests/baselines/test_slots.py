@@ -1,0 +1,43 @@
+"""Memory that outlives the process, and is always whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baselines.slots import Slots, Stamp
+
+
+def keep(slots: Slots, name: str, stamp: Stamp, content: list[int]) -> None:
+    slots.begin(name, len(content))[:] = content
+    slots.seal(stamp)
+
+
+def test_one_version_is_whole_whenever_it_ends(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    first, second, third = Stamp(0, 5), Stamp(4, 9), Stamp(8, 1)
+    keep(slots, "a", first, [1, 2])
+    slots.begin("a", 3)[:2] = 7  # and is killed
+    slots = Slots(tmp_path)
+    assert slots.kept() == [("a", first)] and slots.read("a", first).tolist() == [1, 2]
+    keep(slots, "a", second, [3, 4, 5])
+    keep(slots, "b", first, [])
+    assert sorted(slots.kept()) == [("a", first), ("a", second), ("b", first)]
+    keep(slots, "a", third, [6] * 5000)  # in the place of the oldest, which is too short
+    assert sorted(slots.kept()) == [("a", second), ("a", third), ("b", first)]
+    again = Slots(tmp_path)
+    assert again.read("a", second).tolist() == [3, 4, 5] and again.read("a", third).tolist() == [6] * 5000
+    assert again.kept_bytes >= 5003 and len(again.paths) == 3
+    with pytest.raises(KeyError, match="a of"):
+        again.read("a", first)
+    again.forget(second)
+    assert again.kept() == [("a", second)]
+    keep(again, "a", third, [1])
+    assert sorted(again.kept()) == [("a", second), ("a", third)]
+    (tmp_path / "a.0.slot").write_bytes(b"")  # killed before the space was reserved
+    (tmp_path / "c.0.slot").write_bytes(b"")
+    assert len(Slots(tmp_path).kept()) == 1
+    keep(Slots(tmp_path), "c", first, [1])
+    again.remove()
+    assert not Slots(tmp_path).paths
