@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ecemb
+from baselines.cpr.controller import Cpr
+from baselines.cpr.recovery import PartialRecovery
 from baselines.full import FullRecovery
 from baselines.full.writers import AsyncDcp, Dcp, Files
 from baselines.snapshot import SnapshotRecovery
@@ -18,6 +21,8 @@ from ecemb.rendezvous import current
 
 EVERY = 4
 """Steps between two saves of those that save now and then."""
+MTBF = timedelta(hours=1)
+"""Mean time between failures, for those that choose by it."""
 BESIDE = ("exchange", "agree", "apply")
 """Phases of a guard that keep nobody waiting with `overlap=True`; "wait" is where training waits for them."""
 
@@ -117,6 +122,10 @@ def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
     return lambda _: Ecemb(ecemb.Code(n, k), **options)
 
 
+def partial_recovery(priority: str) -> Callable[[Place], Method]:
+    return lambda place: PartialRecovery(place.files, place.memory, every=EVERY, priority=priority)
+
+
 METHODS: Mapping[str, Callable[[Place], Method]] = {
     "nothing": lambda _: Nothing(),
     "ecemb (3, 2)": coded(3, 2),
@@ -130,5 +139,8 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "full files": lambda place: FullRecovery(place.files, Files(), every=EVERY),
     "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=EVERY),
     "full dcp async": lambda place: FullRecovery(place.files, AsyncDcp(), every=EVERY),
+    "cpr vanilla": lambda place: PartialRecovery(place.files, place.memory, every=EVERY),
+    **{f"cpr {priority}": partial_recovery(priority) for priority in ("mfu", "ssu", "scar")},
+    "cpr controlled": lambda place: Cpr(place.files, place.memory, mtbf=MTBF),
 }
 """Name -> what makes it."""

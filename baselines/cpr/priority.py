@@ -73,6 +73,11 @@ class RowPriority(ABC):
     def memory_bytes(self) -> int:
         """What it holds between two calls, at most."""
 
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """Tensors by name, changed in place, in which it goes on after a restart of its process; live."""
+        return {}
+
     @abstractmethod
     def touch(self, rows: Tensor) -> None:
         """A batch looks these rows up.
@@ -129,6 +134,11 @@ class Mfu(RowPriority):
         """4 for each row."""
         return self._counts.nbytes
 
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """The counts."""
+        return {"counts": self._counts}
+
     def touch(self, rows: Tensor) -> None:
         """Adds to the counts; they stop at the largest int32."""
         distinct, times = torch.unique(self._checked(rows), return_counts=True)
@@ -146,6 +156,8 @@ class Mfu(RowPriority):
 
 class Ssu(RowPriority):
     """CPR-SSU: rows that were looked up in every second batch, as many of them as fit in a list.
+
+    After a restart of its process the list begins anew: the next save would have emptied it.
 
     Args:
         weight: as in `RowPriority`.
@@ -199,6 +211,11 @@ class Scar(RowPriority):
     def memory_bytes(self) -> int:
         """As many as the shard's weights."""
         return self._saved.nbytes
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """The rows as last saved."""
+        return {"saved": self._saved}
 
     def touch(self, rows: Tensor) -> None:
         """Nothing but a check: what counts is how far rows have moved."""

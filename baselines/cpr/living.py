@@ -1,0 +1,124 @@
+"""Tensors that outlive the process: their storages are files on tmpfs, trained on in place.
+
+A parameter server that goes on has its rows in its memory. torchrun, however, ends and restarts the workers
+of all ranks, so here a survivor's rows are those of a process that ended at any instant. They could be saved
+as it ends, but SIGKILL leaves no time for that; or copied in each step, for as much memory again. So the
+tables' storages are moved: what is trained on are files in the machine's memory, at no cost in steps, and
+without memory beside the training's own, as with parameter servers (chosen). A process that is cut off
+within a step leaves rows of which some have taken the step and others haven't: partial recovery, an
+approximation, bears it.
+
+Every tensor of the process that lies in such a storage is pointed at the file, TorchRec's and FBGEMM's views
+included: the garbage collector knows them all.
+
+Invariant: a file that has its name is filled. Must not know: who survived, what is saved elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baselines.files import made, mapped
+
+_PARTIAL = ".partial"
+
+
+class LivingTensors:
+    """Storages of this rank's tensors, in files of a folder.
+
+    Args:
+        folder: on tmpfs, this rank's own; made if missing, for this user alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._held: dict[int, torch.UntypedStorage] = {}  # by address
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        return sorted([*self._folder.glob("*.rows"), *self._folder.glob(f"*{_PARTIAL}")])
+
+    def move(self, find: Callable[[], Mapping[str, Tensor]], *, survived: bool) -> None:
+        """Moves the storages of tensors that haven't moved yet; meanwhile, they are there twice.
+
+        Args:
+            find: gives the tensors as the training sees them, by names that are the same in each life, in the
+                same order.
+            survived: the files hold what is to be gone on with, and the tensors hold nothing of worth; else
+                the files are filled from the tensors.
+
+        Raises:
+            ValueError: the files are another training's.
+            OSError: there is not enough space.
+            RuntimeError: a tensor could not be moved.
+        """
+        left: dict[int, Tensor] = {}
+        moved: list[torch.UntypedStorage] = []  # held, so that no other storage takes their addresses
+        for name, tensor in find().items():
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if not storage.nbytes() or address in self._held or address in left:
+                continue
+            path = self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.rows"
+            if not survived:
+                _fill(path, storage)
+            left[address] = _span(path, name, storage.nbytes())
+            moved.append(storage)
+        if not left:
+            return
+        _repoint(left)
+        for span in left.values():
+            self._held[span.untyped_storage().data_ptr()] = span.untyped_storage()
+        for name, tensor in find().items():
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._held:
+                raise RuntimeError(
+                    f"{name} could not be moved to memory that outlives the process: call gc.unfreeze() "
+                    f"first, if gc.freeze() was called"
+                )
+
+    def remove(self) -> None:
+        """Gives the files' names back; what is trained stays where it is until the process ends."""
+        for path in self.paths:
+            path.unlink()
+
+
+def _fill(path: Path, storage: torch.UntypedStorage) -> None:
+    """Makes a file of a storage's bytes, which has its name when it is whole."""
+    partial = path.with_suffix(_PARTIAL)
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+    torch.from_numpy(made(partial, storage.nbytes())).copy_(content)
+    partial.rename(path)
+
+
+def _span(path: Path, name: str, size_bytes: int) -> Tensor:
+    """A file in place, uint8 [size_bytes]."""
+    found = mapped(path)
+    if len(found) != size_bytes:
+        raise ValueError(
+            f"{path} holds {len(found)} bytes, and {name} has {size_bytes}: it is another training's; run "
+            f"the script that started it, or name another folder"
+        )
+    return torch.from_numpy(found)
+
+
+def _repoint(places: Mapping[int, Tensor]) -> None:
+    """Points all tensors of this process that lie in storages, by address, at what has taken their places."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), Tensor):
+                continue
+            try:
+                span = places.get(thing.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
+                continue
+            if span is not None:
+                values = span.view(thing.dtype)
+                thing.data = values.as_strided(thing.size(), thing.stride(), thing.storage_offset())

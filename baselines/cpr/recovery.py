@@ -1,0 +1,262 @@
+"""Partial recovery as a method: a failed rank takes up its rows as last saved, the others keep theirs.
+
+All ranks start anew after a failure. Survivors find their rows (`living`) and all other state of the last two
+steps in their machine's memory. State that all ranks share comes from a survivor. What a failed rank has
+alone and is no row, such as its random generators and its position in the data, comes back as it was last
+saved, as its rows do (chosen). No step is run again but the one that was cut off. If nobody survives, all
+ranks go back to what they saved last (chosen).
+
+Lost samples are counted as `pls` does, since `Mark.since`. PLS is the sum of `Costs.samples_lost` over ranks
+and lives, divided by S_total N.
+
+Ranks have to come back to their machines. One that starts on another takes up its saved rows, and counts as
+failed.
+
+Must not know: files' formats, which rows a save takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baselines import packing
+from baselines.slots import Slots, Stamp
+from baselines.state import TrainingState
+from baselines.stopwatch import Stopwatch
+from bench.method import Costs, Promise, Training
+
+from .living import LivingTensors
+from .plan import Held, Plan, plan
+from .priority import SHARE
+from .saved import Mark, SavedRank
+from .saving import Saving
+
+_REST = "rest"
+_OWN, _SHARED = "own/", "shared/"
+_STEPS_LOST = f"{_SHARED}steps lost"
+
+
+class PartialRecovery:
+    """CPR at a given interval; `controller` finds one. All ranks.
+
+    Args:
+        files: folder that outlives machines; the job's own, the same on all ranks.
+        memory: folder of this rank's machine alone, on tmpfs; the job's own.
+        every: steps in which the volume of everything is saved once (T_save).
+        priority: "mfu", "ssu" or "scar"; None saves everything each T_save (vanilla).
+        share: r: with priorities, so much is saved each r T_save.
+
+    Raises:
+        ValueError: see `Saving`.
+    """
+
+    promise = Promise(bit_identical=False, steps_again=0, samples_lost=True)
+
+    def __init__(
+        self, files: Path, memory: Path, *, every: int, priority: str | None = None, share: float = SHARE
+    ) -> None:
+        self._files, self._folder = files, memory
+        self._saving = Saving(every, priority, share)
+        self._state: TrainingState | None = None
+        self._next = self._since = self._samples = 0
+        self._stalled = Stopwatch()
+        self._sent_bytes = self._memory_bytes = 0
+        self._samples_lost = 0.0
+        self._steps_lost = torch.zeros(1, dtype=torch.int64)  # of all ranks, in all lives
+
+    def prepare(self, training: Training) -> int:
+        """Starts, or goes on after a failure. All ranks.
+
+        Returns:
+            The step to run next.
+
+        Raises:
+            SavesLost: what is needed is not there.
+            ValueError: what is there is another training's, or a table is on the meta device.
+        """
+        with self._stalled.running():
+            self._open(training)
+            held: list[Any] = [None] * dist.get_world_size()
+            steps = sorted({stamp.step for _, stamp in self._slots.kept()})
+            dist.all_gather_object(held, Held(tuple(steps), self._saved.mark()))
+            found = plan(held)
+            if found is None:
+                self._begin(0)
+            else:
+                self._resume(found, held[dist.get_rank()].saved)
+        return self._next
+
+    def start(self, training: Training, step: int) -> None:
+        """Starts in the middle of a training, whatever an earlier one has left. All ranks.
+
+        Args:
+            training: as it is.
+            step: that comes next.
+
+        Raises:
+            ValueError: a table is on the meta device.
+        """
+        with self._stalled.running():
+            self._open(training)
+            self._begin(step)
+
+    def discard(self) -> None:
+        """Gives back what another life has left in this machine's memory; in place of `prepare`."""
+        folder = self._place()
+        Slots(folder).remove()
+        LivingTensors(folder).remove()
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Around a step's body; a save that is due comes after it. All ranks."""
+        yield
+        state = self._made()
+        self._next += 1
+        with self._stalled.running():
+            if state.has_grown():
+                self._living.move(state.rows, survived=False)
+            self._keep()
+            if self._saving.is_due(self._next):
+                self._save()
+
+    @property
+    def steps_lost(self) -> int:
+        """How many steps ranks' rows have forgotten, summed over all ranks and failures of the job."""
+        return int(self._steps_lost)
+
+    def memory(self) -> Sequence[Path]:
+        """The tables' files, and the rest."""
+        return [*self._living.paths, *self._slots.paths]
+
+    def costs(self) -> Costs:
+        """Of this life until now. The tables' own memory, moved as it is, is no cost."""
+        return Costs(
+            stalled_s=self._stalled.seconds + self._saving.touching.seconds,
+            written_bytes=self._saved.written_bytes,
+            sent_bytes=self._sent_bytes,
+            stored_bytes=self._saved.stored_bytes,
+            memory_bytes=self._memory_bytes,
+            samples_lost=self._samples_lost,
+        )
+
+    def close(self) -> None:
+        """Gives the memory back. All ranks."""
+        dist.barrier()
+        self._saving.unwatch()
+        self._slots.remove()
+        self._living.remove()
+
+    def _open(self, training: Training) -> None:
+        self._state, self._samples = TrainingState(training), training.samples
+        self._living, self._slots = LivingTensors(self._place()), Slots(self._place())
+        self._saved = SavedRank(self._files, dist.get_rank())
+
+    def _place(self) -> Path:
+        return self._folder / f"rank-{dist.get_rank()}"
+
+    def _begin(self, step: int) -> None:
+        self._next = step
+        self._slots.forget()
+        self._live(survived=False)
+        self._save(whole=True)
+        dist.barrier()  # no step begins before all have saved
+
+    def _live(self, *, survived: bool) -> None:
+        """From here on, state is where it outlives the process."""
+        state = self._made()
+        self._living.move(state.rows, survived=survived)
+        self._saving.watch(state.tables, _sizes(state.tables))
+        self._living.move(self._saving.lasting, survived=survived)
+        self._keep()
+
+    def _resume(self, found: Plan, saved: Mark | None) -> None:
+        """Goes on as planned; `saved` is this rank's last save."""
+        here, rank = Stamp(found.step, 0), dist.get_rank()
+        lost = dict(zip(found.failed, found.steps_lost, strict=True))
+        survived = rank not in lost
+        rows: dict[str, Tensor] = {}
+        if survived:
+            rest = packing.unpack(self._slots.read(_REST, here))
+        else:
+            rows, rest = self._saved.load()
+            self._samples_lost = float(lost[rank] * self._samples)
+        given = self._broadcast(rest, found.source)
+        rest = {key: tensor for key, tensor in rest.items() if key.startswith(_OWN)}
+        rest |= {key: tensor for key, tensor in given.items() if key.startswith(_SHARED)}
+        self._steps_lost = rest.pop(_STEPS_LOST) + sum(found.steps_lost)
+        self._made().put({key.partition("/")[2]: tensor for key, tensor in rest.items()})
+        if not survived:
+            self._put(rows)
+        self._next, self._since = found.step, 0 if saved is None else saved.since
+        self._slots.forget(here)
+        self._live(survived=survived)
+
+    def _put(self, rows: Mapping[str, Tensor]) -> None:
+        """Takes up saved rows, and of their optimizers' state what there was when the rest was saved."""
+        live = self._made().rows()
+        if missing := sorted(live.keys() - rows.keys()):
+            raise ValueError(f"the saved rows are another training's: there are none of {missing[:5]}")
+        for key, tensor in live.items():
+            tensor.copy_(rows[key])
+
+    def _broadcast(self, rest: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
+        """What one rank has. All ranks."""
+        length = torch.tensor([packing.size(rest)])
+        dist.broadcast(length, source)
+        packed = torch.zeros(int(length), dtype=torch.uint8)
+        if dist.get_rank() == source:
+            packing.pack(rest, packed.numpy())
+            self._sent_bytes += packed.numel() * (dist.get_world_size() - 1)
+        dist.broadcast(packed, source)
+        return packing.unpack(packed.numpy())
+
+    def _rest(self) -> dict[str, Tensor]:
+        """All state that is no row, live."""
+        own, shared = self._made().rest()
+        named = {f"{_OWN}{key}": tensor for key, tensor in own.items()}
+        named |= {f"{_SHARED}{key}": tensor for key, tensor in shared.items()}
+        return named | {_STEPS_LOST: self._steps_lost}
+
+    def _keep(self) -> None:
+        """Puts all state that is no row where it outlives the process."""
+        rest = self._rest()
+        packing.pack(rest, self._slots.begin(_REST, packing.size(rest)))
+        self._slots.seal(Stamp(self._next, 0))
+        self._memory_bytes = max(self._memory_bytes, self._slots.kept_bytes + self._saving.memory_bytes)
+
+    def _save(self, *, whole: bool = False) -> None:
+        """Saves to the files what is due, or everything."""
+        state, rest = self._made(), self._rest()
+        if dist.get_rank() != 0:  # if nobody survives, what is shared comes from rank 0
+            rest = {key: tensor for key, tensor in rest.items() if not key.startswith(_SHARED)}
+        some = None if whole else self._saving.some(state.tables)
+        if some is not None and self._saved.keys() != state.rows().keys():
+            some = None  # an optimizer has made state that the image doesn't have
+        if some is None:
+            self._since = self._next
+            self._saved.save(state.rows(), rest, Mark(self._next, self._since))
+        else:
+            self._since = max(self._since, self._saving.since(self._next))
+            self._saved.save_rows(some, rest, Mark(self._next, self._since))
+        self._saving.saved(state.tables, some)
+
+    def _made(self) -> TrainingState:
+        if self._state is None:
+            raise RuntimeError("prepare() comes first")
+        return self._state
+
+
+def _sizes(tables: Sequence[Any]) -> dict[str, int]:
+    """Bytes of whole tables, over all ranks, by name. All ranks."""
+    mine = {table.name: sum(tensor.nbytes for tensor in table.tensors.values()) for table in tables}
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    names = sorted({name for sizes in theirs for name in sizes})
+    return {name: sum(sizes.get(name, 0) for sizes in theirs) for name in names}

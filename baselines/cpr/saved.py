@@ -1,0 +1,141 @@
+"""One rank's saved state, in files that outlive machines: an image of its rows, and the rest beside it.
+
+The image holds every row as it was last saved. A whole save makes it anew, under another name until it is
+synced. A save of some rows writes them to a record first, with which the image is then changed in place: a
+record that has its name is whole, and whoever finds one applies it again, to the same end. So whatever is
+killed at any moment, each row of the image is as one save has seen it. The price of changing in place is that
+such rows are written twice (chosen).
+
+What is no row, and the step of the save, is in a small file of its own, written last: rows may be newer than
+it says by one save that was cut off.
+
+Must not know: which rows are worth saving, other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baselines import packing
+from baselines.files import made, mapped, sync
+
+ROWS = "rows of "
+"""Before a tensor's key in a record: which of its rows follow."""
+_MARK = "mark"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """When a save was made.
+
+    Attributes:
+        step: that comes next.
+        since: step since which samples count as lost with this rank: that of the last save of everything, or,
+            with priorities, of the last time that the volume of everything had been saved.
+    """
+
+    step: int
+    since: int
+
+
+class SavedRank:
+    """What a rank has saved.
+
+    Args:
+        folder: of the job's saves; made if missing.
+        rank: whose.
+
+    Attributes:
+        written_bytes: by this object.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._image, self._record, self._rest = (
+            folder / f"rank-{rank}.{kind}" for kind in ("rows", "record", "rest")
+        )
+        self.written_bytes = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """That the files take now."""
+        return sum(path.stat().st_size for path in (self._image, self._record, self._rest) if path.exists())
+
+    def mark(self) -> Mark | None:
+        """When the last save was made; None if there was none."""
+        if not self._rest.exists():
+            return None
+        step, since = packing.unpack(mapped(self._rest))[_MARK].tolist()
+        return Mark(step, since)
+
+    def keys(self) -> set[str]:
+        """Of the tensors in the image."""
+        return set(packing.unpack(mapped(self._image))) if self._image.exists() else set()
+
+    def save(self, rows: Mapping[str, Tensor], rest: Mapping[str, Tensor], mark: Mark) -> None:
+        """Saves everything.
+
+        Args:
+            rows: tables' tensors by key, whole. Read.
+            rest: all other tensors by key. Read.
+            mark: when.
+        """
+        self._settle()
+        self._write(self._image, rows)
+        self._write(self._rest, {**rest, _MARK: _packed(mark)})
+
+    def save_rows(self, some: Mapping[str, Tensor], rest: Mapping[str, Tensor], mark: Mark) -> None:
+        """Saves rows, on top of what is saved.
+
+        Args:
+            some: tensors by keys of the image: whole ones, or, where `ROWS` + key names rows (int64 [m], each
+                once), those rows of it, [m, ...]. Read.
+            rest: all other tensors by key. Read.
+            mark: when.
+        """
+        self._settle()
+        self._write(self._record, some)
+        self._settle()
+        self._write(self._rest, {**rest, _MARK: _packed(mark)})
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All rows and the rest as last saved; both lie in the files, to be read."""
+        self._settle()
+        rest = packing.unpack(mapped(self._rest))
+        del rest[_MARK]
+        return packing.unpack(mapped(self._image)), rest
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        size = packing.size(tensors)
+        partial = path.with_name(f"{path.name}.partial")
+        packing.pack(tensors, made(partial, size))
+        sync(partial)
+        partial.rename(path)
+        sync(path.parent)
+        self.written_bytes += size
+
+    def _settle(self) -> None:
+        """Changes the image by the record, if there is one, and takes it away."""
+        if not self._record.exists():
+            return
+        image, record = (packing.unpack(mapped(path)) for path in (self._image, self._record))
+        for key, tensor in record.items():
+            if key.startswith(ROWS):
+                continue
+            rows = record.get(f"{ROWS}{key}")
+            if rows is None:
+                image[key].copy_(tensor)
+            else:
+                image[key][rows] = tensor
+            self.written_bytes += tensor.nbytes
+        sync(self._image)
+        self._record.unlink()
+
+
+def _packed(mark: Mark) -> Tensor:
+    return torch.tensor([mark.step, mark.since])

@@ -1,0 +1,111 @@
+"""A rank's saved rows: whatever is killed at any moment, each row is as one save has seen it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baselines.cpr import saved
+from baselines.cpr.saved import ROWS, Mark, SavedRank
+
+NUMBERS = torch.arange(6).reshape(6, 1).expand(6, 3)
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def of(step: int) -> dict[str, Tensor]:
+    """Rows of a step: each names both, the step and itself."""
+    table = 100.0 * step + NUMBERS
+    return {"table": table, "sum": table[:, 0], "small": torch.tensor([step])}
+
+
+def some(step: int, rows: list[int]) -> dict[str, Tensor]:
+    numbers, all_ = torch.tensor(rows, dtype=torch.int64), of(step)
+    found = {key: all_[key][numbers] for key in ("table", "sum")}
+    return {**found, **{f"{ROWS}{key}": numbers for key in found}, "small": all_["small"]}
+
+
+def rest(step: int) -> dict[str, Tensor]:
+    return {"lr": torch.tensor(0.1 * step), "plain": torch.zeros(step + 1, dtype=torch.uint8)}
+
+
+def steps(rank: SavedRank) -> list[int]:
+    """Of each row of the table."""
+    rows, _ = rank.load()
+    numbers = rows["table"] - NUMBERS
+    assert (numbers == numbers[:, :1]).all() and torch.equal(rows["sum"], rows["table"][:, 0])
+    return [int(step) // 100 for step in numbers[:, 0]]
+
+
+def test_rows_come_back_as_they_were_saved_last(tmp_path: Path) -> None:
+    rank, other = SavedRank(tmp_path / "files", 0), SavedRank(tmp_path / "files", 1)
+    assert (rank.mark(), rank.keys(), rank.stored_bytes) == (None, set(), 0)
+    rank.save(of(0), rest(0), Mark(0, 0))
+    rank.save_rows(some(1, [0, 4]), rest(1), Mark(1, 0))
+    rank.save_rows(some(2, [4, 5]), rest(2), Mark(2, 0))
+    rank.save_rows(some(3, []), rest(3), Mark(3, 0))
+    assert steps(SavedRank(tmp_path / "files", 0)) == [1, 0, 0, 0, 2, 2]
+    rows, found = SavedRank(tmp_path / "files", 0).load()
+    assert rows.keys() == rank.keys() == of(0).keys() and rows["small"].tolist() == [3]
+    assert found.keys() == rest(3).keys() and torch.equal(found["lr"], rest(3)["lr"])
+    assert rank.mark() == Mark(3, 0) and other.mark() is None
+    before = rank.written_bytes
+    rank.save(of(4), rest(4), Mark(4, 4))
+    assert steps(rank) == [4] * 6 and rank.mark() == Mark(4, 4)
+    assert rank.stored_bytes == rank.written_bytes - before
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "files").iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_kill_at_any_moment_leaves_whole_rows(
+    *, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for moment in itertools.count():
+        folder = tmp_path / str(moment)
+        SavedRank(folder, 0).save(of(0), rest(0), Mark(0, 0))
+        left = iter(range(moment))
+        sync = saved.sync
+
+        def killed(path: Path, left: object = left, sync: object = sync) -> None:
+            if next(left, None) is None:
+                raise Killed
+            sync(path)
+
+        monkeypatch.setattr(saved, "sync", killed)
+        rank = SavedRank(folder, 0)
+        try:
+            if whole:
+                rank.save(of(1), rest(1), Mark(1, 1))
+            else:
+                rank.save_rows(some(1, [1, 2]), rest(1), Mark(1, 0))
+        except Killed:
+            ended = False
+        else:
+            ended = True
+        monkeypatch.undo()
+        mark = SavedRank(folder, 0).mark()
+        found = steps(SavedRank(folder, 0))
+        new = [1] * 6 if whole else [0, 1, 1, 0, 0, 0]
+        assert mark is not None and found in ([0] * 6, new)
+        assert found == new or mark.step == 0  # rows may be newer than the mark, never older
+        SavedRank(folder, 0).save_rows(some(2, [5]), rest(2), Mark(2, 0))
+        assert steps(SavedRank(folder, 0)) == [*found[:5], 2]
+        if ended:
+            assert mark.step == 1 and moment > 3
+            break
+
+
+def test_half_of_a_record_is_written_again(tmp_path: Path) -> None:
+    rank = SavedRank(tmp_path, 0)
+    rank.save(of(0), rest(0), Mark(0, 0))
+    rank._write(rank._record, some(1, [1, 2]))
+    torn = saved.packing.unpack(saved.mapped(rank._image))
+    torn["table"][1, :2] = some(1, [1])["table"][0, :2]  # killed within a row
+    assert steps(SavedRank(tmp_path, 0)) == [0, 1, 1, 0, 0, 0]
+    assert not rank._record.exists()
