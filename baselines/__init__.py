@@ -1,6 +1,7 @@
 """What other people do to survive failures: each method built from its paper, for comparison.
 
 A package for each method: `full` (full recovery from checkpoints), `snapshot` (copies in other machines'
-memory), `cpr` (partial recovery, its formulas and an emulation). They stand on the public names of ecemb
-alone, as a user's own code would, and ecemb knows nothing of them. What can train is a `bench.method.Method`.
+memory), `float_parity` (sums of rows, kept up to date), `cpr` (partial recovery, its formulas and an
+emulation). They stand on the public names of ecemb alone, as a user's own code would, and ecemb knows nothing
+of them. What can train is a `bench.method.Method`.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import ecemb
 from baselines.cpr.controller import Cpr
 from baselines.cpr.recovery import PartialRecovery
+from baselines.float_parity import FloatParity
 from baselines.full import FullRecovery
 from baselines.full.writers import AsyncDcp, Dcp, Files
 from baselines.snapshot import SnapshotRecovery
@@ -126,6 +127,10 @@ def partial_recovery(priority: str) -> Callable[[Place], Method]:
     return lambda place: PartialRecovery(place.files, place.memory, every=EVERY, priority=priority)
 
 
+def sums(n: int, k: int, dtype: str = "float32") -> Callable[[Place], Method]:
+    return lambda place: FloatParity(place.memory, ecemb.Code(n, k), dtype=dtype)
+
+
 METHODS: Mapping[str, Callable[[Place], Method]] = {
     "nothing": lambda _: Nothing(),
     "ecemb (3, 2)": coded(3, 2),
@@ -135,6 +140,11 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "ecemb (4, 3) overlapping": coded(4, 3, overlap=True),
     "replication x2": coded(2, 1),
     "replication x3": coded(3, 1),
+    "float parity (3, 2)": sums(3, 2),
+    "float64 parity (3, 1)": sums(3, 1, "float64"),
+    "float parity (4, 3)": sums(4, 3),
+    "float64 parity (4, 3)": sums(4, 3, "float64"),
+    "float parity (4, 2)": sums(4, 2),
     "snapshots x2": lambda place: SnapshotRecovery(place.memory, copies=1, every=EVERY),
     "full files": lambda place: FullRecovery(place.files, Files(), every=EVERY),
     "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=EVERY),

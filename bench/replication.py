@@ -86,6 +86,10 @@ class Room:
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        return len(self._bytes)
+
     def of(self, size: int) -> Bytes:
         """uint8 [size] of any content; what an earlier call gave is overwritten with it."""
         if size > len(self._bytes):

@@ -9,8 +9,7 @@ Snapshots survive any number of dead processes, and the loss of as many machines
 
 - `recovery`: the method: `SnapshotRecovery`.
 - `plan`: which snapshot to go back to, and who sends what to whom.
-- `slots`: memory that outlives the process.
-- `packing`: named tensors in one run of bytes.
+- `moves`: carries that out.
 """
 
 from .recovery import SnapshotRecovery, SnapshotsLost

@@ -20,7 +20,8 @@ from baselines.rollback import Rollback
 from baselines.slots import Slots, Stamp
 from bench.method import Costs
 
-from .plan import SHARED, Move, own, plan
+from .moves import carry_out
+from .plan import SHARED, own, plan
 
 
 class SnapshotsLost(RuntimeError):
@@ -86,8 +87,7 @@ class SnapshotRecovery(Rollback):
                 f"of no snapshot all parts are left: only the machines of ranks {present} hold any, and "
                 f"copies={self._copies} survives the loss of so many: train anew, with an empty folder"
             )
-        for move in found.moves:
-            self._move(move, found.stamp)
+        self._sent_bytes += carry_out(found, self._slots)
         saved: dict[str, Tensor] = {}
         for name in (own(dist.get_rank()), SHARED):
             saved |= packing.unpack(self._slots.read(name, found.stamp))
@@ -125,19 +125,6 @@ class SnapshotRecovery(Rollback):
                 sending.wait()
             self._sent_bytes += mine.numel()
         dist.barrier()  # the snapshot before may be overwritten from here on
-
-    def _move(self, move: Move, stamp: Stamp) -> None:
-        rank = dist.get_rank()
-        if rank == move.source:
-            part = torch.from_numpy(self._slots.read(move.name, stamp))
-            dist.send(torch.tensor([part.numel()]), move.target)
-            dist.send(part, move.target)
-            self._sent_bytes += part.numel()
-        elif rank == move.target:
-            size = torch.empty(1, dtype=torch.int64)
-            dist.recv(size, move.source)
-            dist.recv(torch.from_numpy(self._slots.begin(move.name, int(size))), move.source)
-            self._slots.seal(stamp)
 
     def _note_memory(self) -> None:
         self._memory_bytes = max(self._memory_bytes, self._slots.kept_bytes)
