@@ -16,7 +16,7 @@ from baselines.cpr.recovery import PartialRecovery
 from baselines.float_parity import FloatParity
 from baselines.full import FullRecovery
 from baselines.full.writers import AsyncDcp, Dcp, Files
-from baselines.snapshot import SnapshotRecovery
+from baselines.snapshot import Coded, Copies, SnapshotRecovery
 from bench.method import Costs, Method, Promise, Training
 from ecemb.rendezvous import current
 
@@ -145,7 +145,9 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "float parity (4, 3)": sums(4, 3),
     "float64 parity (4, 3)": sums(4, 3, "float64"),
     "float parity (4, 2)": sums(4, 2),
-    "snapshots x2": lambda place: SnapshotRecovery(place.memory, copies=1, every=EVERY),
+    "snapshots x2": lambda place: SnapshotRecovery(place.memory, Copies(1), every=EVERY),
+    "coded snapshots (3, 2)": lambda place: SnapshotRecovery(place.memory, Coded(3, 2), every=EVERY),
+    "coded snapshots (4, 3)": lambda place: SnapshotRecovery(place.memory, Coded(4, 3), every=EVERY),
     "full files": lambda place: FullRecovery(place.files, Files(), every=EVERY),
     "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=EVERY),
     "full dcp async": lambda place: FullRecovery(place.files, AsyncDcp(), every=EVERY),

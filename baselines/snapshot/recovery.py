@@ -1,6 +1,6 @@
-"""Snapshots in memory as a method: `baselines.rollback` saves to this machine's memory, and to partners'.
+"""Snapshots in memory as a method: `baselines.rollback` saves to this machine's memory, and to others'.
 
-Must not know: how memory outlives the process, which snapshot is chosen.
+Must not know: how memory outlives the process, which snapshot is chosen, what others keep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,40 +19,43 @@ from baselines.rollback import Rollback
 from baselines.slots import Slots, Stamp
 from bench.method import Costs
 
-from .moves import carry_out
-from .plan import SHARED, own, plan
+from .plan import SHARED, own
+from .redundancy import Redundancy
 
 
 class SnapshotsLost(RuntimeError):
-    """Of no snapshot all parts are left."""
+    """Of no snapshot enough is left."""
 
 
 class SnapshotRecovery(Rollback):
-    """Snapshots in the memory of this machine and of the next ranks', every so many steps. All ranks.
+    """Snapshots in the memory of this machine and of other ranks', every so many steps. All ranks.
 
     The parts that all ranks share are kept by each, and sent to nobody.
 
     Args:
         folder: of this machine's memory, on tmpfs; the job's own, and another one on each machine.
-        copies: ranks that a rank's own part is sent to.
+        redundancy: what others keep.
         every: steps between snapshots; or
         mtbf: mean time between failures of the whole job, for Young's interval.
 
     Raises:
-        ValueError: not exactly one of `every` and `mtbf`, or it is not above 0; or no copies.
+        ValueError: not exactly one of `every` and `mtbf`, or it is not above 0.
     """
 
     def __init__(
-        self, folder: Path, *, copies: int = 1, every: int | None = None, mtbf: timedelta | None = None
+        self,
+        folder: Path,
+        redundancy: Redundancy,
+        *,
+        every: int | None = None,
+        mtbf: timedelta | None = None,
     ) -> None:
         super().__init__(every, mtbf)
-        if copies < 1:
-            raise ValueError(f"copies, of each rank's state at others, are at least 1; got {copies}")
-        self._slots, self._copies = Slots(folder), copies
+        self._slots, self._redundancy = Slots(folder), redundancy
         self._sent_bytes = self._memory_bytes = 0
 
     def memory(self) -> Sequence[Path]:
-        """All snapshots here, this rank's and its partners'."""
+        """All snapshots here, and what is kept of other ranks'."""
         return self._slots.paths
 
     def costs(self) -> Costs:
@@ -77,23 +79,21 @@ class SnapshotRecovery(Rollback):
         """
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, self._slots.kept())
-        found = plan(held)
-        self._slots.forget(None if found is None else found.stamp)  # what a snapshot cut off has left
-        if found is None:
-            if all(stamp.step == 0 for parts in held for _, stamp in parts):
-                return None  # nothing was trained yet
+        found = self._redundancy.plan(held)
+        if found is None and any(stamp.step for parts in held for _, stamp in parts):
             present = [rank for rank, parts in enumerate(held) if parts]
             raise SnapshotsLost(
-                f"of no snapshot all parts are left: only the machines of ranks {present} hold any, and "
-                f"copies={self._copies} survives the loss of so many: train anew, with an empty folder"
+                f"of no snapshot enough is left: only the machines of ranks {present} hold any, and "
+                f"{self._redundancy} doesn't survive the loss of so many: train anew, with an empty folder"
             )
-        self._sent_bytes += carry_out(found, self._slots)
+        self._slots.forget(None if found is None else found.stamp)  # what a snapshot cut off has left
+        if found is None:
+            return None  # nothing was trained yet
+        self._sent_bytes += self._redundancy.fetch(found, self._slots)
         saved: dict[str, Tensor] = {}
         for name in (own(dist.get_rank()), SHARED):
             saved |= packing.unpack(self._slots.read(name, found.stamp))
-        if found.moves:  # what was lost of others' copies is made again
-            self._send_copies(found.stamp)
-        self._note_memory()
+        self._spread(found.stamp)  # again: others may have lost it
         return found.stamp.step, saved
 
     def _store(self, step: int, own_: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
@@ -103,28 +103,10 @@ class SnapshotRecovery(Rollback):
         for name, tensors in ((own(dist.get_rank()), own_), (SHARED, shared)):
             packing.pack(tensors, self._slots.begin(name, packing.size(tensors)))
             self._slots.seal(stamp)
-        self._send_copies(stamp)
-        self._note_memory()
+        self._spread(stamp)
 
-    def _send_copies(self, stamp: Stamp) -> None:
-        """Sends this rank's own part to its partners. Afterwards the snapshot is whole. All ranks."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = torch.from_numpy(self._slots.read(own(rank), stamp))
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]))
-        for distance in range(1, min(self._copies, ranks - 1) + 1):
-            source = (rank - distance) % ranks
-            sending = dist.isend(mine, (rank + distance) % ranks)
-            if (own(source), stamp) not in self._slots.kept():
-                into = torch.from_numpy(self._slots.begin(own(source), int(sizes[source])))
-                dist.recv(into, source)
-                self._slots.seal(stamp)
-            else:
-                dist.recv(torch.empty(int(sizes[source]), dtype=torch.uint8), source)
-            if sending is not None:
-                sending.wait()
-            self._sent_bytes += mine.numel()
+    def _spread(self, stamp: Stamp) -> None:
+        """Has others keep what they are to. Afterwards the snapshot is whole. All ranks."""
+        self._sent_bytes += self._redundancy.spread(stamp, self._slots)
         dist.barrier()  # the snapshot before may be overwritten from here on
-
-    def _note_memory(self) -> None:
         self._memory_bytes = max(self._memory_bytes, self._slots.kept_bytes)
