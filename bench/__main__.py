@@ -11,6 +11,7 @@ from bench import performance, tables
 from bench.result import Arguments, Row, document, table, write
 
 QUESTIONS = {
+    "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",

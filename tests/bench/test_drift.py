@@ -1,0 +1,34 @@
+"""Drift of float parity, beside parity of bits, which gives back every bit or no answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import drift
+from bench.result import Arguments, Row, WrongResult
+from ecemb.code import Code
+
+
+def chosen(rows: list[Row], metric: str, method: str) -> list[Row]:
+    return [row for row in rows if row.metric == metric and row.labels["method"] == method]
+
+
+def test_floats_drift_and_bits_dont() -> None:
+    rows = drift.run(Arguments(quick=True))
+    for metric in ("rebuilt_error", "rebuilt_error_worst"):
+        assert all(1e-8 < row.value < 1e-3 for row in chosen(rows, metric, "float32"))
+        assert all(row.high < 1e-10 for row in chosen(rows, metric, "float64"))
+        assert all(row.high == 0 for row in chosen(rows, metric, "bits"))
+        assert {row.repeats for row in chosen(rows, metric, "bits")} == {drift.QUICK_SEEDS}
+    lost = {(row.labels["code"], row.labels["method"]): row.value for row in rows if row.unit == "rows"}
+    assert lost == {
+        (code, method): float(method != "bits")
+        for code in ("(4, 3)", "(6, 4)")
+        for method in ("float32", "float64", "bits")
+    }
+
+
+def test_bits_that_are_lost_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "multiply", lambda weight, block: block & 0xFE)
+    with pytest.raises(WrongResult, match="rank 0"):
+        drift.one_nan(Code(4, 3), 0)
