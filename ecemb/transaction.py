@@ -36,6 +36,7 @@ from .errors import StepFailed, UsageError
 from .memory import RankMemory
 from .rankstate import RankState, read, write_
 from .replicated import ReplicatedState, Savepoint
+from .threads import hand_over
 from .transport import Transport
 from .watch import EXIT_UNDECIDED
 from .window import Window
@@ -228,31 +229,23 @@ class Transactions:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
-            self._thread.submit(self._decide_beside, transaction, found, spent_s, pending)
+            hand_over(self._thread, pending, self._decide_beside, transaction, found, spent_s)
 
-    def _decide_beside(self, transaction: int, found: _Met, spent_s: float, pending: Future[None]) -> None:
+    def _decide_beside(self, transaction: int, found: _Met, spent_s: float) -> None:
         """See `_decide`; in the thread.
 
         Args:
             transaction: the one that has ended.
             found: what the ranks told each other.
             spent_s: what its end has taken of the main thread's time.
-            pending: who waits for it.
         """
-        if not pending.set_running_or_notify_cancel():
-            return
         try:
-            try:
-                self._decide(transaction, found)
-                self._window.end(spent_s, self._transport)
-            except BaseException as error:
-                if self._is_undecided:
-                    self._leave(transaction, error)
-                raise
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            pending.set_exception(error)
-        else:
-            pending.set_result(None)
+            self._decide(transaction, found)
+            self._window.end(spent_s, self._transport)
+        except BaseException as error:
+            if self._is_undecided:
+                self._leave(transaction, error)
+            raise
 
     def _decide(self, transaction: int, found: _Met) -> None:
         """The exchange, and from `prepared` to `committed`. All ranks."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
+from ..threads import hand_over
+
 LEAST_BYTES: Final = 1 << 18
 """For a thread of its own: less is done sooner than another thread is woken."""
 
@@ -42,7 +44,7 @@ class Team:
         others = [Future[None]() for _ in range(1, parts)]  # known before they can begin
         try:
             for part, other in enumerate(others, 1):
-                self._pool.submit(_run, other, act, *edges[part : part + 2])
+                hand_over(self._pool, other, act, *edges[part : part + 2])
             act(*edges[:2])
             wait(others)
         except BaseException:
@@ -50,16 +52,6 @@ class Team:
             raise
         for other in others:
             other.result()
-
-
-def _run(future: Future[None], act: Callable[[int, int], object], first: int, stop: int) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            act(first, stop)
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            future.set_exception(error)
-        else:
-            future.set_result(None)
 
 
 def _stop(others: list[Future[None]]) -> None:
