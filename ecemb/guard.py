@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .adapters.engine import Hooks
+from .adapters.tables import listed, optimizers_of
 from .agreement import FailureDomain, Request
 from .batches import Batches, bind
 from .checkpoint import CheckpointReader, CheckpointWriter
@@ -414,12 +415,14 @@ def protect(
         raise ConfigurationError(f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}")
     if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {code!r}")
+    if not isinstance(overlap, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"overlap= is True or False; it is {overlap!r}")
     request = Request(
         model=model,
-        optimizers=_listed(optimizers, torch.optim.Optimizer),
+        optimizers=optimizers_of(optimizers),
         modules=dict(tables or {}),
         code=code,
-        state=_listed(state, None),
+        state=listed(state),
         window=Window(window, mtbf),
         overlap=overlap,
         failure_domain=failure_domain,
@@ -433,17 +436,3 @@ def protect(
         level = logging.DEBUG
     logger.log(level, "rank %d: %s", session.rank, opened.report)
     return guard
-
-
-def _listed(value: Any, kind: type | None) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        value = list(value.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    items = list(value) if isinstance(value, (list, tuple)) else [value]  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    for item in items:
-        if kind is not None and not isinstance(item, kind):
-            raise ConfigurationError(
-                f"optimizers= takes torch.optim optimizers; one is a {type(item).__name__}"
-            )
-    return items

@@ -88,6 +88,7 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     for options, words in (
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
+        ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
         ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
         ({"state": [object()]}, ("state=", "object", "load_state_dict")),

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .engine import Ids
-from .tables import Tables, find, protected
+from .tables import Tables, find, optimizers_of, protected
 
 TouchHook = Callable[[torch.Tensor], None]
 
@@ -41,11 +41,10 @@ def tables(
 
     Raises:
         UnsupportedTable, UnsupportedOptimizer: as `ecemb.protect`: which rows change can't be told.
-        ConfigurationError: two tables have one name.
+        ConfigurationError: two tables have one name, or `optimizers` are none.
     """
     if (found := protected(model)) is None:
-        given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        found, _ = find(model, dict(tables or {}), given)
+        found, _ = find(model, dict(tables or {}), optimizers_of(optimizers))
     return [LiveTable(found, index) for index in range(len(found.tables))]
 
 

@@ -30,6 +30,31 @@ _LISTENING = Hooks(lambda *_: None, is_open=lambda: True, on_undeclared=lambda: 
 _found: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tables]] = weakref.WeakKeyDictionary()
 
 
+def optimizers_of(given: Any) -> list[Optimizer]:
+    """The optimizers that a caller has named: one, several, or a mapping's values.
+
+    Raises:
+        ConfigurationError: something else is among them.
+    """
+    several = listed(given)
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise ConfigurationError(
+                f"optimizers= takes torch.optim optimizers, e.g. [torch.optim.SGD(...)]; one is a "
+                f"{type(one).__name__}"
+            )
+    return several
+
+
+def listed(given: Any) -> list[Any]:
+    """What a caller has given as nothing, one object, several, or a mapping's values."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        return list(given.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return list(given) if isinstance(given, (list, tuple)) else [given]  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+
+
 def find(
     model: nn.Module, given: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 ) -> tuple[Tables, list[Optimizer]]:

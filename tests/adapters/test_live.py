@@ -49,6 +49,12 @@ def train(model: Model, optimizer: Optimizer, users: list[int], items: list[int]
     optimizer.step()
 
 
+def test_what_is_no_optimizer_is_refused() -> None:
+    model, _ = built()
+    with refused(ConfigurationError, "optimizers=", "torch.optim.SGD", "Linear"):
+        ecemb.tables(model, optimizers=[nn.Linear(1, 1)])  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_rows_are_told_before_they_change_without_a_guard(kind: str) -> None:
     model, optimizer = built(kind)
