@@ -42,7 +42,7 @@ from ecemb.placement import Placement
 from ecemb.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery import Stopwatch, fill, join, recover
 from ecemb.replicated import ReplicatedState
-from ecemb.rows import WORD_BYTES, TableLayout, arrange, cut
+from ecemb.rows import WORD_BYTES, Column, TableLayout, arrange, cut
 from ecemb.transaction import Transactions
 from ecemb.transport import Transport
 from ecemb.window import Window
@@ -53,6 +53,8 @@ WAIT_S = 60
 BESIDE = 1000
 """Rank + this stands for the thread of a rank that commits beside the next step's body."""
 STATE_BYTES = 40
+SMALL = (TableLayout("a", 6, (Column("weight", "float32", 8),)), rankstate.layout(STATE_BYTES))
+"""The rows of a rank for whom any rows do."""
 
 
 class Killed(BaseException):
@@ -486,6 +488,16 @@ def alone(root: Path, layouts: Sequence[TableLayout], kernel: str = "reference")
         yield RankMemory(arena, layouts, geometry, kernels.get(kernel))
     finally:
         arena.close()
+
+
+def begun(memory: RankMemory, wires: Wires, *, overlap: bool = False) -> Transactions:
+    """The transactions of a rank that is `alone`, at its fresh start."""
+    replicated, position = ReplicatedState(torch.nn.Linear(1, 1), [], []), Position(0)
+    replicated.save(memory.slots, 0)
+    rankstate.write_(memory.rank_state, position.pack())
+    memory.arena.set("prepared", 0)
+    memory.commit(0)
+    return Transactions(memory, wires, replicated, position, overlap=overlap)  # pyright: ignore
 
 
 class Machines:

@@ -13,17 +13,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from simulation import WAIT_S, Hub, Position, Wires, alone
+from simulation import SMALL, WAIT_S, Hub, Wires, alone, begun
 
-from ecemb import rankstate
 from ecemb.errors import PeerFailure, UsageError
 from ecemb.memory import RankMemory
-from ecemb.replicated import ReplicatedState
-from ecemb.rows import Column, TableLayout
 from ecemb.transaction import EXIT_UNDECIDED, Transactions
-
-LAYOUTS = [TableLayout("a", 6, (Column("weight", "float32", 8),)), rankstate.layout(40)]
 
 
 class Held(Wires):
@@ -42,7 +36,7 @@ class Held(Wires):
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[RankMemory]:
-    with alone(tmp_path, LAYOUTS) as opened:
+    with alone(tmp_path, SMALL) as opened:
         yield opened
 
 
@@ -53,12 +47,7 @@ def wires() -> Held:
 
 @pytest.fixture
 def transactions(memory: RankMemory, wires: Held) -> Iterator[Transactions]:
-    replicated, position = ReplicatedState(torch.nn.Linear(1, 1), [], []), Position(0)
-    replicated.save(memory.slots, 0)
-    rankstate.write_(memory.rank_state, position.pack())
-    memory.arena.set("prepared", 0)
-    memory.commit(0)
-    found = Transactions(memory, wires, replicated, position, overlap=True)  # pyright: ignore
+    found = begun(memory, wires, overlap=True)
     yield found
     wires.go.set()
     found.close()
@@ -99,11 +88,13 @@ def test_a_step_ends_before_it_is_committed_and_the_next_one_waits_for_it(
     assert {"wait", "exchange", "apply"} <= set(transactions.seconds)
 
 
-def test_a_third_step_takes_the_journal_of_the_first(transactions: Transactions, memory: RankMemory) -> None:
+def test_a_third_step_takes_the_journal_of_the_first(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
     begin_two(transactions, memory)
     first, second = (memory.arena.get(word) for word in ("rows_label", "next_label"))
     assert (first, second) == (1, 2)
-    transactions._transport.go.set()  # pyright: ignore
+    wires.go.set()
     transactions.commit()
     transactions.begin()
     assert memory.journal.label == 3

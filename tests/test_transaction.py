@@ -15,9 +15,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from simulation import Hub, Killed, Life, Machines, Position, Rank, Wires, alone, job_of
+from simulation import SMALL, Hub, Killed, Life, Machines, Position, Rank, Wires, alone, begun, job_of
 
-from ecemb import rankstate
 from ecemb.errors import (
     ConfigurationError,
     NotEnoughSpace,
@@ -26,8 +25,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.memory import RankMemory
-from ecemb.replicated import ReplicatedState, Slots
-from ecemb.rows import Column, TableLayout
+from ecemb.replicated import Slots
 from ecemb.transaction import EXIT_UNDECIDED, Transactions
 
 DONE = 2
@@ -202,23 +200,16 @@ def test_ranks_in_different_steps_are_noticed(machines: Machines) -> None:
 
 # --- one rank alone, call by call ---------------------------------------------------------------
 
-LAYOUTS = [TableLayout("a", 6, (Column("weight", "float32", 8),)), rankstate.layout(40)]
-
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[RankMemory]:
-    with alone(tmp_path, LAYOUTS) as opened:
+    with alone(tmp_path, SMALL) as opened:
         yield opened
 
 
 @pytest.fixture
 def transactions(memory: RankMemory) -> Transactions:
-    replicated, position = ReplicatedState(torch.nn.Linear(1, 1), [], []), Position(0)
-    replicated.save(memory.slots, 0)
-    rankstate.write_(memory.rank_state, position.pack())
-    memory.arena.set("prepared", 0)
-    memory.commit(0)
-    return Transactions(memory, Wires(Hub(1), 0, 1), replicated, position)  # pyright: ignore
+    return begun(memory, Wires(Hub(1), 0, 1))
 
 
 def ids(*rows: int) -> np.ndarray:
