@@ -2,7 +2,7 @@
 
 Equal models are trained in the same processes: blocks of steps of the protected one, of one whose rows are
 replicated, and of a bare one take turns, in random order, on the same batches, so that whatever else the
-machine does meets all of them.
+machine does meets all of them. Blocks are short, since what else it does changes within seconds.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in a block of the
   method's model, over that in the block of its bare twin, less 1. A sample for each round of blocks.
@@ -50,6 +50,8 @@ CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 COMMITS = ((1, False), (16, False), (1, True))
 """Steps that are committed at once, and whether beside the next one: each is measured with each code."""
+LEAST_ROUNDS = 8
+"""Of blocks, if as many are asked for."""
 IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
 """Engine -> what its ranks import, which takes long."""
 
@@ -68,7 +70,7 @@ class Scale:
         batch: Samples a rank takes in a step.
         skew: See `Order`.
         steps: Of a block, or more, so that it is whole windows.
-        repeats: Rounds of blocks.
+        repeats: Rounds of blocks; fewer, but no less than `LEAST_ROUNDS`, where blocks are longer.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
     """
@@ -81,8 +83,8 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    steps: int = 10
-    repeats: int = 8
+    steps: int = 4
+    repeats: int = 24
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
 
@@ -176,6 +178,7 @@ def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, s
         RankFailed: A rank did.
     """
     steps = -(-scale.steps // window) * window
+    rounds = max(scale.repeats * scale.steps // steps, min(scale.repeats, LEAST_ROUNDS))
     order, answers = train(
         scale,
         engine,
@@ -184,7 +187,7 @@ def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, s
         window=window,
         overlap=overlap,
         steps=steps,
-        repeats=scale.repeats,
+        repeats=rounds,
         seed=seed,
     )
     check(order, answers)

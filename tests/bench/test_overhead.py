@@ -210,4 +210,4 @@ def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (1, 16):
         with pytest.raises(ZeroDivisionError):
             overhead.measure(overhead.FULL, "sparse", CODE, window, False, seed=0)
-    assert [(order.steps, order.warm_up) for order in orders] == [(10, 2), (16, 16)]
+    assert [(order.steps, order.warm_up, order.repeats) for order in orders] == [(4, 2, 24), (16, 16, 8)]
