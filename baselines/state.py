@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,27 @@ _ROWS, _OWN, _SHARED = "rows", "own", "shared"
 def row_key(table: str, tensor: str) -> str:
     """Key of a table's tensor, by the names that `ecemb.tables` has for both."""
     return f"{_TABLE}{table}/{tensor}"
+
+
+class Table(Protocol):
+    """One of `ecemb.tables`, as far as its rows go."""
+
+    name: str
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live tensors by name."""
+        ...
+
+
+def rows_of(tables: Iterable[Table]) -> dict[str, Tensor]:
+    """Tensors of these tables that are not empty; live, by `row_key`."""
+    return {
+        row_key(table.name, name): tensor
+        for table in tables
+        for name, tensor in table.tensors.items()
+        if tensor.numel()
+    }
 
 
 class TrainingState:
@@ -63,12 +84,7 @@ class TrainingState:
 
     def rows(self) -> dict[str, Tensor]:
         """Weights and per-row optimizer state of the tables, those that there are by now; live, by key."""
-        return {
-            row_key(table.name, name): tensor
-            for table in self.tables
-            for name, tensor in table.tensors.items()
-            if tensor.numel()
-        }
+        return rows_of(self.tables)
 
     def rest(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This rank's own tensors but for `rows`, and those that all ranks share; live, by key."""

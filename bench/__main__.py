@@ -11,6 +11,7 @@ from bench import performance, tables
 from bench.result import Arguments, Row, document, table, write
 
 QUESTIONS = {
+    "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
@@ -34,7 +35,7 @@ TABLES = "tables"
 
 def main(words: Sequence[str] | None = None) -> None:
     choices = QUESTIONS | {
-        TABLES: "writes docs/measurements.md and docs/performance.md's figures from bench/results/*.json"
+        TABLES: "writes docs/measurements.md, docs/performance.md's figures and pictures from bench/results"
     }
     parser = argparse.ArgumentParser(
         prog="python -m bench",

@@ -96,14 +96,23 @@ class Twin:
 
 
 class Dense(nn.Module):
-    """DLRM without its tables: integers through a perceptron, dot products with the embeddings, another."""
+    """DLRM without its tables: integers through a perceptron, dot products with the embeddings, another.
 
-    def __init__(self, tables: int, dim: int) -> None:
+    Args:
+        tables: How many there are.
+        dim: Of the embeddings.
+        bottom: Widths of the perceptron's layers, but for the last one, which is `dim`.
+        top: Widths of the layers after the products, but for the last one, which is 1.
+    """
+
+    def __init__(
+        self, tables: int, dim: int, bottom: Sequence[int] = BOTTOM, top: Sequence[int] = TOP
+    ) -> None:
         super().__init__()
         pairs = torch.triu_indices(tables + 1, tables + 1, 1)
         self.register_buffer("pairs", pairs, persistent=False)
-        self.bottom = perceptron(INTEGERS, *BOTTOM, dim)
-        self.top = nn.Sequential(perceptron(dim + pairs.shape[1], *TOP), nn.Linear(TOP[-1], 1))
+        self.bottom = perceptron(INTEGERS, *bottom, dim)
+        self.top = nn.Sequential(perceptron(dim + pairs.shape[1], *top), nn.Linear(top[-1], 1))
 
     def forward(self, integers: Tensor, embedded: Tensor) -> Tensor:
         """Logits [batch, 1] of integers [batch, INTEGERS] and embeddings [batch, tables, dim]."""

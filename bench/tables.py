@@ -1,4 +1,4 @@
-"""`python -m bench tables`: writes docs/measurements.md from what is in bench/results.
+"""`python -m bench tables`: writes docs/measurements.md and its pictures from what is in bench/results.
 
 Nothing in that page is typed by hand: a question's title and explanation are the docstring of its module,
 the rest is in the JSON. The same files always give the same page. `bench.performance` writes the figures of
@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import cpr_picture
 from bench.result import FIXED, Label
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
 
-ACROSS = ("kernel", "method", "over", "packing", "part", "buffer", "phase")
+ACROSS = ("source", "kernel", "method", "over", "packing", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
 HEAD = """# Measurements
@@ -35,8 +36,12 @@ _MIB = 1 << 20
 _SHORT_HASH = 12
 
 
-PICTURED = ("timeline_ms",)
+PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair")
 """Metrics that are for a picture, and would make no table that anybody reads."""
+PICTURES = {
+    "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw)
+}
+"""Question -> the file of its picture, beside the page; what it shows; what draws it from the rows."""
 ELSEWHERE = ("failures", "soak")
 """What `make failures` and `make soak` write is no answer to a question of bench/, and not on this page."""
 
@@ -46,12 +51,17 @@ class BadResult(Exception):
 
 
 def write(results: Path = RESULTS, page: Path = PAGE) -> None:
-    """Writes the page, whole or not at all.
+    """Writes the page, and its pictures beside it; each whole or not at all.
 
     Raises:
         BadResult: A file is not in the form of `bench.result`, or of a question that is not asked any more.
     """
-    replace(page, render(load(results)))
+    documents = load(results)
+    replace(page, render(documents))
+    for document in documents:
+        if document["question"] in PICTURES:
+            file, _, draw = PICTURES[document["question"]]
+            replace(page.with_name(file), draw(document["rows"]))
 
 
 def replace(path: Path, text: str) -> None:
@@ -94,6 +104,9 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
         for document in documents:
             if document["question"] == question:
                 parts.append(origin(document) + "\n")
+                if question in PICTURES:
+                    file, shown, _ = PICTURES[question]
+                    parts.append(f"![{shown}]({file})\n")
                 parts += [part + "\n" for part in metrics(document["rows"])]
     return "\n".join(parts)
 

@@ -12,7 +12,7 @@ What it says, as pure functions and in emulation:
 - `setups`: the paper's settings, and its sweeps.
 - `priority`: which rows to save more often (CPR-MFU, CPR-SSU, CPR-SCAR), and of which tables.
 
-What trains, on real ranks and files:
+What trains, on real ranks and files, but for the last one:
 
 - `controller`: the method: `Cpr`.
 - `recovery`: partial recovery at a given interval, a method, too: `PartialRecovery`.
@@ -20,6 +20,8 @@ What trains, on real ranks and files:
 - `living`: how a survivor's tables outlive the restart of its process.
 - `saved`: one rank's files, crash-safe.
 - `saving`: what a save takes, and when.
+- `saver`: what a shard has saved, and what it takes up of that.
+- `servers`: N servers in one process, which save and fail in a real training by the last two.
 
 In the modules' docstrings each parameter is marked *published* (the paper or its poster says it), *recalled*
 (a formula or figure as remembered, not checked against the paper's text), *calibrated* (found so that a

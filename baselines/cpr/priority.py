@@ -115,10 +115,10 @@ class RowPriority(ABC):
 
     def _checked(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1)
-        if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.rows):
-            raise ValueError(
-                f"rows are from 0 to {self.rows - 1}; they are from {int(flat.min())} to {int(flat.max())}"
-            )
+        if flat.numel():
+            low, high = (int(end) for end in flat.aminmax())
+            if low < 0 or high >= self.rows:
+                raise ValueError(f"rows are from 0 to {self.rows - 1}; they are from {low} to {high}")
         return flat
 
 

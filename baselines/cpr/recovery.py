@@ -36,6 +36,7 @@ from .living import LivingTensors
 from .plan import Held, Plan, plan
 from .priority import SHARE
 from .saved import Mark, SavedRank
+from .saver import Saver, take_up
 from .saving import Saving
 
 _REST = "rest"
@@ -65,7 +66,7 @@ class PartialRecovery:
         self._files, self._folder = files, memory
         self._saving = Saving(every, priority, share)
         self._state: TrainingState | None = None
-        self._next = self._since = self._samples = 0
+        self._next = self._samples = 0
         self._stalled = Stopwatch()
         self._sent_bytes = self._memory_bytes = 0
         self._samples_lost = 0.0
@@ -157,6 +158,7 @@ class PartialRecovery:
         self._state, self._samples = TrainingState(training), training.samples
         self._living, self._slots = LivingTensors(self._place()), Slots(self._place())
         self._saved = SavedRank(self._files, dist.get_rank())
+        self._saver = Saver(self._saved, self._saving)
 
     def _place(self) -> Path:
         return self._folder / f"rank-{dist.get_rank()}"
@@ -193,18 +195,10 @@ class PartialRecovery:
         self._steps_lost = rest.pop(_STEPS_LOST) + sum(found.steps_lost)
         self._made().put({key.partition("/")[2]: tensor for key, tensor in rest.items()})
         if not survived:
-            self._put(rows)
-        self._next, self._since = found.step, 0 if saved is None else saved.since
+            take_up(self._made().tables, rows)
+        self._next, self._saver.since = found.step, 0 if saved is None else saved.since
         self._slots.forget(here)
         self._live(survived=survived)
-
-    def _put(self, rows: Mapping[str, Tensor]) -> None:
-        """Takes up saved rows, and of their optimizers' state what there was when the rest was saved."""
-        live = self._made().rows()
-        if missing := sorted(live.keys() - rows.keys()):
-            raise ValueError(f"the saved rows are another training's: there are none of {missing[:5]}")
-        for key, tensor in live.items():
-            tensor.copy_(rows[key])
 
     def _broadcast(self, rest: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """What one rank has. All ranks."""
@@ -236,16 +230,7 @@ class PartialRecovery:
         state, rest = self._made(), self._rest()
         if dist.get_rank() != 0:  # if nobody survives, what is shared comes from rank 0
             rest = {key: tensor for key, tensor in rest.items() if not key.startswith(_SHARED)}
-        some = None if whole else self._saving.some(state.tables)
-        if some is not None and self._saved.keys() != state.rows().keys():
-            some = None  # an optimizer has made state that the image doesn't have
-        if some is None:
-            self._since = self._next
-            self._saved.save(state.rows(), rest, Mark(self._next, self._since))
-        else:
-            self._since = max(self._since, self._saving.since(self._next))
-            self._saved.save_rows(some, rest, Mark(self._next, self._since))
-        self._saving.saved(state.tables, some)
+        self._saver.save(state.tables, rest, self._next, whole=whole)
 
     def _made(self) -> TrainingState:
         if self._state is None:

@@ -124,17 +124,32 @@ class SavedRank:
         if not self._record.exists():
             return
         image, record = (packing.unpack(mapped(path)) for path in (self._image, self._record))
-        for key, tensor in record.items():
-            if key.startswith(ROWS):
-                continue
-            rows = record.get(f"{ROWS}{key}")
-            if rows is None:
-                image[key].copy_(tensor)
-            else:
-                image[key][rows] = tensor
-            self.written_bytes += tensor.nbytes
+        self.written_bytes += put_on(image, record)
         sync(self._image)
         self._record.unlink()
+
+
+def put_on(image: Mapping[str, Tensor], record: Mapping[str, Tensor]) -> int:
+    """Changes saved rows by what `SavedRank.save_rows` saves.
+
+    Args:
+        image: tensors by key. Overwritten, where the record has rows.
+        record: see there. Read.
+
+    Returns:
+        How many bytes were changed.
+    """
+    changed = 0
+    for key, tensor in record.items():
+        if key.startswith(ROWS):
+            continue
+        rows = record.get(f"{ROWS}{key}")
+        if rows is None:
+            image[key].copy_(tensor)
+        else:
+            image[key][rows] = tensor
+        changed += tensor.nbytes
+    return changed
 
 
 def _packed(mark: Mark) -> Tensor:

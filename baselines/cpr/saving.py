@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baselines.state import row_key
+from baselines.state import Table, row_key
 from baselines.stopwatch import Stopwatch
 from ecemb.errors import ConfigurationError
 
@@ -26,16 +26,10 @@ from .priority import PRIORITIES, SHARE, RowPriority, large_tables
 from .saved import ROWS
 
 
-class LiveTable(Protocol):
+class LiveTable(Table, Protocol):
     """One of `ecemb.tables`."""
 
-    name: str
     rows: int
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Live tensors by name."""
-        ...
 
     def on_touch(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
         """Calls a hook with the rows that are about to change; returns what ends it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baselines.cpr.priority import PRIORITIES, SHARE, Mfu, RowPriority, Scar, Ssu, large_tables
+from bench.cpr_training import KAGGLE_ROWS
 
 ALL = pytest.mark.parametrize("make", PRIORITIES.values(), ids=PRIORITIES.keys())
 
@@ -241,12 +242,6 @@ def test_scar_takes_what_is_no_number_for_the_farthest() -> None:
 
 
 # --- large tables ---------------------------------------------------------------------------------
-
-# Rows of the 26 tables of Criteo's Kaggle data, as DLRM counts them.
-KAGGLE_ROWS = [
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-]
 
 
 def test_criteos_large_tables() -> None:
