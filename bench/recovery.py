@@ -28,13 +28,9 @@ import json
 import os
 import secrets
 import select
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +38,7 @@ from typing import Any
 from bench.recovery_rank import BARE, PARTS, PROTECTED, RECORD_BYTES, Order
 from bench.recovery_wire import DIRECT, SAME
 from bench.result import Arguments, Label, Row, WrongResult, summary
+from bench.torchrun import Torchrun
 from ecemb.code import Code
 from ecemb.directory import arenas, remove
 
@@ -51,13 +48,7 @@ STARTING = ("process", "interpreter", "import torch", "import ecemb", "process g
 PHASES = ("noticed", "stopped", *STARTING, *PARTS, "rest of protect", "first step")
 """In their order; a run has those that it has marks of."""
 TOTAL = "total"
-_ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.01
-_TAIL_LINES = 80
-
-
-class LaunchFailed(Exception):
-    """torchrun ended otherwise than it should, or not in time; the message has its last words."""
 
 
 @dataclass(frozen=True)
@@ -202,48 +193,29 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int) -> tupl
             timeout_s=scale.timeout_s,
         )
         try:
-            with torchrun(order) as process:
-                watch = Observer(order, process, time.monotonic() + scale.timeout_s)
+            with Torchrun(
+                RANKS,
+                kills,
+                "bench.recovery_rank",
+                str(order.write()),
+                folder=Path(folder),
+                name=method,
+                timeout_s=scale.timeout_s,
+            ) as torchrun:
+                watch = Observer(order, torchrun)
                 restarts = [watch.restart(life) for life in range(kills)]
-                watch.end()
+                torchrun.wait()
                 return restarts, [one["digest"] for one in watch.all(kills, "end.{}")]
         finally:
             for one in (one for one in arenas(order.arena_dir) if one.job == order.job):
                 remove(one, force=True)
 
 
-@contextmanager
-def torchrun(order: Order) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun with the training script; ended with all its workers if it still runs after the block."""
-    options = f"--standalone --nproc-per-node {RANKS} --max-restarts {order.kills}"
-    words = ["-m", "torch.distributed.run", *options.split(), "-m", "bench.recovery_rank", str(order.write())]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]),
-    }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as where they are installed
-    with Path(order.folder, "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], stdout=log, stderr=log, env=environment, cwd=order.folder
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # it ends its workers
-                try:
-                    process.wait(40)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-
-
 class Observer:
     """Looks on from outside: what the ranks leave in the folder, and when their processes end."""
 
-    def __init__(self, order: Order, process: subprocess.Popen[bytes], deadline: float) -> None:
-        self._order, self._process, self._deadline = order, process, deadline
+    def __init__(self, order: Order, torchrun: Torchrun) -> None:
+        self._order, self._torchrun = order, torchrun
 
     def restart(self, life: int) -> Life:
         """Has the victims of a life killed, and waits until the next one has done its first step."""
@@ -257,7 +229,7 @@ class Observer:
             for descriptor in waiting:
                 poll.register(descriptor, select.POLLIN)
             while len(gone) < len(waiting):
-                self._check("the survivors of a kill to be stopped")
+                self._torchrun.check("the survivors of a kill to be stopped")
                 for descriptor, _ in poll.poll(1000):
                     gone.append(time.monotonic())
                     poll.unregister(descriptor)
@@ -271,27 +243,12 @@ class Observer:
         """Waits until every rank has left a file, and reads them, in the order of ranks."""
         names = [what.format(rank) for rank in range(RANKS)]
         while not all(self._order.file(life, name).exists() for name in names):
-            self._check(f"{', '.join(names)} of life {life}")
+            self._torchrun.check(f"{', '.join(names)} of life {life}")
             time.sleep(_POLL_S)
         return [self._read(life, name) for name in names]
 
-    def end(self) -> None:
-        """Waits until the training is done."""
-        while self._process.poll() is None:
-            self._check("the end")
-            time.sleep(_POLL_S)
-        self._check("")
-
     def _read(self, life: int, name: str) -> Any:
         return json.loads(self._order.file(life, name).read_text(encoding="utf-8"))
-
-    def _check(self, awaited: str) -> None:
-        late = bool(awaited) and time.monotonic() > self._deadline
-        if self._process.poll() or late:
-            log = Path(self._order.folder, "log").read_text(encoding="utf-8", errors="replace")
-            what = f"did not come to {awaited}" if late else f"ended with {self._process.returncode}"
-            tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
-            raise LaunchFailed(f"torchrun ({self._order.method}) {what}:\n{tail}")
 
 
 def check(

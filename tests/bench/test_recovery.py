@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from bench import recovery, recovery_wire
-from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, LaunchFailed, Life
+from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, Life
 from bench.recovery_rank import BARE, PROTECTED
 from bench.result import Row, WrongResult
+from bench.torchrun import LaunchFailed
 from ecemb.code import Code
 from ecemb.header import Constants, Header, State
 from ecemb.placement import Placement
