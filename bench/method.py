@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -174,48 +175,100 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Account:
-    """What a rank's ledger says of all its lives.
+class Done:
+    """What a rank's ledger says at the end of a step, of the life that it is in.
 
     Attributes:
-        started: The step that each life began with.
-        started_s: What `prepare` took in each life.
-        steps_again: How often a step was begun that had been begun before.
-        cpu_s: Of processor time, of the whole process and its children, from `prepare` on. A method's part of
-            it is what an unprotected training doesn't take.
-        costs: Of all lives together: sums, the most memory, and what is stored at the end. What a process did
-            after its last whole step is not in it.
+        step: Its number.
+        at_s: When, on time.monotonic().
+        cpu_s: Of processor time, of the whole process and its children, from `prepare` on.
+        costs: Of this life until then.
     """
 
-    started: tuple[int, ...]
-    started_s: tuple[float, ...]
-    steps_again: int
+    step: int
+    at_s: float
     cpu_s: float
     costs: Costs
 
 
+@dataclass(frozen=True)
+class Life:
+    """What a rank's ledger says of one life.
+
+    Attributes:
+        started: The step that it began with.
+        started_s: What `prepare` took.
+        start_costs: Of `prepare`.
+        begun: Steps.
+        done: Of them, those that came to their end.
+        struck_at_s: When this rank was killed, on time.monotonic(); None if it wasn't.
+        cpu_s: See `Done`, until the last note.
+        costs: Of the whole life, but for what came after the last note.
+    """
+
+    started: int
+    started_s: float
+    start_costs: Costs
+    begun: tuple[int, ...]
+    done: tuple[Done, ...]
+    struck_at_s: float | None
+    cpu_s: float
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a rank's ledger says of all its lives.
+
+    Attributes:
+        lives: In their order.
+    """
+
+    lives: tuple[Life, ...]
+
+    @property
+    def started(self) -> tuple[int, ...]:
+        """The step that each life began with."""
+        return tuple(life.started for life in self.lives)
+
+    @property
+    def steps_again(self) -> int:
+        """How often a step was begun that had been begun before."""
+        begun = [step for life in self.lives for step in life.begun]
+        return len(begun) - len(set(begun))
+
+    @property
+    def costs(self) -> Costs:
+        """Of all lives together: sums, the most memory, and what is stored at the end."""
+        return total([life.costs for life in self.lives])
+
+
 def account(folder: Path, rank: int) -> Account:
     """Reads a rank's ledger."""
-    started: list[int] = []
-    started_s: list[float] = []
-    begun: list[int] = []
-    last: list[tuple[float, Costs]] = []
+    lives: list[list[dict[str, Any]]] = []
     for line in (folder / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines():
         what = json.loads(line)
         if "started" in what:
-            started.append(what["started"])
-            started_s.append(what["seconds"])
-            last.append((0.0, Costs()))
-        elif "begun" in what:
-            begun.append(what["begun"])
-        else:
-            last[-1] = what["cpu_s"], Costs(**what["costs"])
-    return Account(
-        started=tuple(started),
-        started_s=tuple(started_s),
-        steps_again=len(begun) - len(set(begun)),
-        cpu_s=sum(cpu_s for cpu_s, _ in last),
-        costs=total([costs for _, costs in last]),
+            lives.append([])
+        lives[-1].append(what)
+    return Account(tuple(map(_life, lives)))
+
+
+def _life(notes: Sequence[Mapping[str, Any]]) -> Life:
+    start = Costs(**notes[0]["costs"])
+    done = [
+        Done(one["done"], one["at_s"], one["cpu_s"], Costs(**one["costs"])) for one in notes if "done" in one
+    ]
+    last = next((one for one in reversed(notes) if "cpu_s" in one), notes[0])
+    return Life(
+        started=notes[0]["started"],
+        started_s=notes[0]["seconds"],
+        start_costs=start,
+        begun=tuple(one["begun"] for one in notes if "begun" in one),
+        done=tuple(done),
+        struck_at_s=next((one["struck_at_s"] for one in notes if "struck_at_s" in one), None),
+        cpu_s=last["cpu_s"],
+        costs=Costs(**last["costs"]),
     )
 
 
@@ -254,28 +307,34 @@ def live(
         failures: That strike in this life.
     """
     ledger = Ledger(folder, rank)
+    cpu_began = _cpu_s()
+
+    def note(**what: Any) -> None:
+        ledger.note(**what, cpu_s=_cpu_s() - cpu_began, costs=dataclasses.asdict(method.costs()))
+
+    def strike(number: int, moment: str) -> None:
+        for one in failures:
+            if (one.step, one.moment) == (number, moment) and rank in one.ranks:
+                ledger.note(struck_at_s=time.monotonic())
+                one.strike(rank, method)
+
     try:
-        began, cpu_began = time.perf_counter(), _cpu_s()
+        began = time.perf_counter()
         first = method.prepare(training)
-        ledger.note(started=first, seconds=time.perf_counter() - began)
+        note(started=first, seconds=time.perf_counter() - began)
         for number in range(first, steps):
             ledger.note(begun=number)
             with method.step():
                 body(number)
-                _strike(failures, number, "body", rank, method)
-            ledger.note(cpu_s=_cpu_s() - cpu_began, costs=dataclasses.asdict(method.costs()))
-            _strike(failures, number, "after", rank, method)
+                strike(number, "body")
+            note(done=number, at_s=time.monotonic())
+            strike(number, "after")
         method.close()
-        ledger.note(cpu_s=_cpu_s() - cpu_began, costs=dataclasses.asdict(method.costs()))
+        note()
     finally:
         ledger.close()
 
 
-def _strike(failures: Sequence[Failure], step: int, moment: str, rank: int, method: Method) -> None:
-    for one in failures:
-        if (one.step, one.moment) == (step, moment):
-            one.strike(rank, method)
-
-
 def _cpu_s() -> float:
-    return sum(os.times()[:4])
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

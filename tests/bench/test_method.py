@@ -86,7 +86,20 @@ def test_two_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(last, tmp_path, 6) == [4, 5] and last.calls[-1] == "close"
     found = account(tmp_path, 1)
     assert isinstance(found, Account)
-    assert found.started == (0, 2, 4) and len(found.started_s) == 3 and found.cpu_s >= 0
+    assert found.started == (0, 2, 4)
+    assert [life.begun for life in found.lives] == [(0, 1, 2), (2, 3, 4), (4, 5)]
+    assert [[one.step for one in life.done] for life in found.lives] == [[0, 1, 2], [2, 3], [4, 5]]
+    for life in found.lives:
+        times = [one.at_s for one in life.done]
+        assert times == sorted(times) and life.started_s >= 0 and life.start_costs.written_bytes == 0
+        assert 0 <= life.done[0].cpu_s <= life.done[-1].cpu_s <= life.cpu_s
+        assert [one.costs.written_bytes for one in life.done] == list(range(1, len(times) + 1))
+    struck_s = [life.struck_at_s for life in found.lives]
+    assert struck_s[2] is None
+    assert all(
+        at is not None and at >= life.done[-1].at_s
+        for at, life in zip(struck_s[:2], found.lives, strict=False)
+    )
     assert found.steps_again == 2  # steps 2 and 4 were begun twice
     assert found.costs == Costs(7 * 0.5, 7, 70, 7, 98, 6.0)
 
