@@ -20,8 +20,6 @@ from baselines.snapshot import Coded, Copies, SnapshotRecovery
 from bench.method import Costs, Method, Promise, Training
 from ecemb.rendezvous import current
 
-EVERY = 4
-"""Steps between two saves of those that save now and then."""
 MTBF = timedelta(hours=1)
 """Mean time between failures, for those that choose by it."""
 BESIDE = ("exchange", "agree", "apply")
@@ -108,15 +106,17 @@ class Ecemb:
 
 @dataclass(frozen=True)
 class Place:
-    """Where methods keep what outlives processes.
+    """Where methods keep what outlives processes, and how often.
 
     Attributes:
         files: Folder that outlives machines, too; the same on all ranks.
         memory: Folder of this rank's machine alone, on tmpfs.
+        every: Steps between two saves, of those that save now and then.
     """
 
     files: Path
     memory: Path
+    every: int = 4
 
 
 def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
@@ -124,7 +124,7 @@ def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
 
 
 def partial_recovery(priority: str) -> Callable[[Place], Method]:
-    return lambda place: PartialRecovery(place.files, place.memory, every=EVERY, priority=priority)
+    return lambda place: PartialRecovery(place.files, place.memory, every=place.every, priority=priority)
 
 
 def sums(n: int, k: int, dtype: str = "float32") -> Callable[[Place], Method]:
@@ -145,13 +145,13 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "float parity (4, 3)": sums(4, 3),
     "float64 parity (4, 3)": sums(4, 3, "float64"),
     "float parity (4, 2)": sums(4, 2),
-    "snapshots x2": lambda place: SnapshotRecovery(place.memory, Copies(1), every=EVERY),
-    "coded snapshots (3, 2)": lambda place: SnapshotRecovery(place.memory, Coded(3, 2), every=EVERY),
-    "coded snapshots (4, 3)": lambda place: SnapshotRecovery(place.memory, Coded(4, 3), every=EVERY),
-    "full files": lambda place: FullRecovery(place.files, Files(), every=EVERY),
-    "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=EVERY),
-    "full dcp async": lambda place: FullRecovery(place.files, AsyncDcp(), every=EVERY),
-    "cpr vanilla": lambda place: PartialRecovery(place.files, place.memory, every=EVERY),
+    "snapshots x2": lambda place: SnapshotRecovery(place.memory, Copies(1), every=place.every),
+    "coded snapshots (3, 2)": lambda place: SnapshotRecovery(place.memory, Coded(3, 2), every=place.every),
+    "coded snapshots (4, 3)": lambda place: SnapshotRecovery(place.memory, Coded(4, 3), every=place.every),
+    "full files": lambda place: FullRecovery(place.files, Files(), every=place.every),
+    "full dcp": lambda place: FullRecovery(place.files, Dcp(), every=place.every),
+    "full dcp async": lambda place: FullRecovery(place.files, AsyncDcp(), every=place.every),
+    "cpr vanilla": lambda place: PartialRecovery(place.files, place.memory, every=place.every),
     **{f"cpr {priority}": partial_recovery(priority) for priority in ("mfu", "ssu", "scar")},
     "cpr controlled": lambda place: Cpr(place.files, place.memory, mtbf=MTBF),
 }

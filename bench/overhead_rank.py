@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -202,7 +202,24 @@ def protect(twin: Twin, order: Order) -> ecemb.Guard:
     )
 
 
-def draw(order: Order, rank: int, count: int) -> list[Batch]:
+class Clicks(Protocol):
+    """Of an order, what its batches are drawn by."""
+
+    @property
+    def tables(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def skew(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def draw(order: Clicks, rank: int, count: int) -> list[Batch]:
     """A rank's batches: each table has a popularity of its own, the same on all ranks."""
     places = np.arange(1, order.rows + 1, dtype=np.float64) ** -order.skew
     heaped = np.cumsum(places) / places.sum()

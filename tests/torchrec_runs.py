@@ -85,16 +85,26 @@ def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[st
     """
     (folder / "arenas").mkdir(parents=True, mode=0o700)
     (folder / "setting.json").write_text(json.dumps(dataclasses.asdict(setting)))
+    forked(
+        folder, setting.ranks, len(setting.kills), "torchrec_worker.py", str(folder), deadline_s=deadline_s
+    )
+    return [torch.load(folder / f"end.{rank}", weights_only=True) for rank in range(setting.ranks)]
+
+
+def forked(
+    folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 240
+) -> None:
+    """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
     command = [sys.executable, "-m", "forked", "torchrec_preload"]
-    command += ["--nproc-per-node", str(setting.ranks), "--max-restarts", str(len(setting.kills))]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, str(HERE / "torchrec_worker.py"), str(folder)],
+            [*command, str(HERE / script), *words],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -109,7 +119,6 @@ def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[st
     text = (folder / "log").read_text()
     if code:
         raise AssertionError(f"torchrun ended with {code}:\n{text[-6000:]}")
-    return [torch.load(folder / f"end.{rank}", weights_only=True) for rank in range(setting.ranks)]
 
 
 def recoveries(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from processes import RankFailed, launch
+from torchrec_methods import FAILURE, STEPS
+from torchrec_runs import forked
 from trainings import bags
 
 import ecemb
-from bench.method import Failure, Training, account, live
+from bench.method import Failure, Promise, Training, account, live
 from bench.methods import METHODS, Place
+from ecemb.adapters.fbgemm import INSTALL
 
-RANKS, STEPS = 3, 9
-FAILURE = Failure(step=6, ranks=(1,))
+RANKS = 3
 NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name}
 SAME_AS_ANOTHER = {"nothing", "replication x3"}  # a start over, and more copies: nothing new to be tested
+ON_TORCHREC = ("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "full dcp async")
+needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
 
 
@@ -61,16 +66,20 @@ def test_a_killed_rank(name: str, undisturbed: dict[int, dict[str, str]], tmp_pa
     ended = trained(tmp_path, name, [])
     if promise.bit_identical:
         assert ended == undisturbed
+    check_accounts(tmp_path / "ledgers", promise)
+    for part in ("arenas", "memory"):
+        assert not [path for path in (tmp_path / part).rglob("*") if path.is_file()]
+
+
+def check_accounts(ledgers: Path, promise: Promise) -> None:
     for rank in range(RANKS):
-        found = account(tmp_path / "ledgers", rank)
+        found = account(ledgers, rank)
         assert len(found.started) == 2 and found.started[0] == 0
         if promise.steps_again is not None:
             assert found.steps_again <= promise.steps_again + 1
             assert found.started[1] >= FAILURE.step - promise.steps_again
         assert (found.costs.samples_lost > 0) <= promise.samples_lost
         check_costs(found.costs.__dict__)
-    for part in ("arenas", "memory"):
-        assert not [path for path in (tmp_path / part).rglob("*") if path.is_file()]
 
 
 def check_costs(costs: dict[str, Any]) -> None:
@@ -78,3 +87,23 @@ def check_costs(costs: dict[str, Any]) -> None:
     assert costs["stalled_s"] > 0
     in_memory, on_disk = costs["memory_bytes"] and costs["sent_bytes"], costs["written_bytes"]
     assert in_memory or (on_disk and costs["stored_bytes"])
+
+
+@pytest.fixture(scope="module")
+def on_torchrec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what the methods have come to, tried one after the other, a life of the job each."""
+    folder = tmp_path_factory.mktemp("torchrec")
+    forked(folder, RANKS, len(ON_TORCHREC), "torchrec_methods.py", str(folder), *ON_TORCHREC)
+    return folder
+
+
+@needs_torchrec
+@pytest.mark.parametrize("name", ON_TORCHREC)
+def test_a_killed_rank_of_torchrec(name: str, on_torchrec: Path) -> None:
+    promise = METHODS[name](Place(on_torchrec, on_torchrec / "memory" / "0")).promise
+    check_accounts(on_torchrec / name / "ledgers", promise)
+    if promise.bit_identical:
+        for rank in range(RANKS):
+            ends = [on_torchrec / one / f"end.{rank}" for one in (name, "nothing")]
+            assert ends[0].read_text() == ends[1].read_text()
+    assert not [path for path in (on_torchrec / name / "memory").rglob("*") if path.is_file()]
