@@ -18,12 +18,17 @@ QUESTIONS = {
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
+    "rivals": "what each way of surviving failures costs, and what a killed rank leaves (--engine)",
     "scaling": "what protection costs a rank when there are more ranks",
     "wire": "whether it would pay to pack deltas before they are sent",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
 
-OF_ENGINES = {"overhead": ("torchrec", "sparse"), "profile": ("torchrec", "sparse")}
+OF_ENGINES = {
+    "overhead": ("torchrec", "sparse"),
+    "profile": ("torchrec", "sparse"),
+    "rivals": ("sparse", "torchrec"),
+}
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
 OF_SETTINGS = {"overhead": ("dlrm", "sparse-heavy")}

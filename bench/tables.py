@@ -31,6 +31,20 @@ Each section was measured by `python -m bench QUESTION`, which verifies its resu
 A value is the median; in brackets are the smallest and the largest, where they differ.
 """
 
+SHEETS = {
+    "rivals": (
+        (
+            *("steps_run_again", "samples_lost", "bit_identical", "off_by"),
+            *("recovery_s", "caught_up_s", "prepare_s", "recovery_sent_bytes"),
+        ),
+        (
+            *("overhead_cpu_pct", "overhead_wall_pct", "step_wall_ms", "stall_ms_per_step"),
+            *("sent_bytes_per_step", "written_bytes_per_step", "memory_over_tables", "stored_over_tables"),
+        ),
+    )
+}
+"""Questions of which several metrics share a table, a column each, and which those are."""
+
 _KEYS = ("question", "commit", "machine", "versions", "seed", "rows")
 _MIB = 1 << 20
 _SHORT_HASH = 12
@@ -107,7 +121,10 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
                 if question in PICTURES:
                     file, shown, _ = PICTURES[question]
                     parts.append(f"![{shown}]({file})\n")
-                parts += [part + "\n" for part in metrics(document["rows"])]
+                for names in SHEETS.get(question, ()):
+                    parts.append(sheet([row for row in document["rows"] if row["metric"] in names]) + "\n")
+                if question not in SHEETS:
+                    parts += [part + "\n" for part in metrics(document["rows"])]
     return "\n".join(parts)
 
 
@@ -171,9 +188,39 @@ def table(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
         for key, line in lines.items()
     ]
     heads = [*down, *(labelled(str(across), column) for column in columns)]
-    ruler = [":--"] * len(down) + ["--:"] * len(columns)
+    return grid(heads, len(down), shown)
+
+
+def sheet(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns several metrics' rows as one table, a column each, under the labels that all rows share.
+
+    Raises:
+        BadResult: Two rows of a metric have the same labels.
+    """
+    labels = list(dict.fromkeys(key for row in rows for key in row if key not in FIXED))
+    shared = [label for label in labels if len({row.get(label) for row in rows}) == 1]
+    down = [label for label in labels if label not in shared]
+    units = {row["metric"]: row["unit"] for row in rows}
+    lines: dict[tuple[Label, ...], dict[str, str]] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row.get(label, "") for label in down), {})
+        if row["metric"] in line:
+            raise BadResult(f"two rows of {row['metric']} have the same labels: {row}")
+        line[row["metric"]] = cell(row)
+    shown = [
+        [*(labelled(name, value) for name, value in zip(down, key, strict=True)), *map(line.get, units)]
+        for key, line in lines.items()
+    ]
+    heads = [*down, *(f"`{metric}`, {unit}" for metric, unit in units.items())]
+    said = "; ".join(f"{name} {labelled(name, rows[0][name])}" for name in shared)
+    return f"{said}:\n\n{grid(heads, len(down), shown)}"
+
+
+def grid(heads: Sequence[str], names: int, lines: Sequence[Sequence[str | None]]) -> str:
+    """Returns a table in Markdown; its first columns are so many names, the others are numbers."""
+    ruler = [":--"] * names + ["--:"] * (len(heads) - names)
     return "\n".join(
-        "| " + " | ".join(word or "" for word in words) + " |" for words in [heads, ruler, *shown]
+        "| " + " | ".join(word or "" for word in words) + " |" for words in [heads, ruler, *lines]
     )
 
 
