@@ -18,6 +18,9 @@ from .errors import ConfigurationError, InconsistentArenas
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_SMALL_BYTES = 256
+_SMALL = "ecemb.packing: a small tensor"
+
 
 def plain(value: object, on_tensor: Callable[[torch.Tensor], object] | None = None, at: str = "state") -> Any:
     """A copy of a nested structure, made of types that `load` reads.
@@ -79,9 +82,9 @@ def _complaint(value: Any, at: str) -> str:
 
 
 def dump(value: object) -> bytes:
-    """Plain values and tensors as bytes."""
+    """A structure that `plain` has made, as bytes."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(_copy(value, _inlined), buffer)
     return buffer.getvalue()
 
 
@@ -92,10 +95,33 @@ def load(data: bytes) -> Any:
         InconsistentArenas: `dump` has not written this.
     """
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return _whole(torch.load(io.BytesIO(data), weights_only=True))
     except Exception as error:
         raise InconsistentArenas(
             f"{len(data)} bytes of packed state can't be read back ({type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0][:200]}): the memory that held them is damaged, or "
             f"another version of torch has written them"
         ) from error
+
+
+def _inlined(tensor: torch.Tensor) -> object:
+    """A small tensor as text, since torch.save makes a file of each tensor, which takes it longest."""
+    if tensor.nbytes > _SMALL_BYTES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return tensor
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return (_SMALL, tensor.dtype, list(tensor.shape), values.numpy().tobytes().decode("latin-1"))
+
+
+def _whole(value: Any) -> Any:
+    """The inverse of `_inlined`, in a structure of dicts, lists and tuples."""
+    if type(value) is dict:
+        return {key: _whole(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) is list:
+        return [_whole(item) for item in cast("list[Any]", value)]
+    if type(value) is not tuple:
+        return value
+    items = cast("tuple[Any, ...]", value)
+    if items[:1] != (_SMALL,):
+        return tuple([_whole(item) for item in items])
+    _, dtype, shape, data = items
+    return torch.from_numpy(np.frombuffer(bytearray(data, "latin-1"), np.uint8)).view(dtype).reshape(shape)

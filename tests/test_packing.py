@@ -39,6 +39,22 @@ def test_tensors_keep_their_bits() -> None:
     assert torch.equal(load(dump(plain(nan))).view(torch.int32), nan.view(torch.int32))
 
 
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000])
+def test_small_tensors_and_large_ones_come_back_alike(size: int) -> None:
+    for tensor in (torch.arange(size, dtype=torch.float64), torch.arange(2 * size).reshape(size, 2).T):
+        got = load(dump({"a": [tensor, (tensor, "text")]}))
+        for one in (got["a"][0], got["a"][1][0]):
+            assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(one, tensor)
+            one.add_(0)  # it can be written
+        assert got["a"][1][1] == "text"
+
+
+def test_many_small_tensors_take_little_room() -> None:
+    """An optimizer has a count of steps for each table."""
+    assert len(dump([torch.tensor(7.0) for _ in range(100)])) < 100 * 100
+
+
 def test_numbers_of_numpy_become_pythons() -> None:
     """A metric's mean is a numpy number, and weights_only refuses those."""
     got = plain({"best": np.float64(0.5), "epoch": np.int32(3), "done": np.bool_(True)})
