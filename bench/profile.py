@@ -13,6 +13,11 @@ A model is trained under torch's profiler, which shows its own steps and ecemb's
   the rank's own state are not in it. `least` is what no transaction with r parity blocks can do without.
 - `network_bytes_per_step`: what a rank sends, as the guard counts it; `least` are the records alone, r times.
 - `moved_over_least`: the ratio of the two.
+- `copied_gb_per_s`: what a rank reads and writes in a second of processor time while all ranks do nothing but
+  copy what no cache holds.
+- `replicated_bytes_per_step`: read and written to copy dense parameters, their optimizers' state and buffers.
+- `at_copying_speed_ms`: processor time of a rank in a step if the bytes in memory, replicated state included,
+  went at that speed: a bound from below, without sockets, agreement, Python.
 - `touched_rows_per_step`, `record_bytes`: of what.
 
 The setting is `dlrm` of the question about overhead, with every step committed. Afterwards parity has to fit
@@ -190,4 +195,14 @@ def volumes(answers: Sequence[Mapping[str, Any]], order: Order, labels: Mapping[
     )
     over = [a / b for a, b in zip(sent, least, strict=True)]
     rows.append(summary("moved_over_least", "ratio", over, **labels, where="network"))
+    dense = [2 * answer["dense_bytes"] for answer in answers]
+    rates = [answer["copied_bytes_per_s"] for answer in answers]
+    rows.append(summary("replicated_bytes_per_step", "bytes", dense, **labels))
+    rows.append(summary("copied_gb_per_s", "GB/s", [rate / 1e9 for rate in rates], **labels))
+    for method, each in ((MOVED, moved_in_memory), (LEAST, least_in_memory)):
+        bounds = [
+            1000 * (count * each + copied) / rate
+            for count, copied, rate in zip(touched, dense, rates, strict=True)
+        ]
+        rows.append(summary("at_copying_speed_ms", "ms", bounds, **labels, method=method))
     return rows

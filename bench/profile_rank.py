@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -18,6 +20,9 @@ from bench.ranks import Line
 STEP = "step"
 OWN, OURS = "bench.", "ecemb."
 """What the names of spans begin with: of training, and of protection."""
+
+COPIED_BYTES, COPIES = 64 << 20, 8
+"""Each copy is larger than caches."""
 
 
 class Span(NamedTuple):
@@ -52,6 +57,8 @@ def work(line: Line, order: Order) -> None:
     line.tell(
         {
             "rank": rank,
+            "dense_bytes": guard.stats()["bytes"]["slot0"],
+            "copied_bytes_per_s": copied_bytes_per_s(),
             "steps": steps_of(profiler.events()),
             "record_bytes": record_bytes,
             "sent_bytes": after["sent_bytes"] - before["sent_bytes"],
@@ -61,6 +68,16 @@ def work(line: Line, order: Order) -> None:
     )
     guard.close()
     dist.destroy_process_group()
+
+
+def copied_bytes_per_s() -> float:
+    """What a rank reads and writes in a second of processor time; all copy what no cache holds. All ranks."""
+    source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
+    dist.barrier()
+    began = time.process_time()
+    for _ in range(COPIES):
+        np.copyto(target, source)
+    return 2 * COPIES * COPIED_BYTES / (time.process_time() - began)
 
 
 def steps_of(events: Iterable[Any]) -> list[list[Span]]:

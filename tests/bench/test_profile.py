@@ -43,6 +43,10 @@ def test_a_step_is_all_its_spans(engine: str) -> None:
         (least,) = of("memory_bytes_per_step", method=LEAST, **{"pass": str(moved.labels["pass"])})
         assert least.high < moved.high
     assert all(row.low >= 1 for row in of("moved_over_least"))
+    (moved,), (least,) = (of("at_copying_speed_ms", method=name) for name in (MOVED, LEAST))
+    assert 0 < least.value < moved.value
+    (copied,) = of("replicated_bytes_per_step")
+    assert copied.low == copied.high > 0
     assert tables.metrics([row.to_json() for row in rows])
 
 
