@@ -1,4 +1,4 @@
-"""The command line: `python -m ecemb arenas ls` and `python -m ecemb arenas rm`.
+"""The command line: `python -m ecemb plan`, `python -m ecemb arenas ls` and `python -m ecemb arenas rm`.
 
 Owns what is printed, and the exit codes: 0 done, 1 refused or nothing there, 2 not understood.
 """
@@ -14,9 +14,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .code import Code
 from .directory import arenas, remove
 from .errors import EcembError
 from .header import Found
+from .planner import CODES, Job, compare, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        if options.command == "plan":
+            return _plan(options)
         if options.command == "ls":
             return _list(options.arena_dir, options.job, as_json=options.json)
         if options.paths:
@@ -84,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ecemb", description="Tools of ecemb.")
     parser.add_argument("--version", action="version", version=f"ecemb {_version()}")
     parts = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_plan(parts.add_parser("plan", help=_PLAN, description=_PLAN.capitalize() + ".", epilog=_PLAN_SHOWS))
     about = "memory that workers left behind on this machine, or hold"
     commands = parts.add_parser("arenas", help=about, description=about.capitalize() + ".")
     kinds = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -100,6 +105,88 @@ def _parser() -> argparse.ArgumentParser:
     rm.add_argument("--force", action="store_true", help="also what a living process holds")
     rm.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files that ls printed")
     return parser
+
+
+_PLAN = "what codes would cost a job, and what they would survive"
+_PLAN_SHOWS = """
+For each code: how many hosts or racks may be lost at once, whichever; memory of a rank beyond its tables;
+bytes that it sends in a step; the part of a step's time that this takes, if no rank waits for a slower one;
+seconds from the death of a process, or of a host, until training goes on; and the chance that a month loses
+data. Racks count where hosts of different racks take turns in the order of the ranks. Formulas:
+ecemb/planner.py.
+"""
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.set_defaults(command="plan")
+    needed = plan.add_argument_group("the job")
+    needed.add_argument("--hosts", type=int, required=True, metavar="N", help="machines")
+    needed.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="(8)")
+    needed.add_argument(
+        "--table-gb", type=float, required=True, metavar="GB", help="all tables, optimizer state included"
+    )
+    needed.add_argument("--touched-rows", type=float, required=True, metavar="N", help="of a rank in a step")
+    needed.add_argument(
+        "--row-bytes", type=float, required=True, metavar="B", help="optimizer state included"
+    )
+    needed.add_argument(
+        "--step-ms", type=float, required=True, metavar="MS", help="of a step without protection"
+    )
+    machines = plan.add_argument_group("the machines")
+    machines.add_argument("--network-gbit", type=float, default=100, metavar="GBIT", help="of a host (100)")
+    machines.add_argument("--restart-s", type=float, default=30, metavar="S", help="of all processes (30)")
+    machines.add_argument("--replace-s", type=float, default=120, metavar="S", help="of a lost host (120)")
+    machines.add_argument(
+        "--mtbf-hours",
+        type=float,
+        metavar="H",
+        help="of the job, any fault (0.0042 lost hosts per host and day)",
+    )
+    machines.add_argument(
+        "--rack-hosts", type=int, default=0, metavar="N", help="in a rack, which bursts strike (no racks)"
+    )
+    shown = ", ".join(f"{code.n},{code.k}" for code in CODES)
+    plan.add_argument("--code", type=_code, action="append", metavar="N,K", help=f"repeat for more ({shown})")
+    plan.add_argument(
+        "--json", action="store_true", help="as JSON: the job, the estimates, and what doesn't fit"
+    )
+
+
+def _code(text: str) -> Code:
+    try:
+        n, k = (int(part) for part in text.split(","))
+        return Code(n, k)
+    except ValueError as error:  # also what ecemb raises on purpose
+        raise argparse.ArgumentTypeError(
+            f"a code is N,K with 1 <= K < N <= 256, for example 4,3; got {text!r}"
+        ) from error
+
+
+def _plan(options: argparse.Namespace) -> int:
+    job = Job(
+        hosts=options.hosts,
+        ranks_per_host=options.ranks_per_host,
+        table_bytes=options.table_gb * 1e9,
+        touched_rows=options.touched_rows,
+        row_bytes=options.row_bytes,
+        step_s=options.step_ms / 1e3,
+        network_bytes_per_s=options.network_gbit * 1e9 / 8,
+        restart_s=options.restart_s,
+        replace_s=options.replace_s,
+        mtbf_h=options.mtbf_hours,
+        rack_hosts=options.rack_hosts,
+    )
+    estimates, refused = compare(job, options.code or ())
+    if options.json:
+        found = [dataclasses.asdict(one) for one in estimates]
+        print(json.dumps({"job": dataclasses.asdict(job), "estimates": found, "refused": refused}, indent=2))
+        return 0
+    print(table(job, estimates))
+    if refused:
+        print(f"\ndo not fit: {', '.join(refused)}")
+        if options.code:
+            print("\n".join(refused.values()))
+    return 0
 
 
 def _version() -> str:

@@ -16,8 +16,8 @@ FLOORS = """
 errors threads
 kernels.checks kernels.rowset kernels.emit kernels.team
 code placement kernels header lock mapping folder space
-kernels.products directory
-kernels.loops
+kernels.products directory odds
+kernels.loops planner
 kernels.reference kernels.cpu
 rows arena delta packing generators members
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint

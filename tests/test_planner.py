@@ -1,0 +1,146 @@
+"""The planner: each estimate against arithmetic by hand, and the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ecemb.__main__ import main
+from ecemb.code import Code
+from ecemb.errors import ConfigurationError, PlacementError
+from ecemb.planner import HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed, size
+
+JOB = Job(
+    hosts=8,
+    ranks_per_host=4,
+    table_bytes=3.2e12,
+    touched_rows=10_000,
+    row_bytes=512,
+    step_s=0.2,
+    network_bytes_per_s=1e10,
+    mtbf_h=10,
+    burst_share=0,
+)
+
+
+def test_costs_by_hand() -> None:
+    one = estimate(JOB, Code(4, 3))
+    assert one.step_bytes == 10_000 * 520
+    assert one.memory_bytes == pytest.approx(1e11 / 3 + 10_000 * (512 + 2 * 520))
+    sent_s, memory_s = 4 * one.step_bytes / 1e10, 8 * 10_000 * 512 / 5e9
+    assert one.overhead == pytest.approx((sent_s + memory_s + 6e-4) / 0.2)
+    assert one.host_recovery_s == pytest.approx(150 + 4e11 * (4 / 3) / 4.5e9)
+    assert one.time_lost == pytest.approx((0.75 * 30 + 0.25 * one.host_recovery_s) / 36_000)
+    assert estimate(JOB, Code(4, 2)).step_bytes == 2 * one.step_bytes
+
+
+def test_the_chance_of_loss_by_hand() -> None:
+    """With r = 1 two lost hosts are too many when they are within n - 1 on the ring: 6 of the 7 others."""
+    one = estimate(JOB, Code(4, 3))
+    again = -math.expm1(-0.025 * one.host_recovery_s / 3600)
+    first = 0.025 * MONTH_H * again * 6 / 7
+    assert one.loss_per_month == one.loss_per_month_alone == pytest.approx(-math.expm1(-first), rel=0.01)
+    two = estimate(JOB, Code(6, 4))
+    assert 0 < two.loss_per_month < 1.5 * again * one.loss_per_month
+    assert one.loss_per_month_bursts == 0
+
+
+def test_bursts_and_racks() -> None:
+    job = replace(JOB, hosts=32, burst_share=0.1, rack_hosts=4)
+    hosts, racks = (estimate(job, Code(4, 3), spread) for spread in ("host", "rack"))
+    assert hosts.loss_per_month_bursts > 0.5
+    assert racks.loss_per_month_bursts < 0.05
+    ranks = estimate(job, Code(4, 3), "rank")
+    assert (ranks.survives, ranks.loss_per_month) == (0, pytest.approx(1, abs=1e-4))
+
+
+def test_published_rates_are_the_default() -> None:
+    job = replace(JOB, mtbf_h=None)
+    assert job.host_faults_per_h == 8 * HOST_FAULTS_PER_DAY / 24
+    assert job.process_faults_per_h == pytest.approx(3 * job.host_faults_per_h)
+
+
+def test_what_does_not_fit() -> None:
+    estimates, refused = compare(JOB)
+    assert [(one.n, one.k) for one in estimates] == [(2, 1), (3, 1), (4, 3), (8, 7), (6, 4), (8, 5)]
+    assert list(refused) == ["(10, 8) over hosts"]
+    with pytest.raises(PlacementError, match=r"fits 1 hosts with 4 ranks.*at least 2 hosts"):
+        compare(replace(JOB, hosts=1))
+    with pytest.raises(PlacementError, match=r"these do: \(8, 7\), \(8, 6\)"):
+        compare(JOB, [Code(9, 8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("hosts", 0, "hosts is a number from 1; it is 0"),
+        ("step_s", 0.0, "step_s is a number above 0"),
+        ("mtbf_h", math.nan, "mtbf_h is a number above 0"),
+        ("burst_share", 1.5, "burst_share is a number from 0 to 1"),
+        ("touched_rows", -1.0, "touched_rows is a number from 0; it is -1"),
+    ],
+)
+def test_a_job_that_cannot_be(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        replace(JOB, **{name: value})
+
+
+def test_spread_over_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="not 'rack'"):
+        estimate(JOB, Code(4, 3), "rack")
+
+
+def test_sizes_for_reading() -> None:
+    assert [size(count) for count in (0, 999, 1e3, 2.5e9, 3e15)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "2.5 GB",
+        "3e+03 TB",
+    ]
+
+
+WORDS = ["--hosts", "8", "--ranks-per-host", "4", "--table-gb", "3200", "--touched-rows", "1e4"]
+WORDS += ["--row-bytes", "512", "--step-ms", "200"]
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--code", "4,3", "--code", "10,8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8 hosts x 4 ranks, 3.2 TB of tables")
+    assert lines[3].split()[:2] == ["code", "survives"]
+    assert lines[4].startswith("(4, 3)  any 1 host")
+    assert lines[6] == "do not fit: (10, 8) over hosts"
+    assert "codes that fit here: (8, 6), (8, 7)" in lines[7]
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--network-gbit", "80", "--mtbf-hours", "10", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["job"]["network_bytes_per_s"] == 1e10
+    job = replace(JOB, burst_share=shown["job"]["burst_share"])
+    assert shown["estimates"][2] == estimate(job, Code(4, 3)).__dict__
+    assert list(shown["refused"]) == ["(10, 8) over hosts"]
+
+
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hosts", "0", *WORDS[2:]]) == 1
+    assert "ecemb: a job's hosts is a number from 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", *WORDS, "--code", "3,3"])
+    assert "a code is N,K with 1 <= K < N <= 256, for example 4,3; got '3,3'" in capsys.readouterr().err
+
+
+def test_racks_take_turns() -> None:
+    job = replace(JOB, hosts=6, ranks_per_host=2, rack_hosts=2)
+    placement, hosts = placed(job, Code(3, 2), "rack")
+    assert hosts == [0, 0, 2, 2, 4, 4, 1, 1, 3, 3, 5, 5]
+    assert placement.spread([host // 2 for host in hosts])
+    with pytest.raises(PlacementError, match=r"code \(4, 3\) needs 4 racks or more"):
+        placed(job, Code(4, 3), "rack")
+    with pytest.raises(PlacementError, match="with as many hosts in each"):
+        placed(replace(job, hosts=7), Code(4, 3), "rack")
