@@ -16,6 +16,8 @@ Chosen, where nothing is published or where it can't be the same:
 - All processes start anew after a failure, so each rank's rows are kept once more, in memory that outlives
   them.
 - What is neither row nor dense (generators, data position) is copied to r other ranks.
+- Sums of squares that optimizers take the root of are raised to 0 when rounding has rebuilt them below it, as
+  it does with rows that were hardly trained: else they soon were NaN.
 
 What holds after any r ranks are lost with their memory:
 

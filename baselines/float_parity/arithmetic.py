@@ -9,7 +9,7 @@ Must not know: stripes, processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 Numbers = NDArray[Any]
 """Of floating point."""
 Ids = NDArray[np.int64]
+SQUARES = ("sum", "exp_avg_sq", "momentum1")
+"""Optimizer state that is never negative: torch's Adagrad and SparseAdam, FBGEMM's Adagrad."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +75,17 @@ def scatter_(columns: Sequence[Numbers], rows: slice, values: Numbers) -> None:
     for column, width in zip(columns, widths(columns), strict=True):
         column[rows] = values[:, at : at + width].reshape(-1, *column.shape[1:])
         at += width
+
+
+def clear_signs_(columns: Mapping[str, Numbers]) -> None:
+    """Raises what is below 0 in sums of squares, whose root optimizers take: rebuilt zeros may be.
+
+    Args:
+        columns: by keys that end in the names of `ecemb.tables`, changed in place.
+    """
+    for key, column in columns.items():
+        if key.rpartition("/")[2] in SQUARES:
+            np.maximum(column, 0, out=column)
 
 
 def add_(parity: Numbers, rows: Ids, differences: Numbers, coefficient: float) -> None:

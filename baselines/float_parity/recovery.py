@@ -34,7 +34,7 @@ from baselines.state import TrainingState
 from bench.method import Costs, Promise, Training
 from bench.replication import distinct
 
-from .arithmetic import Ids, widths
+from .arithmetic import Ids, clear_signs_, widths
 from .coefficients import vandermonde
 from .live import Columns, LiveParity
 from .memory import Memory
@@ -152,6 +152,8 @@ class FloatParity:
                 f"{sum(poisoned)} rows of ranks {lost} were rebuilt to NaN or infinities: "
                 f"a row under the same parity once was that; train anew, with an empty folder"
             )
+        if dist.get_rank() in lost:
+            clear_signs_(memory.columns)
         consistent = all(step in (None, found.stamp.step) for step in steps) and not any(torn)
         keepers = lost if consistent else ranks
         if dist.get_rank() in keepers:

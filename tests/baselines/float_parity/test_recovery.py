@@ -19,6 +19,7 @@ from trainings import bags
 
 import ecemb
 from baselines.float_parity import FloatParity
+from baselines.float_parity.live import LiveParity
 from bench.method import Failure, Training
 
 RANKS, STEPS, CUT = 3, 7, 4
@@ -143,6 +144,29 @@ def test_lost_rows_come_back_close(options: dict[str, Any], allowed: float, tmp_
         for name in ("torch", "numpy", "python"):
             assert snapshot[name] == snapshot_expected[name]
     assert not [path for path in tmp_path.glob("*/*") if path.is_file()]
+
+
+def started_with_worse_rounding(folder: Path) -> tuple[Numbers, Numbers]:
+    rebuild = LiveParity.rebuild
+
+    def rounded(live: LiveParity, lost: list[int]) -> int:
+        poisoned = rebuild(live, lost)
+        for _, sums in live.rows if dist.get_rank() in lost else []:
+            sums -= 10.0
+        return poisoned
+
+    LiveParity.rebuild = rounded
+    life = Life(folder)
+    begun = numbers(life)
+    life.train()
+    return begun, numbers(life)
+
+
+def test_rebuilt_sums_of_squares_are_not_negative(tmp_path: Path) -> None:
+    dies(killed, tmp_path, {}, True)
+    _, (begun, ended), _ = run_ranks(RANKS, started_with_worse_rounding, tmp_path)
+    assert begun["table 0 sum"].min() == 0
+    assert all(np.isfinite(values).all() for values in ended.values())
 
 
 def test_without_lost_memory_all_is_bit_identical(tmp_path: Path) -> None:
