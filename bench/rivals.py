@@ -217,9 +217,11 @@ def check(told: Told, reference: Told, promise: Promise) -> None:
     """Compares what became of a training with what its method promises.
 
     Raises:
-        WrongResult: It is less; or nobody was killed.
+        WrongResult: It is less; or nobody was killed, or NaN has come of it.
     """
     name, killed = told.order.method, told.order.killed
+    if not all(math.isfinite(end["squared_distance"]) for end in told.ends):
+        raise WrongResult(f"{name} ended with NaN or infinities in the model")
     for rank, one in enumerate(told.accounts):
         if len(one.lives) != 2 or killed not in one.lives[0].begun:
             raise WrongResult(f"{name}, rank {rank}: step {killed} of the first of two lives was not cut off")

@@ -144,6 +144,7 @@ def never_killed(one: Told) -> Told:
         (told(("a", "c")), "a rival ended with other bytes"),
         (told(again=5), "rank 0: 3 steps were begun again, and not at most 1"),
         (forgetting(told()), "rank 1: 3 samples are lost"),
+        (told(squared=float("nan")), "a rival ended with NaN or infinities"),
         (never_killed(told()), "rank 0: step 7 of the first of two lives was not cut off"),
     ],
 )
