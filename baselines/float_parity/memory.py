@@ -2,7 +2,8 @@
 
 The rows are a second copy, as they were after the last whole step. Where servers keep running, as those of
 the papers do, it is not needed; here every process is started anew after a failure. What a step changes is
-written in place, so a process that is killed meanwhile leaves a mixture, which `is_torn` tells.
+written in place, so a process that is killed meanwhile leaves a mixture, which `is_torn` tells. Where parity
+is made anew, there is none until that is done, which `is_unmade` tells.
 
 Must not know: what the numbers mean, other ranks.
 """
@@ -10,18 +11,20 @@ Must not know: what the numbers mean, other ranks.
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+from baselines.files import made, mapped
 
 _MAGIC = 0x73756D73
 _HEAD_BYTES = 64
 _ALIGN_BYTES = 64
+Bytes = NDArray[np.uint8]
 
 
 class Memory:
@@ -32,6 +35,7 @@ class Memory:
         columns: tensors on the CPU by key, whose types and shapes the columns have.
         parity_lengths: numbers of each parity row.
         dtype: of parity.
+        owner: whose file it is, and under which code: another one's is refused.
 
     Attributes:
         columns: by key, in place.
@@ -44,21 +48,28 @@ class Memory:
     """
 
     def __init__(
-        self, path: Path, columns: Mapping[str, Tensor], parity_lengths: Sequence[int], dtype: np.dtype[Any]
+        self,
+        path: Path,
+        columns: Mapping[str, Tensor],
+        parity_lengths: Sequence[int],
+        dtype: np.dtype[Any],
+        owner: str = "",
     ) -> None:
         self.dtype = dtype
         like = {key: tensor.detach().numpy() for key, tensor in columns.items()}
         specs = [(array.dtype, array.shape) for array in like.values()]
         specs += [(dtype, (length,)) for length in parity_lengths]
         places = np.cumsum([_HEAD_BYTES, *(_aligned(_nbytes(*spec)) for spec in specs)]).tolist()
-        layout = hashlib.sha256(repr([list(like), specs]).encode()).digest()[:7]
+        layout = hashlib.sha256(repr([owner, list(like), specs]).encode()).digest()[:7]
         self._layout = int.from_bytes(layout, "little")
-        mapped = _mapped(path, places.pop())
-        self._head = np.ndarray(_HEAD_BYTES // 8, np.int64, mapped)
+        memory = _opened(path, places.pop())
+        self._head = memory[:_HEAD_BYTES].view(np.int64)
         if self.step is not None and self._head[3] != self._layout:
-            raise ValueError(f"{path} is of other tables or another code: give each job a folder of its own")
+            raise ValueError(
+                f"{path} is of other tables, another code or other ranks: give each job a folder of its own"
+            )
         arrays = [
-            np.ndarray(shape, kind, mapped, at) for (kind, shape), at in zip(specs, places, strict=True)
+            np.ndarray(shape, kind, memory, at) for (kind, shape), at in zip(specs, places, strict=True)
         ]
         self.columns = dict(zip(like, arrays, strict=False))
         self.parity = arrays[len(like) :]
@@ -73,29 +84,39 @@ class Memory:
         """Whether a change was cut off."""
         return bool(self._head[2])
 
+    @property
+    def is_unmade(self) -> bool:
+        """Whether parity is being made anew."""
+        return bool(self._head[4])
+
     def begin(self) -> None:
         """A change begins."""
         self._head[2] = 1
 
+    def unmake(self, step: int) -> None:
+        """Rows are whole, and `step` comes next; parity is of no use until `end`."""
+        self._head[4] = 1
+        self._name(step)
+
     def end(self, step: int) -> None:
-        """A change is whole; `step` comes next."""
+        """A change is whole, and parity is made; `step` comes next."""
+        self._name(step)
+        self._head[2] = self._head[4] = 0
+
+    def _name(self, step: int) -> None:
         self._head[3] = self._layout
         self._head[1] = step
         self._head[0] = _MAGIC
-        self._head[2] = 0
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """The file; of so many bytes, unless it holds something already."""
+def _opened(path: Path, size: int) -> Bytes:
+    """The file in place; of so many bytes, unless it holds something already."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        if int.from_bytes(os.pread(descriptor, 8, 0), "little") != _MAGIC:
-            os.ftruncate(descriptor, 0)
-            os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
+    if path.exists() and path.stat().st_size >= _HEAD_BYTES:
+        found = mapped(path)
+        if found[:8].view(np.int64)[0] == _MAGIC:
+            return found
+    return made(path, size)
 
 
 def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

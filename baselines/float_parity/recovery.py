@@ -12,7 +12,6 @@ Must not know: which stripe is where, how messages look.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from baselines.slots import Slots, Stamp
 from baselines.snapshot.moves import carry_out
 from baselines.snapshot.plan import SHARED, own, plan
 from baselines.state import TrainingState
+from baselines.stopwatch import Stopwatch
 from bench.method import Costs, Promise, Training
 from bench.replication import distinct
 
@@ -69,7 +69,7 @@ class FloatParity:
         self._matrix = vandermonde(code.n - code.k, code.k)
         self._path, self._slots = folder / "rows-and-parity", Slots(folder)
         self._parts: _Parts | None = None
-        self._stalled_s = 0.0
+        self._stalled = Stopwatch()
         self._moved_bytes = self._memory_bytes = 0
 
     def prepare(self, training: Training) -> int:
@@ -83,7 +83,7 @@ class FloatParity:
             ParityPoisoned: what it gives are no rows.
             ValueError: fewer ranks than n, a table that is not of floating point, or memory of another job.
         """
-        with self._stalled():
+        with self._stalled.running():
             _begin_state(training)
             state = TrainingState(training)
             heard = _Touched(training)
@@ -96,7 +96,8 @@ class FloatParity:
             dist.all_gather_object(shapes, [_shape([rows[key] for key in keys]) for keys in tables])
             stripes = Stripes(Ring(self._code.n, self._code.k, len(shapes)), tuple(map(tuple, shapes)))
             lengths = stripes.parity_lengths(dist.get_rank())
-            memory = Memory(self._path, rows, lengths, self._dtype)
+            owner = f"rank {dist.get_rank()} of {len(shapes)}, ({self._code.n}, {self._code.k})"
+            memory = Memory(self._path, rows, lengths, self._dtype, owner)
             live = LiveParity(stripes, self._matrix, memory, tables)
             self._parts = parts = _Parts(state, heard, memory, live, tables)
             step = self._begin(parts)
@@ -108,7 +109,7 @@ class FloatParity:
         """Around a step's body; parity is updated after it. All ranks."""
         parts = self._made()
         yield
-        with self._stalled():
+        with self._stalled.running():
             self._update(parts, parts.heard.taken(), parts.step + 1)
             self._note_memory()
 
@@ -119,7 +120,7 @@ class FloatParity:
     def costs(self) -> Costs:
         """Of this life until now."""
         sent_bytes = self._moved_bytes + self._made().live.sent_bytes
-        return Costs(stalled_s=self._stalled_s, sent_bytes=sent_bytes, memory_bytes=self._memory_bytes)
+        return Costs(stalled_s=self._stalled.seconds, sent_bytes=sent_bytes, memory_bytes=self._memory_bytes)
 
     def close(self) -> None:
         """Gives the memory back. All ranks."""
@@ -132,17 +133,22 @@ class FloatParity:
         """Makes all that is missing, and brings the training to it. All ranks."""
         memory, ranks = parts.memory, range(dist.get_world_size())
         held: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(held, (self._slots.kept(), memory.step, memory.is_torn))
-        kept, steps, torn = zip(*held, strict=True)
+        dist.all_gather_object(held, (self._slots.kept(), memory.step, memory.is_torn, memory.is_unmade))
+        kept, steps, torn, unmade = zip(*held, strict=True)
+        if not any(steps) and not any(stamp.step for names in kept for _, stamp in names):
+            return self._begin_anew(parts)
         lost = [rank for rank in ranks if steps[rank] is None]
         found = plan(kept)
         if found is None or len(lost) == len(ranks):
-            if any(steps) or any(stamp.step for names in kept for _, stamp in names):
-                raise ParityLost(
-                    f"rows of ranks {lost} are lost, and of no step all that is no row is left; "
-                    f"train anew, with an empty folder"
-                )
-            return self._begin_anew(parts)
+            raise ParityLost(
+                f"rows of ranks {lost} are lost, and of no step all that is no row is left; "
+                f"train anew, with an empty folder"
+            )
+        if lost and any(unmade):
+            raise ParityLost(
+                f"rows of ranks {lost} are lost, and parity of ranks {[r for r in ranks if unmade[r]]} was "
+                f"being made anew, after a failure before; train anew, with an empty folder"
+            )
         self._slots.forget(found.stamp)
         self._moved_bytes += carry_out(found, self._slots)
         poisoned: list[Any] = [0] * len(ranks)
@@ -155,9 +161,13 @@ class FloatParity:
         if dist.get_rank() in lost:
             clear_signs_(memory.columns)
         consistent = all(step in (None, found.stamp.step) for step in steps) and not any(torn)
-        keepers = lost if consistent else ranks
+        if dist.get_rank() in lost:
+            memory.unmake(found.stamp.step)
+        dist.barrier()  # what was lost is whole, before the first sum that it was rebuilt from is gone
+        keepers = [rank for rank in ranks if not consistent or rank in lost or unmade[rank]]
         if dist.get_rank() in keepers:
-            memory.begin()
+            memory.unmake(parts.step)
+        dist.barrier()  # all know of all that is to be made, before the first is done
         parts.live.encode(keepers)
         saved = parts.rows()
         for name in (own(dist.get_rank()), SHARED):
@@ -214,13 +224,6 @@ class FloatParity:
         if self._parts is None:
             raise RuntimeError("prepare() comes first")
         return self._parts
-
-    @contextmanager
-    def _stalled(self) -> Generator[None]:
-        """Training waits."""
-        began = time.perf_counter()
-        yield
-        self._stalled_s += time.perf_counter() - began
 
 
 class _Touched:

@@ -34,6 +34,12 @@ def test_what_is_written_is_there_in_the_next_life(tmp_path: Path) -> None:
     assert [row.tolist() for row in again.parity] == [[0, 0, 0, 0, 3], []]
     again.begin()  # and is killed
     assert Memory(path, COLUMNS, [5, 0], FLOAT32).is_torn
+    again.end(7)
+    again.unmake(7)  # and is killed
+    last = Memory(path, COLUMNS, [5, 0], FLOAT32)
+    assert (last.step, last.is_torn, last.is_unmade) == (7, False, True)
+    last.end(7)
+    assert not Memory(path, COLUMNS, [5, 0], FLOAT32).is_unmade
 
 
 @pytest.mark.parametrize(
@@ -46,3 +52,5 @@ def test_another_jobs_file_is_refused(
     Memory(tmp_path / "file", COLUMNS, [5, 0], FLOAT32).end(1)
     with pytest.raises(ValueError, match="a folder of its own"):
         Memory(tmp_path / "file", columns, lengths, dtype)
+    with pytest.raises(ValueError, match="other ranks"):
+        Memory(tmp_path / "file", COLUMNS, [5, 0], FLOAT32, "rank 1 of 4, (3, 2)")

@@ -209,6 +209,60 @@ def test_there_is_no_transaction(tmp_path: Path) -> None:
     assert errors[1] > 1e-3  # whole updates of other ranks' rows
 
 
+def dies_again(folder: Path, with_memory: bool) -> None:
+    """Rank 1 dies in its recovery, when all sums have to be made anew."""
+    encode = LiveParity.encode
+
+    def cut_off(self: LiveParity, keepers: list[int]) -> None:
+        if dist.get_rank() == 1:
+            assert keepers == [0, 1, 2]
+            Failure(CUT, (1,), with_memory=with_memory).strike(1, FloatParity(folder / "1", ecemb.Code(3, 2)))
+        encode(self, keepers)
+
+    LiveParity.encode = cut_off
+    Life(folder)
+
+
+def test_sums_that_are_being_made_anew_rebuild_nothing(tmp_path: Path) -> None:
+    dies(killed_halfway, tmp_path)
+    dies(dies_again, tmp_path, False)
+    dies(killed_now, tmp_path)  # what it had rebuilt was kept, and all sums are right again
+    errors = [error for error, _, _ in run_ranks(RANKS, started_again, tmp_path, {})]
+    assert errors[1] < 1e-5
+    dies(killed_halfway, tmp_path / "once more")
+    dies(dies_again, tmp_path / "once more", True)
+    with pytest.raises(RankFailed, match=r"ParityLost.*ranks \[1\] are lost, and parity of ranks \[0, 2\]"):
+        run_ranks(RANKS, started_again, tmp_path / "once more", {})
+
+
+def killed_now(folder: Path) -> None:
+    """Rank 1 is lost when it has just begun to train again."""
+    life = Life(folder)
+    assert life.first == CUT
+    if life.rank == 1:
+        for note in folder.glob("*.pt"):
+            note.unlink()
+    life.note("now")
+    dist.barrier()
+    life.die()
+
+
+def test_nothing_trained_is_a_start_from_nothing(tmp_path: Path) -> None:
+    truth = run_ranks(RANKS, undisturbed, tmp_path / "undisturbed", {})
+    dies(killed_at_first, tmp_path)
+    assert [snapshot for _, snapshot in run_ranks(RANKS, undisturbed, tmp_path, {})] == [
+        snapshot for _, snapshot in truth
+    ]
+
+
+def killed_at_first(folder: Path) -> None:
+    """Rank 1 is lost before the first step's end."""
+    life = Life(folder)
+    with life.method.step():
+        life.script.body()
+        life.die()
+
+
 def test_too_many_lost_ranks_are_refused(tmp_path: Path) -> None:
     dies(killed, tmp_path, {}, True)
     for path in (tmp_path / "2").iterdir():
