@@ -19,11 +19,10 @@ from baselines.full.writers import AsyncDcp, Dcp, Files
 from baselines.snapshot import Coded, Copies, SnapshotRecovery
 from bench.method import Costs, Method, Promise, Training
 from ecemb.rendezvous import current
+from ecemb.transaction import BESIDE
 
 MTBF = timedelta(hours=1)
 """Mean time between failures, for those that choose by it."""
-BESIDE = ("exchange", "agree", "apply")
-"""Phases of a guard that keep nobody waiting with `overlap=True`; "wait" is where training waits for them."""
 
 
 class Nothing:

@@ -72,6 +72,10 @@ class _Met:
     aborted: list[int]
 
 
+BESIDE = ("exchange", "agree", "apply")
+"""Phases that keep nobody waiting with `overlap`: those of a decision. Training waits for them in "wait"."""
+
+
 class Transactions:
     """Runs this rank's side of the step protocol.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec_models import batch, build, optimizer_of
 
 import ecemb
-from bench.method import Training
+from bench.method import Method, Training
 
 QUIET = [  # torch's and TorchRec's own warnings
     pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
@@ -99,6 +99,12 @@ class OnTorchRec:
         found += list(self.model.module.over.parameters())
         found += [value for state in self.training.optimizers[1].state.values() for value in state.values()]
         return [value.detach().clone() for value in found]
+
+
+def lose(method: Method) -> None:
+    """Its machine's memory is gone."""
+    for path in method.memory():
+        path.unlink()
 
 
 def equal(first: list[Any], second: list[Any]) -> bool:

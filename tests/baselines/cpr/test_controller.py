@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lone_trainings import QUIET, OnBags, equal
+from lone_trainings import QUIET, OnBags, equal, lose
 from torchrec_models import one_rank
 
 from baselines.cpr.controller import Cpr
@@ -42,11 +42,6 @@ def trained(folder: Path, script: OnBags, until: int, **options: Any) -> tuple[C
         with method.step():
             script.step()
     return method, begin
-
-
-def lose(method: Cpr) -> None:
-    for path in method.memory():
-        path.unlink()
 
 
 @pytest.mark.parametrize("priority", [None, "mfu"])
