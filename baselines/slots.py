@@ -6,13 +6,14 @@ is reserved before it is used. Must not know: what is kept, other ranks.
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .files import mapped
 
 _MAGIC = 0x70616E73
 _HEAD_BYTES = 64
@@ -42,7 +43,8 @@ class Slots:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._mapped: dict[Path, mmap.mmap] = {}
+        self._mapped: dict[Path, NDArray[np.uint8]] = {}
+        self._kept_bytes: int | None = None
 
     @property
     def paths(self) -> list[Path]:
@@ -52,7 +54,9 @@ class Slots:
     @property
     def kept_bytes(self) -> int:
         """Memory that the files take."""
-        return sum(path.stat().st_size for path in self.paths)
+        if self._kept_bytes is None:
+            self._kept_bytes = sum(path.stat().st_size for path in self.paths)
+        return self._kept_bytes
 
     def kept(self) -> list[tuple[str, Stamp]]:
         """Names and stamps of all that is whole."""
@@ -67,8 +71,7 @@ class Slots:
         """
         for path in self._both(name):
             if path.exists() and self._stamp(path) == stamp:
-                length = int(self._head(path)[3])
-                return np.frombuffer(self._map(path), np.uint8, length, _HEAD_BYTES)
+                return self._content(path)
         raise KeyError(f"{name} of {stamp}")
 
     def begin(self, name: str, size: int) -> NDArray[np.uint8]:
@@ -80,19 +83,20 @@ class Slots:
         first, second = self._both(name)
         stamps = [self._stamp(path) if path.exists() else None for path in (first, second)]
         path = first if stamps[0] is None or (stamps[1] is not None and stamps[0] < stamps[1]) else second
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if os.fstat(descriptor).st_size < _HEAD_BYTES + size:
+        if len(self._mapped.get(path, ())) < _HEAD_BYTES + size:
+            self._mapped.pop(path, None)
+            self._kept_bytes = None
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
                 os.posix_fallocate(descriptor, 0, _HEAD_BYTES + size)
-                self._mapped.pop(path, None)
-        finally:
-            os.close(descriptor)
+            finally:
+                os.close(descriptor)
         head = self._head(path)
         head[1] = _NONE  # first: from here on it is not whole
         head[3] = size
         head[0] = _MAGIC
         self._begun = path
-        return np.frombuffer(self._map(path), np.uint8, size, _HEAD_BYTES)
+        return self._content(path)
 
     def seal(self, stamp: Stamp) -> None:
         """The version begun last is whole."""
@@ -109,6 +113,7 @@ class Slots:
     def remove(self) -> None:
         """Gives the memory back."""
         self._mapped.clear()
+        self._kept_bytes = None
         for path in self.paths:
             path.unlink()
 
@@ -122,13 +127,12 @@ class Slots:
         return Stamp(int(head[1]), int(head[2])) if head[0] == _MAGIC and head[1] != _NONE else None
 
     def _head(self, path: Path) -> NDArray[np.int64]:
-        return np.frombuffer(self._map(path), np.int64, _HEAD_BYTES // 8)
+        return self._memory(path)[:_HEAD_BYTES].view(np.int64)
 
-    def _map(self, path: Path) -> mmap.mmap:
+    def _content(self, path: Path) -> NDArray[np.uint8]:
+        return self._memory(path)[_HEAD_BYTES:][: int(self._head(path)[3])]
+
+    def _memory(self, path: Path) -> NDArray[np.uint8]:
         if path not in self._mapped:
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                self._mapped[path] = mmap.mmap(descriptor, 0)
-            finally:
-                os.close(descriptor)
+            self._mapped[path] = mapped(path)
         return self._mapped[path]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint
+from kills import cut_off
 from torch import Tensor
 
 from ecemb.checkpoint import Piece
@@ -20,7 +20,6 @@ from ecemb.errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatc
 from ecemb.store import CheckpointFolder
 
 RANKS, ROWS = 2, 5
-MOMENTS = ("mkdir", "rename", "fsync", "chmod", "rmdir", "unlink", "open")
 
 
 def facts(step: int, lineage: str = "one") -> dict[str, Any]:
@@ -46,36 +45,6 @@ def load(folder: CheckpointFolder) -> tuple[int, Tensor]:
     found = torch.full((ROWS, 3), -1.0)
     folder.read(stored, [Piece("t", (ROWS, 3), 0, found[:3]), Piece("t", (ROWS, 3), 3, found[3:])])
     return stored.step, found
-
-
-def cut_off(end: int, work: Callable[[], None]) -> bool:
-    """Does the work in a child, which is killed before its `end`th call that changes files.
-
-    Returns:
-        Whether it was killed.
-    """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-    calls = 0
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == end:
-                os.kill(os.getpid(), 9)
-            return real(*arguments, **options)
-
-        return call
-
-    try:
-        for name in MOMENTS:
-            setattr(os, name, counted(getattr(os, name)))
-        work()
-    except BaseException:  # noqa: BLE001 - a child of pytest must not go on
-        os._exit(3)
-    os._exit(0)
 
 
 def test_after_a_kill_at_any_moment_the_newest_is_complete(tmp_path: Path, seed: int) -> None:

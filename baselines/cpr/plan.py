@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .saved import Mark
-
-
-class SavesLost(RuntimeError):
-    """Saves that have to be there are not."""
+from .saved import Mark, SavesLost
 
 
 @dataclass(frozen=True)

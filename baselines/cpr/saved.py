@@ -29,6 +29,10 @@ ROWS = "rows of "
 _MARK = "mark"
 
 
+class SavesLost(RuntimeError):
+    """Saves that have to be there are not."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """When a save was made.
@@ -52,6 +56,9 @@ class SavedRank:
 
     Attributes:
         written_bytes: by this object.
+
+    Raises:
+        SavesLost: from all methods that read: a file is damaged.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -70,12 +77,12 @@ class SavedRank:
         """When the last save was made; None if there was none."""
         if not self._rest.exists():
             return None
-        step, since = packing.unpack(mapped(self._rest))[_MARK].tolist()
+        step, since = _opened(self._rest)[_MARK].tolist()
         return Mark(step, since)
 
     def keys(self) -> set[str]:
         """Of the tensors in the image."""
-        return set(packing.unpack(mapped(self._image))) if self._image.exists() else set()
+        return set(_opened(self._image)) if self._image.exists() else set()
 
     def save(self, rows: Mapping[str, Tensor], rest: Mapping[str, Tensor], mark: Mark) -> None:
         """Saves everything.
@@ -106,9 +113,9 @@ class SavedRank:
     def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """All rows and the rest as last saved; both lie in the files, to be read."""
         self._settle()
-        rest = packing.unpack(mapped(self._rest))
+        rest = _opened(self._rest)
         del rest[_MARK]
-        return packing.unpack(mapped(self._image)), rest
+        return _opened(self._image), rest
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         size = packing.size(tensors)
@@ -123,7 +130,7 @@ class SavedRank:
         """Changes the image by the record, if there is one, and takes it away."""
         if not self._record.exists():
             return
-        image, record = (packing.unpack(mapped(path)) for path in (self._image, self._record))
+        image, record = _opened(self._image), _opened(self._record)
         self.written_bytes += put_on(image, record)
         sync(self._image)
         self._record.unlink()
@@ -150,6 +157,17 @@ def put_on(image: Mapping[str, Tensor], record: Mapping[str, Tensor]) -> int:
             image[key][rows] = tensor
         changed += tensor.nbytes
     return changed
+
+
+def _opened(path: Path) -> dict[str, Tensor]:
+    """A file's tensors, in place."""
+    try:
+        return packing.unpack(mapped(path))
+    except (OSError, ValueError) as error:
+        raise SavesLost(
+            f"{path} can't be read ({error}): put it back as it was, or train anew, with empty folders; "
+            f"if the rank's memory has survived, remove it, and it is saved anew"
+        ) from error
 
 
 def _packed(mark: Mark) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+from kills import cut_off
 
+from baselines import slots as slots_
 from baselines.slots import Slots, Stamp
 
 
@@ -41,3 +44,21 @@ def test_one_version_is_whole_whenever_it_ends(tmp_path: Path) -> None:
     keep(Slots(tmp_path), "c", first, [1])
     again.remove()
     assert not Slots(tmp_path).paths
+
+
+def test_a_kill_at_any_moment_leaves_what_was_whole(tmp_path: Path) -> None:
+    first, second, third = Stamp(4, 9), Stamp(8, 1), Stamp(12, 3)
+    for end in itertools.count(1):
+        folder = tmp_path / str(end)
+        keep(Slots(folder), "a", Stamp(0, 5), [1])
+        keep(Slots(folder), "a", first, [2, 3])
+        killed = cut_off(end, lambda: keep(Slots(folder), "a", second, [4] * 5000), slots_)  # noqa: B023
+        slots = Slots(folder)
+        assert slots.read("a", first).tolist() == [2, 3]
+        if ("a", second) in slots.kept():
+            assert slots.read("a", second).tolist() == [4] * 5000
+        keep(Slots(folder), "a", third, [5])
+        assert Slots(folder).read("a", third).tolist() == [5]
+        if not killed:
+            assert end > 30
+            break

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kills import cut_off
 from torch import Tensor
 
 from baselines.cpr import saved
-from baselines.cpr.saved import ROWS, Mark, SavedRank
+from baselines.cpr.saved import ROWS, Mark, SavedRank, SavesLost
 
 NUMBERS = torch.arange(6).reshape(6, 1).expand(6, 3)
-
-
-class Killed(Exception):
-    """Stands for the end of the process."""
 
 
 def of(step: int) -> dict[str, Tensor]:
@@ -63,42 +60,47 @@ def test_rows_come_back_as_they_were_saved_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_kill_at_any_moment_leaves_whole_rows(
-    *, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for moment in itertools.count():
-        folder = tmp_path / str(moment)
-        SavedRank(folder, 0).save(of(0), rest(0), Mark(0, 0))
-        left = iter(range(moment))
-        sync = saved.sync
-
-        def killed(path: Path, left: object = left, sync: object = sync) -> None:
-            if next(left, None) is None:
-                raise Killed
-            sync(path)
-
-        monkeypatch.setattr(saved, "sync", killed)
+def test_a_kill_at_any_moment_leaves_whole_rows(*, whole: bool, tmp_path: Path) -> None:
+    def work(folder: Path) -> None:
         rank = SavedRank(folder, 0)
-        try:
-            if whole:
-                rank.save(of(1), rest(1), Mark(1, 1))
-            else:
-                rank.save_rows(some(1, [1, 2]), rest(1), Mark(1, 0))
-        except Killed:
-            ended = False
+        if whole:
+            rank.save(of(1), rest(1), Mark(1, 1))
         else:
-            ended = True
-        monkeypatch.undo()
+            rank.save_rows(some(1, [1, 2]), rest(1), Mark(1, 0))
+
+    new = [1] * 6 if whole else [0, 1, 1, 0, 0, 0]
+    for end in itertools.count(1):
+        folder = tmp_path / str(end)
+        SavedRank(folder, 0).save(of(0), rest(0), Mark(0, 0))
+        killed = cut_off(end, lambda: work(folder), saved)  # noqa: B023
         mark = SavedRank(folder, 0).mark()
         found = steps(SavedRank(folder, 0))
-        new = [1] * 6 if whole else [0, 1, 1, 0, 0, 0]
         assert mark is not None and found in ([0] * 6, new)
         assert found == new or mark.step == 0  # rows may be newer than the mark, never older
+        _, kept = SavedRank(folder, 0).load()
+        assert torch.equal(kept["lr"], rest(mark.step)["lr"])
         SavedRank(folder, 0).save_rows(some(2, [5]), rest(2), Mark(2, 0))
         assert steps(SavedRank(folder, 0)) == [*found[:5], 2]
-        if ended:
-            assert mark.step == 1 and moment > 3
+        assert sorted(path.name for path in folder.iterdir() if path.suffix != ".partial") == [
+            "rank-0.rest",
+            "rank-0.rows",
+        ]
+        if not killed:
+            assert mark.step == 1 and end > 25
             break
+
+
+@pytest.mark.parametrize("kind", ["rows", "rest"])
+def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
+    SavedRank(tmp_path, 0).save(of(0), rest(0), Mark(0, 0))
+    path = tmp_path / f"rank-0.{kind}"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:10], whole[:-70], b"x" + whole[1:], whole[:30] + b"x" + whole[31:]):
+        path.write_bytes(damaged)
+        with pytest.raises(SavesLost, match=rf"{path.name} can't be read.*put it back"):
+            SavedRank(tmp_path, 0).load()
+    path.write_bytes(whole)
+    assert steps(SavedRank(tmp_path, 0)) == [0] * 6
 
 
 def test_half_of_a_record_is_written_again(tmp_path: Path) -> None:
