@@ -18,6 +18,23 @@ MEASURED = 5
 """Steps of a life whose time is taken before the first interval is chosen (chosen)."""
 
 
+class Mean:
+    """Of all numbers so far."""
+
+    def __init__(self) -> None:
+        self.count, self._sum = 0, 0.0
+
+    @property
+    def value(self) -> float:
+        """The mean; there are some."""
+        return self._sum / self.count
+
+    def add(self, number: float) -> None:
+        """One more."""
+        self.count += 1
+        self._sum += number
+
+
 class Interval:
     """The number of steps between saves; the same on all ranks.
 
@@ -42,35 +59,33 @@ class Interval:
         self.steps = every
         self.measured: tuple[float, float] | None = None
         self._mtbf = mtbf
-        self._steps_s: list[float] = []
-        self._saves_s: list[float] = []
+        self._steps, self._saves = Mean(), Mean()
 
     def is_due(self, since: int) -> bool:
         """Whether to save, so many steps after the last save; or, if none was measured yet, to find out."""
         if self.steps is None:
-            return len(self._steps_s) >= MEASURED
+            return self._steps.count >= MEASURED
         return since >= self.steps
 
     def stepped(self, seconds: float) -> None:
         """A step took so long, without saves. All ranks."""
         if self._mtbf is not None:
-            self._steps_s.append(seconds)
-            if len(self._steps_s) == MEASURED:
+            self._steps.add(seconds)
+            if self._steps.count == MEASURED:
                 self._choose()
 
     def saved(self, seconds: float) -> None:
         """A save stalled training for so long. All ranks."""
         if self._mtbf is not None:
-            self._saves_s.append(seconds)
-            if len(self._steps_s) >= MEASURED:
+            self._saves.add(seconds)
+            if self._steps.count >= MEASURED:
                 self._choose()
 
     def _choose(self) -> None:
         """By what the slowest rank takes."""
-        if self._mtbf is None or not self._saves_s:
+        if self._mtbf is None or not self._saves.count:
             return
-        means = [sum(values) / len(values) for values in (self._saves_s, self._steps_s)]
-        slowest = torch.tensor(means, dtype=torch.float64)
+        slowest = torch.tensor([self._saves.value, self._steps.value], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         save_s, step_s = slowest.tolist()
         self.measured = save_s, step_s

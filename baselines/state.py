@@ -9,22 +9,31 @@ Must not know: files, intervals.
 
 from __future__ import annotations
 
+import copy
 import io
+import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ecemb
 from bench.method import Training
 
 _PLAIN, _OPTIONS, _SHARED_OPTIONS = "plain", "options", "shared options"
+_TORCH, _NUMPY, _PYTHON, _NORMALS = (f"generator/{name}" for name in ("torch", "numpy", "python", "normals"))
 _PACKED = {_PLAIN, _OPTIONS, _SHARED_OPTIONS}
 """Keys of what is no tensor: uint8, of torch.save, for weights_only=True."""
+_ASIDE = _PACKED | {_TORCH, _NUMPY, _PYTHON, _NORMALS}
+"""Keys of what is not written to tensors of the training."""
 _TABLE = "table/"
+_WAY_OUT = "Run the script that saved it, or name another folder"
+Entry = tuple[str, str, Any]
+"""Of an optimizer's state: the parameter's key, a name, its value."""
 _ROWS, _OWN, _SHARED = "rows", "own", "shared"
 
 
@@ -80,30 +89,37 @@ class TrainingState:
             for key, _, param in self._parameters()
         }
         self._kinds: dict[str, str] = {}
-        self._known = 0
+        self._known: list[int] = []
+        self._packed: dict[str, tuple[Any, Tensor]] = {}
 
     def rows(self) -> dict[str, Tensor]:
-        """Weights and per-row optimizer state of the tables, those that there are by now; live, by key."""
+        """Weights and per-row optimizer state of the tables, those that there are by now; live, by key.
+
+        For FBGEMM's tables this takes milliseconds: nothing for every step.
+        """
         return rows_of(self.tables)
 
     def rest(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This rank's own tensors but for `rows`, and those that all ranks share; live, by key."""
-        found = dict(self._found())
+        entries = list(self._entries())
+        found = dict(self._found(entries))
         if not found.keys() <= self._kinds.keys():
             self._sort(found)
         own, shared = (
             {key: tensor for key, tensor in found.items() if self._kinds[key] == kind}
             for kind in (_OWN, _SHARED)
         )
-        own[_PLAIN], own[_OPTIONS] = _packed(self._plain()), _packed(self._options(own=True))
-        shared[_SHARED_OPTIONS] = _packed(self._options(own=False))
+        own |= _generators()
+        own[_PLAIN] = _packed([dict(one.state_dict()) for one in self._state])
+        own[_OPTIONS] = self._packed_once(_OPTIONS, self._options(entries, own=True))
+        shared[_SHARED_OPTIONS] = self._packed_once(_SHARED_OPTIONS, self._options(entries, own=False))
         return own, shared
 
-    def has_grown(self) -> bool:
-        """Whether optimizers have made state since this was asked last: then there may be more `rows`."""
-        entries = sum(1 for _ in self._entries())
-        grown, self._known = entries > self._known, entries
-        return grown
+    def has_changed(self) -> bool:
+        """Whether optimizers have made or replaced state since this was asked last, and so `rows` differ."""
+        values = [id(value) for _, _, value in self._entries() if isinstance(value, Tensor)]
+        changed, self._known = values != self._known, values
+        return changed
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This rank's own tensors, `rows` among them, and those that all ranks share; live, by key."""
@@ -117,25 +133,24 @@ class TrainingState:
         Optimizer state of rows that is missing here, and was there then, is made, of zeros.
 
         Raises:
-            ValueError: it is another training's.
+            ValueError: it is another training's, or of another number of ranks.
         """
+        _check(_ASIDE, saved.keys() & _ASIDE)
         self._make_state(saved)
         own, shared = self.take() if any(key.startswith(_TABLE) for key in saved) else self.rest()
-        live = {key: tensor for key, tensor in (own | shared).items() if key not in _PACKED}
-        _check(live, saved.keys() - _PACKED)
-        for key, tensor in live.items():
-            tensor.copy_(saved[key])
-        plain = _unpacked(saved[_PLAIN])
-        for one, kept in zip(self._state, plain["state"], strict=True):
+        live = {key: tensor for key, tensor in (own | shared).items() if key not in _ASIDE}
+        _check(live.keys(), saved.keys() - _ASIDE)
+        put_in(live, saved)
+        for one, kept in zip(self._state, _unpacked(saved[_PLAIN]), strict=True):
             one.load_state_dict(kept)
-        _set_generators(plain["generators"])
+        _set_generators(saved)
 
-    def _found(self) -> Iterator[tuple[str, Tensor]]:
+    def _found(self, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
         """All plain tensors that are not empty, by key."""
         for key, value in self._model.state_dict().items():
             if not _is_sharded(value) and value.numel():
                 yield f"model/{key}", value
-        for key, name, value in self._entries():
+        for key, name, value in entries:
             if not _is_sharded(value) and value.numel():
                 yield f"{key}/{name}", value
 
@@ -152,10 +167,13 @@ class TrainingState:
     def _pointers(self) -> set[int]:
         return {tensor.data_ptr() for tensor in self.rows().values()}
 
-    def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        """Optimizers' state: key of the parameter, name, value."""
+    def _entries(self) -> Iterator[Entry]:
+        """Optimizers' state."""
+        states = {
+            optimizer: optimizer.state for optimizer in self._optimizers
+        }  # TorchRec's makes it each time
         for key, optimizer, param in self._parameters():
-            for name, value in optimizer.state.get(param, {}).items():
+            for name, value in states[optimizer].get(param, {}).items():
                 yield key, name, value
 
     def _parameters(self) -> Iterator[tuple[str, torch.optim.Optimizer, Tensor]]:
@@ -168,27 +186,37 @@ class TrainingState:
             for j, group in enumerate(optimizer.param_groups):
                 yield f"optimizer/{i}/{j}", optimizer, group
 
-    def _plain(self) -> dict[str, Any]:
-        return {"state": [dict(one.state_dict()) for one in self._state], "generators": _generators()}
+    def _packed_once(self, key: str, plain: Any) -> Tensor:
+        """Packs what is compared by value only when it has changed: it is asked for in every step."""
+        if key not in self._packed or self._packed[key][0] != plain:
+            self._packed[key] = copy.deepcopy(plain), _packed(plain)
+        return self._packed[key][1]
 
-    def _options(self, *, own: bool) -> dict[str, Any]:
+    def _options(self, entries: Sequence[Entry], *, own: bool) -> dict[str, Any]:
         """Of own parameters, or of those that are shared: options, values, and names of tensors."""
-        entries: dict[str, dict[str, Any]] = {}
-        for key, name, value in self._entries():
+        named: dict[str, dict[str, Any]] = {}
+        for key, name, value in entries:
             if self._is_own[key] == own:
-                entries.setdefault(key, {})[name] = None if isinstance(value, Tensor) else value
+                named.setdefault(key, {})[name] = None if isinstance(value, Tensor) else value
         groups = {
             key: {name: value for name, value in group.items() if name != "params"}
             for key, _, group in self._groups()
             if own == all(self._is_own[f"{key}/{number}"] for number in range(len(group["params"])))
         }
-        return {"entries": entries, "groups": groups}
+        ranks = {} if own else {"ranks": dist.get_world_size()}
+        return {"entries": named, "groups": groups, **ranks}
 
     def _make_state(self, saved: Mapping[str, Tensor]) -> None:
         """Optimizers' options and values, and tensors that they make in their first step only."""
         both = [_unpacked(saved[key]) for key in (_OPTIONS, _SHARED_OPTIONS)]
         groups, entries = ({**both[0][name], **both[1][name]} for name in ("groups", "entries"))
-        _check({key: group for key, _, group in self._groups()}, groups.keys())
+        ranks = both[1]["ranks"]
+        if ranks != dist.get_world_size():
+            raise ValueError(
+                f"what was saved is of {ranks} ranks, and there are {dist.get_world_size()}: start {ranks}, "
+                f"or train anew, with an empty folder"
+            )
+        _check({key for key, _, _ in self._groups()}, groups.keys())
         for key, _, group in self._groups():
             group.update(groups[key])
         for key, optimizer, param in self._parameters():
@@ -201,10 +229,29 @@ class TrainingState:
                     entry[name] = torch.zeros_like(param) if stored is None else stored.clone()
 
 
-def _check(live: Mapping[str, object], saved: Set[str]) -> None:
+def _check(live: Set[str], saved: Set[str]) -> None:
     """Refuses what is saved of another training, by its keys."""
-    if differing := sorted(live.keys() ^ saved):
-        raise ValueError(f"the checkpoint is of another training: they differ in {differing[:5]}")
+    if differing := sorted(live ^ saved):
+        raise ValueError(f"what was saved is another training's: they differ in {differing[:5]}. {_WAY_OUT}")
+
+
+@torch.no_grad()
+def put_in(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Writes to the live tensors what they were, if all are there, and of the same types and shapes.
+
+    Raises:
+        ValueError: they are another training's. Nothing is written then.
+    """
+    _check(live.keys(), saved.keys() & live.keys())
+    for key, tensor in live.items():
+        then, now = ((one.dtype, tuple(one.shape)) for one in (saved[key], tensor))
+        if then != now:
+            raise ValueError(
+                f"what was saved is another training's: {key} was {then[0]} {then[1]}, "
+                f"and is {now[0]} {now[1]}. {_WAY_OUT}"
+            )
+    for key, tensor in live.items():
+        tensor.copy_(saved[key])
 
 
 def _is_sharded(value: Any) -> bool:
@@ -222,17 +269,22 @@ def _unpacked(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
 
 
-def _generators() -> dict[str, Any]:
-    kind, keys, *others = np.random.get_state()
+def _generators() -> dict[str, Tensor]:
+    """Of torch, numpy and python."""
+    _, keys, *place, gauss = np.random.get_state()
+    version, numbers, normal = random.getstate()
     return {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys, np.int64)), *others],
-        "python": random.getstate(),
+        _TORCH: torch.get_rng_state(),
+        _NUMPY: torch.from_numpy(np.concatenate([np.asarray(keys, np.int64), np.asarray(place, np.int64)])),
+        _PYTHON: torch.from_numpy(np.array((version, *numbers), np.int64)),
+        _NORMALS: torch.tensor([gauss, math.nan if normal is None else normal], dtype=torch.float64),
     }
 
 
-def _set_generators(kept: Mapping[str, Any]) -> None:
-    torch.set_rng_state(kept["torch"])
-    kind, keys, *others = kept["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *others))
-    random.setstate(kept["python"])
+def _set_generators(kept: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(kept[_TORCH])
+    gauss, normal = kept[_NORMALS].tolist()
+    numbers = kept[_NUMPY].numpy()
+    np.random.set_state(("MT19937", numbers[:-2].astype(np.uint32), *numbers[-2:].tolist(), gauss))
+    version, *words = kept[_PYTHON].tolist()
+    random.setstate((version, tuple(words), None if math.isnan(normal) else normal))

@@ -100,13 +100,13 @@ def _fill(path: Path, storage: torch.UntypedStorage) -> None:
 
 def _span(path: Path, name: str, size_bytes: int) -> Tensor:
     """A file in place, uint8 [size_bytes]."""
-    found = mapped(path)
-    if len(found) != size_bytes:
+    there_bytes = path.stat().st_size if path.exists() else 0
+    if there_bytes != size_bytes:
         raise ValueError(
-            f"{path} holds {len(found)} bytes, and {name} has {size_bytes}: it is another training's; run "
+            f"{path} holds {there_bytes} bytes, and {name} has {size_bytes}: it is another training's; run "
             f"the script that started it, or name another folder"
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(mapped(path))
 
 
 def _repoint(places: Mapping[int, Tensor]) -> None:

@@ -92,6 +92,9 @@ class PartialRecovery:
                 self._begin(0)
             else:
                 self._resume(found, held[dist.get_rank()].saved)
+                if any(one.saved is None for one in held):  # killed before all had saved
+                    self._save(whole=True)
+                    dist.barrier()
         return self._next
 
     def start(self, training: Training, step: int) -> None:
@@ -121,7 +124,7 @@ class PartialRecovery:
         state = self._made()
         self._next += 1
         with self._stalled.running():
-            if state.has_grown():
+            if state.has_changed():
                 self._living.move(state.rows, survived=False)
             self._keep()
             if self._saving.is_due(self._next):

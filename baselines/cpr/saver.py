@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from baselines.state import rows_of
+from baselines.state import put_in, rows_of
 
 from .saved import Mark
 from .saving import LiveTable, Saving
@@ -77,7 +76,6 @@ class Saver:
         self._saving.saved(tables, some)
 
 
-@torch.no_grad()
 def take_up(tables: Sequence[LiveTable], rows: Mapping[str, Tensor]) -> None:
     """A shard that failed takes up its saved rows, and of their optimizers' state what there is now.
 
@@ -88,8 +86,4 @@ def take_up(tables: Sequence[LiveTable], rows: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: they are another training's.
     """
-    live = rows_of(tables)
-    if missing := sorted(live.keys() - rows.keys()):
-        raise ValueError(f"the saved rows are another training's: there are none of {missing[:5]}")
-    for key, tensor in live.items():
-        tensor.copy_(rows[key])
+    put_in(rows_of(tables), rows)

@@ -41,6 +41,7 @@ class Memory:
         columns: by key, in place.
         parity: rows, in place.
         dtype: of parity.
+        nbytes: of the file.
 
     Raises:
         ValueError: the file is there, and of other tables or another code.
@@ -63,6 +64,7 @@ class Memory:
         layout = hashlib.sha256(repr([owner, list(like), specs]).encode()).digest()[:7]
         self._layout = int.from_bytes(layout, "little")
         memory = _opened(path, places.pop())
+        self.nbytes = len(memory)
         self._head = memory[:_HEAD_BYTES].view(np.int64)
         if self.step is not None and self._head[3] != self._layout:
             raise ValueError(

@@ -12,9 +12,9 @@ Must not know: which stripe is where, how messages look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ from .live import Columns, LiveParity
 from .memory import Memory
 from .stripes import ParityLost, Shape, Stripes
 from .wire import Bytes
-
-Tensors = Mapping[str, Tensor]
 
 
 class ParityPoisoned(RuntimeError):
@@ -194,9 +192,9 @@ class FloatParity:
             rows: that have changed, of each table.
             step: that comes next.
         """
-        mine, shared = parts.state.take()
-        tables = parts.columns(mine)
-        rest = {key: tensor for key, tensor in mine.items() if key not in parts.memory.columns}
+        tables, late = parts.live_rows()
+        own_, shared = parts.state.rest()
+        rest = own_ | late
         passenger = np.empty(packing.size(rest), np.uint8)
         packing.pack(rest, passenger)
         arrived = parts.live.exchange(tables, rows, passenger)
@@ -217,8 +215,9 @@ class FloatParity:
         self._slots.seal(stamp)
 
     def _note_memory(self) -> None:
-        files = sum(path.stat().st_size for path in self.memory())
-        self._memory_bytes = max(self._memory_bytes, files + self._made().live.message_bytes)
+        parts = self._made()
+        now_bytes = parts.memory.nbytes + self._slots.kept_bytes + parts.live.message_bytes
+        self._memory_bytes = max(self._memory_bytes, now_bytes)
 
     def _made(self) -> _Parts:
         if self._parts is None:
@@ -262,7 +261,7 @@ class _Touched:
         return lambda rows: told.append(rows.clone())
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Parts:
     """What a rank has once it is prepared."""
 
@@ -271,15 +270,22 @@ class _Parts:
     memory: Memory
     live: LiveParity
     tables: list[list[str]]
+    _live_rows: tuple[list[Columns], dict[str, Tensor]] = field(default_factory=lambda: ([], {}))
 
     @property
     def step(self) -> int:
         """That comes next."""
         return self.memory.step or 0
 
-    def columns(self, tensors: Tensors) -> list[Columns]:
-        """Of each table, as it is trained."""
-        return [[tensors[key].detach().numpy() for key in keys] for keys in self.tables]
+    def live_rows(self) -> tuple[list[Columns], dict[str, Tensor]]:
+        """Of each table its columns as they are trained; and, by key, what came too late to be in sums."""
+        if self.state.has_changed() or not self._live_rows[0]:
+            rows = self.state.rows()
+            columns: list[Columns] = [
+                [rows.pop(key).detach().numpy() for key in keys] for keys in self.tables
+            ]
+            self._live_rows = columns, rows
+        return self._live_rows
 
     def rows(self) -> dict[str, Tensor]:
         """All rows as they were after the last whole step."""

@@ -11,6 +11,6 @@ Parameters: two complete checkpoints are kept (chosen).
 - `writers`: how state is written and read, crash-safe.
 """
 
-from .recovery import FullRecovery
+from .recovery import CheckpointUnreadable, FullRecovery
 
-__all__ = ["FullRecovery"]
+__all__ = ["CheckpointUnreadable", "FullRecovery"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from baselines.rollback import Rollback
 from bench.method import Costs
@@ -18,8 +19,14 @@ from bench.method import Costs
 from .writers import Writer, complete, place
 
 
+class CheckpointUnreadable(RuntimeError):
+    """A checkpoint's files are not as they were written."""
+
+
 class FullRecovery(Rollback):
     """Saves everything to a folder that outlives machines, and rolls back to it. All ranks.
+
+    Bytes are the tensors' as written, and the files' as stored.
 
     Args:
         folder: of the job's checkpoints, on a file system that all ranks share.
@@ -43,7 +50,7 @@ class FullRecovery(Rollback):
     ) -> None:
         super().__init__(every, mtbf, writer.behind)
         self._folder, self._writer, self._keep = folder, writer, keep
-        self._written_bytes = self._last_bytes = self._memory_bytes = 0
+        self._written_bytes = self._memory_bytes = 0
 
     def memory(self) -> Sequence[Path]:
         """Nothing: files outlive machines."""
@@ -54,7 +61,7 @@ class FullRecovery(Rollback):
         return Costs(
             stalled_s=self._stalled.seconds,
             written_bytes=self._written_bytes,
-            stored_bytes=self._last_bytes * len(complete(self._folder)),
+            stored_bytes=self._writer.stored_bytes(self._folder),
             memory_bytes=self._memory_bytes,
         )
 
@@ -62,18 +69,29 @@ class FullRecovery(Rollback):
         """Waits until what is being saved is complete. All ranks."""
         with self._stalled.running():
             self._writer.wait()
+        dist.barrier()
 
     def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        """See `Rollback`.
+
+        Raises:
+            CheckpointUnreadable: what ought to be the last save is none.
+        """
         newest = [max(complete(self._folder), default=-1)]
         dist.broadcast_object_list(newest, src=0)
         if newest[0] < 0:
             return None
-        return newest[0], self._writer.load(place(self._folder, newest[0]))
+        path = place(self._folder, newest[0])
+        try:
+            return newest[0], self._writer.load(path)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointUnreadable(
+                f"{path} can't be read: it is damaged, or of fewer ranks. Start as many as wrote it, or move "
+                f"it away: then training goes back to the checkpoint before it"
+            ) from error
 
     def _store(self, step: int, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
         self._writer.save(self._folder, step, own, shared, self._keep)
-        self._last_bytes = sum(tensor.nbytes for tensor in own.values())
-        if dist.get_rank() == 0:
-            self._last_bytes += sum(tensor.nbytes for tensor in shared.values())
-        self._written_bytes += self._last_bytes
+        written = [*own.values(), *(shared.values() if dist.get_rank() == 0 else ())]
+        self._written_bytes += sum(tensor.nbytes for tensor in written)
         self._memory_bytes = max(self._memory_bytes, self._writer.copied_bytes)

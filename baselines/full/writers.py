@@ -1,18 +1,21 @@
 """How a checkpoint is written and read, crash-safe: whatever is killed, what counts as complete is.
 
 A checkpoint is a folder `step-N`. It is made as `step-N.partial`, written and synced by all ranks, and
-renamed by rank 0 as the last act. All ranks see one file system.
+renamed by rank 0 as the last act; it goes the same way, by its name first. What was cut off in either goes
+with the next save. All ranks see one file system.
 
 Must not know: what is saved, and when.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,8 @@ Tensors = Mapping[str, Tensor]
 
 def complete(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, ascending."""
-    names = [path.name for path in folder.glob("step-*")]
-    return sorted(int(name.removeprefix("step-")) for name in names if not name.endswith(_PARTIAL))
+    steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return sorted(int(step) for step in steps if step.isdecimal())
 
 
 def place(folder: Path, step: int) -> Path:
@@ -59,7 +62,8 @@ class Writer(ABC):
         """
         partial = folder / f"step-{step}{_PARTIAL}"
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in folder.glob(f"step-*{_PARTIAL}"):
+                shutil.rmtree(left)
             partial.mkdir(parents=True)
         dist.barrier()
         self._write(partial, own, shared, keep)
@@ -84,13 +88,27 @@ class Writer(ABC):
         """Of memory that copies of tensors take while they are written."""
         return 0
 
+    @abstractmethod
+    def part(self, rank: int) -> list[str]:
+        """Patterns of the names that a rank's files in a checkpoint have."""
+
+    def stored_bytes(self, folder: Path) -> int:
+        """This rank's part of all complete checkpoints in a folder."""
+        stored_bytes = 0
+        for step, pattern in itertools.product(complete(folder), self.part(dist.get_rank())):
+            for path in place(folder, step).glob(pattern):
+                with suppress(FileNotFoundError):  # rank 0 is just removing it
+                    stored_bytes += path.stat().st_size
+        return stored_bytes
+
     @staticmethod
     def _commit(partial: Path, keep: int) -> None:
         """Makes a checkpoint whole, and removes old ones. Rank 0."""
         partial.rename(partial.with_suffix(""))
         sync(partial.parent)
         for step in complete(partial.parent)[:-keep]:
-            shutil.rmtree(place(partial.parent, step))
+            old = place(partial.parent, step)
+            shutil.rmtree(old.rename(old.with_suffix(_PARTIAL)))
 
 
 class Files(Writer):
@@ -105,6 +123,10 @@ class Files(Writer):
         if rank == 0:
             sync(partial)
             self._commit(partial, keep)
+
+    def part(self, rank: int) -> list[str]:
+        """See `Writer.part`."""
+        return [f"rank-{rank}.pt", "shared.pt"][: 1 if rank else 2]
 
     def load(self, path: Path) -> dict[str, Tensor]:
         """See `Writer.load`."""
@@ -121,6 +143,10 @@ class Dcp(Writer):
         if dist.get_rank() == 0:
             sync(partial)
             self._commit(partial, keep)
+
+    def part(self, rank: int) -> list[str]:
+        """See `Writer.part`."""
+        return [f"__{rank}_*", ".metadata"][: 1 if rank else 2]
 
     def load(self, path: Path) -> dict[str, Tensor]:
         """See `Writer.load`. DCP's index is a pickle: the folder has to be the job's own."""

@@ -5,6 +5,8 @@ Costs and promises of all variants, on real ranks, are in tests/contracts/test_m
 
 from __future__ import annotations
 
+import copy
+import random
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,13 +18,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lone_trainings import QUIET, OnBags, OnTorchRec, equal
+from kills import cut_off
+from lone_trainings import QUIET, OnBags, OnTorchRec, equal, lose
 from processes import RankFailed, launch
 from torch import Tensor
 from torchrec_models import one_rank
 from trainings import bags
 
 import ecemb
+from baselines import slots
+from baselines.cpr import recovery, saved, saving
 from baselines.cpr.priority import PRIORITIES
 from baselines.cpr.recovery import PartialRecovery
 from baselines.cpr.saved import Mark, SavedRank
@@ -50,11 +55,6 @@ def trained(
         with method.step():
             script.step()
     return method, begin
-
-
-def lose(method: PartialRecovery) -> None:
-    for path in method.memory():
-        path.unlink()
 
 
 @pytest.mark.usefixtures("_alone")
@@ -129,6 +129,54 @@ def test_priorities_outlive_the_process(priority: str, tmp_path: Path) -> None:
     changed = [int(row) for row in (after != before).any(1).nonzero().reshape(-1)]
     assert len(changed) == 1 and changed[0] in moved  # r N, as if it had never been restarted
     assert torch.equal(after[changed], user[changed])
+
+
+def taken(script: OnBags) -> tuple[list[Tensor], list[Any]]:
+    """Copies of its rows, and of some of the rest."""
+    rows = [
+        script.model.user.weight,
+        script.by_hand.weight,
+        script.adagrad.state[script.model.user.weight]["sum"],
+    ]
+    rest = [script.count.steps, torch.get_rng_state(), *script.model.head.state_dict().values()]
+    return [one.detach().clone() for one in rows], copy.deepcopy(rest)
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("priority", [None, "scar"])
+def test_a_kill_at_any_moment_of_a_steps_end(priority: str | None, tmp_path: Path, seed: int) -> None:
+    every = 4 if priority is None else 8  # a save after the fourth step
+    draw, most = random.Random(seed), 300
+    for trial in range(8):
+        folder, script = tmp_path / str(trial), OnBags()
+        method, _ = trained(folder, script, 3, priority, every=every)
+        before = taken(script)
+        ending = method.step()
+        ending.__enter__()
+        script.step()
+        after = taken(script)
+        end = draw.randrange(1, most)
+        if not cut_off(end, lambda: ending.__exit__(None, None, None), recovery, saved, saving, slots):  # noqa: B023
+            most = end
+        again = OnBags()
+        method, begin = trained(folder, again, 0, priority, every=every)
+        rows, rest = taken(again)
+        assert equal(rows, after[0]) and equal(rest, (before if begin == 3 else after)[1])
+        lose(method)
+        again = OnBags()
+        _, begin = trained(folder, again, 0, priority, every=every)
+        rows, rest = taken(again)
+        assert begin in ((0, 4) if priority is None else (3, 4)) and rest[0] == begin
+        assert priority is not None or begin == 0 or equal(rows, after[0])
+        shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_who_has_never_saved_saves_at_once(tmp_path: Path) -> None:
+    trained(tmp_path, OnBags(), 3, every=100)
+    SavedRank(tmp_path / "files", 0)._rest.unlink()  # killed at its first start, before it had saved
+    _, begin = trained(tmp_path, OnBags(), 3, every=100)
+    assert begin == 3 and SavedRank(tmp_path / "files", 0).mark() == Mark(3, 3)
 
 
 @pytest.mark.usefixtures("_alone")

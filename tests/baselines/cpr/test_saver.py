@@ -62,7 +62,7 @@ def test_files_and_memory_hold_the_same(priority: str | None, tmp_path: Path) ->
 
 
 def test_rows_of_another_training_are_not_taken_up() -> None:
-    with pytest.raises(ValueError, match=r"another training's: there are none of \['table/large/sum'"):
+    with pytest.raises(ValueError, match=r"another training's: they differ in \['table/large/sum'"):
         take_up(tables(), {})
 
 

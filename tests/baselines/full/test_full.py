@@ -6,6 +6,8 @@ Real ranks that are killed are in tests/contracts/test_methods.py.
 from __future__ import annotations
 
 import math
+import random
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from kills import cut_off
 from lone_trainings import QUIET, OnBags, OnTorchRec, equal
 from torch import nn
 from torchrec_models import one_rank
 
 import ecemb
-from baselines.full import FullRecovery, writers
+from baselines.full import CheckpointUnreadable, FullRecovery, writers
 from baselines.interval import MEASURED, Interval
 from baselines.state import TrainingState
 from baselines.young import young
@@ -101,8 +105,66 @@ def test_what_is_not_whole_does_not_count(kind: str, tmp_path: Path, monkeypatch
     assert writers.complete(tmp_path) == [1, 2]
 
 
-def test_another_training_is_refused(tmp_path: Path) -> None:
+def save(folder: Path, step: int) -> None:
+    writers.Files().save(
+        folder, step, {"own": torch.full((3,), step)}, {"shared": torch.tensor(step)}, keep=1
+    )
+
+
+def test_after_a_kill_at_any_moment_the_newest_is_complete(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: None)  # a forked child lacks gloo's threads
+    save(tmp_path, 1)
+    step, end, random_ = 1, 0, random.Random(seed)
+    while True:
+        end += 1
+        killed = cut_off(end, lambda: save(tmp_path, step + 1), writers)  # noqa: B023
+        newest = writers.complete(tmp_path)[-1]
+        found = writers.Files().load(writers.place(tmp_path, newest))
+        assert newest in (step, step + 1) and found["own"].tolist() == [newest] * 3
+        assert int(found["shared"]) == newest
+        if not killed:
+            break
+        if newest > step or random_.random() < 0.3:  # the next save removes what the kill left behind
+            step = newest + 1
+            save(tmp_path, step)
+            assert [path.name for path in tmp_path.iterdir()] == [f"step-{step}"]
+    assert end > 40
+
+
+@every_writer
+def test_what_can_not_be_read_is_named(kind: str, tmp_path: Path) -> None:
+    script = OnBags()
+    method, _ = protected(script.training, tmp_path, kind, every=1)
+    with method.step():
+        script.step()
+    method.close()
+    assert method.costs().stored_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    for path in writers.place(tmp_path, 1).iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointUnreadable, match="step-1 can't be read.*move it away"):
+        protected(OnBags().training, tmp_path, kind, every=1)
+    shutil.rmtree(writers.place(tmp_path, 1))
+    assert protected(OnBags().training, tmp_path, kind, every=1)[1] == 0
+
+
+def test_another_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     protected(OnBags().training, tmp_path, "files")
+    for other, words in (
+        (nn.Linear(4, 3), r"head\.0\.weight.*\(2, 4\).*\(3, 4\)"),
+        (nn.Linear(4, 2).half(), "float16"),
+    ):
+        script = OnBags()
+        script.model.head[0] = other
+        script.training.optimizers[2].param_groups[0]["params"][:2] = other.parameters()
+        with pytest.raises(ValueError, match=f"another training.*{words}"):
+            protected(script.training, tmp_path, "files")
+    state = TrainingState(OnBags().training)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="is of 1 ranks, and there are 2: start 1"):
+        state.put(writers.Files().load(writers.place(tmp_path, 0)))
+    monkeypatch.undo()
     other = OnBags()
     other.model.extra = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"another training.*model/extra"):
