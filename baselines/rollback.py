@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-
-from torch import Tensor
 
 from bench.method import Promise, Training
 
@@ -51,10 +49,8 @@ class Rollback(ABC):
         """
         self._state = TrainingState(training)
         with self._stalled.running():
-            found = self._load()
-            if found is not None:
-                self._next, saved = found
-                self._state.put(saved)
+            found = self._restore(self._state)
+            self._next = 0 if found is None else found
         self._saved = self._next
         if found is None:
             self._save()
@@ -71,17 +67,16 @@ class Rollback(ABC):
             self._save()
 
     @abstractmethod
-    def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:
-        """The last save: its step and tensors, this rank's own and the shared ones; None if there is none."""
+    def _restore(self, state: TrainingState) -> int | None:
+        """Brings the state to the last save, and returns its step; None if there is none."""
 
     @abstractmethod
-    def _store(self, step: int, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-        """Saves. All ranks.
+    def _store(self, step: int, state: TrainingState) -> None:
+        """Saves the state. All ranks.
 
         Args:
             step: that comes next.
-            own: this rank's tensors. Read.
-            shared: tensors that are the same on all ranks. Read.
+            state: read.
         """
 
     def _save(self) -> None:
@@ -89,6 +84,6 @@ class Rollback(ABC):
             raise RuntimeError("prepare() comes first")
         before = self._stalled.seconds
         with self._stalled.running():
-            self._store(self._next, *self._state.take())
+            self._store(self._next, self._state)
         self._saved = self._next
         self.interval.saved(self._stalled.seconds - before)

@@ -127,23 +127,33 @@ class TrainingState:
         return own | self.rows(), shared
 
     @torch.no_grad()
-    def put(self, saved: Mapping[str, Tensor]) -> None:
+    def put(self, saved: Mapping[str, Tensor], *, resharded: bool = False) -> None:
         """Brings the training to what `take` gave, both parts together, or `rest`: then rows stay.
 
         Optimizer state of rows that is missing here, and was there then, is made, of zeros.
+
+        Args:
+            saved: by key. Read.
+            resharded: it was taken in another number of ranks. Random generators stay, and what a rank has
+                alone comes back as far as it has the same names: TorchRec's optimizers have a group for each
+                table of the rank.
 
         Raises:
             ValueError: it is another training's, or of another number of ranks.
         """
         _check(_ASIDE, saved.keys() & _ASIDE)
-        self._make_state(saved)
+        self._make_state(saved, resharded=resharded)
         own, shared = self.take() if any(key.startswith(_TABLE) for key in saved) else self.rest()
         live = {key: tensor for key, tensor in (own | shared).items() if key not in _ASIDE}
-        _check(live.keys(), saved.keys() - _ASIDE)
+        if resharded:
+            live = {key: tensor for key, tensor in live.items() if key in shared or key in saved}
+        else:
+            _check(live.keys(), saved.keys() - _ASIDE)
         put_in(live, saved)
         for one, kept in zip(self._state, _unpacked(saved[_PLAIN]), strict=True):
             one.load_state_dict(kept)
-        _set_generators(saved)
+        if not resharded:
+            _set_generators(saved)
 
     def _found(self, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
         """All plain tensors that are not empty, by key."""
@@ -206,21 +216,26 @@ class TrainingState:
         ranks = {} if own else {"ranks": dist.get_world_size()}
         return {"entries": named, "groups": groups, **ranks}
 
-    def _make_state(self, saved: Mapping[str, Tensor]) -> None:
+    def _make_state(self, saved: Mapping[str, Tensor], *, resharded: bool) -> None:
         """Optimizers' options and values, and tensors that they make in their first step only."""
         both = [_unpacked(saved[key]) for key in (_OPTIONS, _SHARED_OPTIONS)]
         groups, entries = ({**both[0][name], **both[1][name]} for name in ("groups", "entries"))
         ranks = both[1]["ranks"]
-        if ranks != dist.get_world_size():
-            raise ValueError(
-                f"what was saved is of {ranks} ranks, and there are {dist.get_world_size()}: start {ranks}, "
-                f"or train anew, with an empty folder"
-            )
-        _check({key for key, _, _ in self._groups()}, groups.keys())
+        if not resharded:
+            if ranks != dist.get_world_size():
+                raise ValueError(
+                    f"what was saved is of {ranks} ranks, and there are {dist.get_world_size()}: start "
+                    f"{ranks}, or train anew, with an empty folder"
+                )
+            _check({key for key, _, _ in self._groups()}, groups.keys())
         for key, _, group in self._groups():
-            group.update(groups[key])
+            group.update(groups.get(key, {}))
         for key, optimizer, param in self._parameters():
+            entry = optimizer.state.get(param, {})
+            known = set(entry) if resharded and entry else None  # others are another table's, of this number
             for name, value in entries.get(key, {}).items():
+                if known is not None and name not in known:
+                    continue
                 entry = optimizer.state[param]
                 if value is not None:
                     entry[name] = value

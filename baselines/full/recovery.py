@@ -5,15 +5,15 @@ Must not know: how they are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from baselines.rollback import Rollback
+from baselines.state import TrainingState
 from bench.method import Costs
 
 from .writers import Writer, complete, place
@@ -71,7 +71,7 @@ class FullRecovery(Rollback):
             self._writer.wait()
         dist.barrier()
 
-    def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:
+    def _restore(self, state: TrainingState) -> int | None:
         """See `Rollback`.
 
         Raises:
@@ -83,14 +83,17 @@ class FullRecovery(Rollback):
             return None
         path = place(self._folder, newest[0])
         try:
-            return newest[0], self._writer.load(path)
+            saved = self._writer.load(path)
         except (Exception, CheckpointException) as error:
             raise CheckpointUnreadable(
                 f"{path} can't be read: it is damaged, or of fewer ranks. Start as many as wrote it, or move "
                 f"it away: then training goes back to the checkpoint before it"
             ) from error
+        state.put(saved)
+        return newest[0]
 
-    def _store(self, step: int, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
+    def _store(self, step: int, state: TrainingState) -> None:
+        own, shared = state.take()
         self._writer.save(self._folder, step, own, shared, self._keep)
         written = [*own.values(), *(shared.values() if dist.get_rank() == 0 else ())]
         self._written_bytes += sum(tensor.nbytes for tensor in written)

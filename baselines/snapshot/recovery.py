@@ -6,7 +6,7 @@ Must not know: how memory outlives the process, which snapshot is chosen, what o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from baselines import packing
 from baselines.rollback import Rollback
 from baselines.slots import Slots, Stamp
+from baselines.state import TrainingState
 from bench.method import Costs
 
 from .plan import SHARED, own
@@ -71,7 +72,7 @@ class SnapshotRecovery(Rollback):
         dist.barrier()
         self._slots.remove()
 
-    def _load(self) -> tuple[int, Mapping[str, Tensor]] | None:
+    def _restore(self, state: TrainingState) -> int | None:
         """See `Rollback`.
 
         Raises:
@@ -94,9 +95,11 @@ class SnapshotRecovery(Rollback):
         for name in (own(dist.get_rank()), SHARED):
             saved |= packing.unpack(self._slots.read(name, found.stamp))
         self._spread(found.stamp)  # again: others may have lost it
-        return found.stamp.step, saved
+        state.put(saved)
+        return found.stamp.step
 
-    def _store(self, step: int, own_: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
+    def _store(self, step: int, state: TrainingState) -> None:
+        own_, shared = state.take()
         number = [secrets.randbits(62)]
         dist.broadcast_object_list(number, src=0)
         stamp = Stamp(step, number[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigurationError
@@ -61,6 +62,14 @@ class LiveTable:
         self._table = of.tables[index]
         self.name = self._table.name
         self.rows = self._table.layout.rows
+
+    @property
+    def whole(self) -> tuple[int, int] | None:
+        """Where the shard stands in the whole table: its first row there, and how many rows the whole has.
+
+        None if the order of the shards over the ranks isn't known, as of a table that is sharded by hand.
+        """
+        return self._table.whole(dist.get_world_size() if dist.is_initialized() else 1)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -78,6 +78,14 @@ def test_tensors_are_the_trainings_own() -> None:
     assert model.user.weight[3].tolist() == optimizer.state[model.user.weight]["sum"][3].tolist() == [7] * 4
 
 
+def test_shards_say_where_they_stand() -> None:
+    model, optimizer = built()
+    by_hand = nn.Embedding(3, 2, sparse=True)
+    both = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    tables = ecemb.tables(model, optimizers=[optimizer, both], tables={"by hand": by_hand})
+    assert {table.name: table.whole for table in tables} == {"user": (0, 9), "item": (0, 5), "by hand": None}
+
+
 def test_state_that_is_not_there_yet_is_not_shown() -> None:
     model, optimizer = built("sparse-adam")
     _, item = ecemb.tables(model, optimizers=optimizer)
