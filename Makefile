@@ -11,7 +11,7 @@ MINUTES ?= 15
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs model failures soak bench clean
+.PHONY: help setup demo check lint types test docs model failures kills soak bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ model: $(READY)  ## search all states of the protocol, and what each of its rule
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)
+
+kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
+	PYTHONPATH=. $(BIN)/python tests/check_n_run_kills.py $(ARGS)
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ecemb
+from baselines.check_n_run.recovery import CheckNRun
 from baselines.cpr.controller import Cpr
 from baselines.cpr.recovery import PartialRecovery
 from baselines.float_parity import FloatParity
@@ -126,6 +127,10 @@ def partial_recovery(priority: str) -> Callable[[Place], Method]:
     return lambda place: PartialRecovery(place.files, place.memory, every=place.every, priority=priority)
 
 
+def changes(policy: str, **options: Any) -> Callable[[Place], Method]:
+    return lambda place: CheckNRun(place.files, place.memory, policy=policy, every=place.every, **options)
+
+
 def sums(n: int, k: int, dtype: str = "float32") -> Callable[[Place], Method]:
     return lambda place: FloatParity(place.memory, ecemb.Code(n, k), dtype=dtype)
 
@@ -153,5 +158,9 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "cpr vanilla": lambda place: PartialRecovery(place.files, place.memory, every=place.every),
     **{f"cpr {priority}": partial_recovery(priority) for priority in ("mfu", "ssu", "scar")},
     "cpr controlled": lambda place: Cpr(place.files, place.memory, mtbf=MTBF),
+    "check-n-run full": changes("full"),
+    "check-n-run one-shot": changes("one_shot"),
+    "check-n-run consecutive": changes("consecutive", process=False),
+    "check-n-run intermittent": changes("intermittent"),
 }
 """Name -> what makes it."""

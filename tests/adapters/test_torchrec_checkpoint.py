@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
+import torchrec_jobs
+from torchrec_jobs import assert_same
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "tests" / "torchrec_checkpoint_worker.py"
-
-
-def run(ranks: int, job: str, root: Path, end: int) -> dict[str, dict[str, torch.Tensor]]:
-    command = [sys.executable, "-W", "ignore", "-m", "forked", "torchrec_preload"]
-    root.mkdir(exist_ok=True)
-    command += ["--nproc-per-node", str(ranks), str(WORKER), job, str(root), str(end)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(WORKER.parent)]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {path.suffix[1:]: torch.load(path) for path in root.glob(f"{job}.*")}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+run = partial(torchrec_jobs.run, "torchrec_checkpoint_worker.py")
 
 
 def test_a_checkpoint_is_resumed_with_as_many_ranks_and_with_others(tmp_path: Path) -> None:

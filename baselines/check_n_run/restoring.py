@@ -1,0 +1,189 @@
+"""From a chain of checkpoints back to rows, in any number of ranks.
+
+Must not know: how the training's tensors are found, process groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baselines import packing
+
+from .chunks import unpacked
+from .codec import codec_of, kind_of
+from .manifest import OWN, SHARED, Chunk, Manifest, NotWhole, manifest_of, manifest_path, newest
+from .progress import bar
+from .store import Store
+
+logger = logging.getLogger("baselines")
+
+
+class Damaged(RuntimeError):
+    """A chunk is missing, or is not what was written."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of one table that are to be restored.
+
+    Attributes:
+        start: row of the whole table with which the shard begins.
+        rows: of the shard.
+        whole_rows: of the whole table.
+        tensors: of the shard by name, [rows, ...], live; overwritten.
+    """
+
+    start: int
+    rows: int
+    whole_rows: int
+    tensors: Mapping[str, Tensor]
+
+
+def read(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint; None if it has no whole one."""
+    try:
+        return manifest_of(store.get(manifest_path(name)))
+    except FileNotFoundError:
+        return None
+    except NotWhole as error:
+        logger.warning("%s doesn't count as a checkpoint: %s", manifest_path(name), error)
+        return None
+
+
+def chain(store: Store, name: str) -> list[Manifest] | None:
+    """A checkpoint after all that it stands on, in the order of restore; None if any of it isn't whole."""
+    last = read(store, name)
+    before = [] if last is None else [read(store, need) for need in last.facts.needs]
+    found = [one for one in [*before, last] if one is not None]
+    return found if len(found) == len(before) + 1 else None
+
+
+def last_chain(store: Store) -> list[Manifest] | None:
+    """The newest whole checkpoint after all that it stands on; None if there is none."""
+    for name in newest(store.paths()):
+        if (found := chain(store, name)) is not None:
+            return found
+    return None
+
+
+def whole(store: Store) -> list[Manifest]:
+    """All checkpoints that are whole, with all that they stand on; the newest first."""
+    found = {name: one for name in newest(store.paths()) if (one := read(store, name)) is not None}
+    return [one for one in found.values() if all(need in found for need in one.facts.needs)]
+
+
+def rest(store: Store, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    """What a rank had alone beside its rows, and what all ranks shared, by key.
+
+    Raises:
+        Damaged: it can't be read as it was written.
+    """
+    wanted = [(rank, OWN), (0, SHARED)]
+    found: dict[str, Tensor] = {}
+    for receipt in manifest.ranks:
+        for chunk in receipt.chunks:
+            if not chunk.is_rows and (receipt.rank, chunk.table) in wanted:
+                found |= packing.unpack(_read(store, chunk))
+    return found
+
+
+@torch.no_grad()
+def rows(
+    store: Store,
+    checkpoints: Sequence[Manifest],
+    shards: Mapping[str, Shard],
+    changed: Callable[[str, Tensor], None],
+    *,
+    progress: bool = False,
+) -> None:
+    """Restores rows.
+
+    Args:
+        store: that has them.
+        checkpoints: a `chain`.
+        shards: by their tables' keys. Tensors that some checkpoint has no rows of, because an optimizer made
+            them later, begin with zeros.
+        changed: called with a table and rows of its shard (int64 [m], ascending) that the last checkpoint
+            has, if it is no full one.
+        progress: a progress bar on stderr.
+
+    Raises:
+        Damaged: a chunk can't be read as it was written.
+        ValueError: it is another training's.
+    """
+    last = checkpoints[-1]
+    _check(last, shards)
+    for key, shard in shards.items():
+        then = checkpoints[0].facts.tables.get(key, {"tensors": {}})
+        for name, tensor in shard.tensors.items():
+            if name not in then["tensors"]:
+                tensor.zero_()
+    wanted = [(one, chunk) for one in checkpoints for chunk in _overlapping(one, shards)]
+    total = sum(chunk.size_bytes for _, chunk in wanted)
+    with bar("restoring", total, shown=progress) as done:
+        for manifest, chunk in wanted:
+            taken = _put(store, manifest, chunk, shards[chunk.table])
+            if manifest is last and last.facts.needs and len(taken):
+                changed(chunk.table, taken)
+            done(chunk.size_bytes)
+
+
+def _check(last: Manifest, shards: Mapping[str, Shard]) -> None:
+    for key, shard in shards.items():
+        then = last.facts.tables.get(key, {"rows": 0, "tensors": {}})
+        now = described(shard.tensors)
+        if then["rows"] != shard.whole_rows or not now.items() <= then["tensors"].items():
+            raise ValueError(
+                f"the checkpoint of step {last.facts.step} is another training's: of table {key!r} it has "
+                f"{then}, and here it has {shard.whole_rows} rows of {now}. Run the script that saved it, in "
+                f"as many ranks if the table is sharded by hand, or name another target"
+            )
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
+    """Type and shape of a row, by name: plain values."""
+    return {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])]
+        for name, tensor in tensors.items()
+    }
+
+
+def _overlapping(manifest: Manifest, shards: Mapping[str, Shard]) -> Iterator[Chunk]:
+    for chunk in manifest.chunks:
+        shard = shards.get(chunk.table) if chunk.is_rows else None
+        if shard is not None and chunk.first < shard.start + shard.rows and chunk.last >= shard.start:
+            yield chunk
+
+
+def _put(store: Store, manifest: Manifest, chunk: Chunk, shard: Shard) -> Tensor:
+    """Restores what a chunk has of a shard; returns which rows of the shard."""
+    numbers, tensors = unpacked(_read(store, chunk), chunk)
+    ends = torch.tensor([shard.start, shard.start + shard.rows])
+    begin, end = torch.searchsorted(numbers, ends).tolist()
+    here = numbers[begin:end] - shard.start
+    for name, parts in tensors.items():
+        decoded = codec_of(manifest.facts.codecs[kind_of(name)]).decode(parts)
+        shard.tensors[name].index_copy_(0, here, decoded[begin:end])
+    return here
+
+
+def _read(store: Store, chunk: Chunk) -> packing.Bytes:
+    """A chunk's bytes, uint8 [size], in aligned memory."""
+    try:
+        data = store.get(chunk.path)
+    except FileNotFoundError:
+        data = b""
+    if len(data) != chunk.size_bytes or zlib.crc32(data) != chunk.crc:
+        raise Damaged(
+            f"{chunk.path} is {'missing' if not data else 'not what was written: its checksum differs'}; "
+            f"{chunk.path.partition('/')[0]} and what stands on it can't be restored: to go back to the "
+            f"checkpoint before it, move its manifest away"
+        )
+    return np.frombuffer(bytearray(data), np.uint8)  # a copy, since torch wants what can be written

@@ -1,0 +1,160 @@
+"""Where checkpoints lie: objects by path, each written as a whole or not at all.
+
+A folder is written by this module itself, so that what is written would survive a power failure; anything
+else goes through fsspec, whose object stores put an object as a whole. A file system over fsspec that may
+leave half an object is borne, too: what is half has a wrong checksum.
+
+Must not know: what objects are.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import fsspec
+
+from baselines.files import sync
+
+_PARTIAL: Final = ".partial"
+_LOCAL: Final = "file://"
+
+
+class Store(ABC):
+    """Objects by path; parts of a path are parted by "/". May be used by several threads and processes."""
+
+    @abstractmethod
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Writes an object; on return it would survive a power failure, if the store can promise that."""
+
+    @abstractmethod
+    def get(self, path: str) -> bytes:
+        """Reads an object.
+
+        Raises:
+            FileNotFoundError: it isn't there.
+        """
+
+    @abstractmethod
+    def paths(self) -> list[str]:
+        """Of all objects, and of what killed writers have left of them."""
+
+    @abstractmethod
+    def remove(self, paths: Iterable[str]) -> None:
+        """Removes objects, in this order; those that are not there count as removed."""
+
+
+class Folder(Store):
+    """A folder of a file system that all ranks see.
+
+    Args:
+        path: made by the first write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._root = path
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """See `Store.put`."""
+        final = self._root / path
+        self._make(final.parent)
+        partial = final.with_name(f"{final.name}{_PARTIAL}")
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(final)
+        sync(final.parent)
+
+    def get(self, path: str) -> bytes:
+        """See `Store.get`."""
+        return (self._root / path).read_bytes()
+
+    def paths(self) -> list[str]:
+        """See `Store.paths`."""
+        found: list[str] = []
+        for folder, _, names in os.walk(self._root):
+            inside = Path(folder).relative_to(self._root)
+            found += [(inside / name).as_posix() for name in names]
+        return sorted(found)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """See `Store.remove`. Folders that are empty then go, too."""
+        for folder, names in groupby(map(PurePosixPath, paths), key=lambda path: path.parent):
+            place = self._root / folder
+            for name in names:
+                (self._root / name).unlink(missing_ok=True)
+            if place.exists():
+                sync(place)
+            if place != self._root:
+                with suppress(OSError):  # it is gone, or not empty
+                    place.rmdir()
+
+    def _make(self, folder: Path) -> None:
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync(folder.parent)
+
+
+class Remote(Store):
+    """A folder or bucket of any file system of fsspec.
+
+    Args:
+        url: as `s3://bucket/folder` or `memory://folder`.
+        options: of the file system.
+
+    Raises:
+        ValueError: fsspec knows no such protocol.
+        ImportError: a package is missing that the protocol needs; fsspec says which.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._files, self._root = fsspec.core.url_to_fs(url, **options)
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """See `Store.put`."""
+        place = self._place(path)
+        self._files.makedirs(self._files._parent(place), exist_ok=True)  # needed by those that have folders
+        self._files.pipe_file(place, bytes(data))
+
+    def get(self, path: str) -> bytes:
+        """See `Store.get`."""
+        return self._files.cat_file(self._place(path))
+
+    def paths(self) -> list[str]:
+        """See `Store.paths`."""
+        self._files.invalidate_cache()
+        root = self._files._strip_protocol(self._root).rstrip("/")
+        return sorted(place[len(root) :].lstrip("/") for place in self._files.find(self._root))
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """See `Store.remove`."""
+        for path in paths:
+            try:
+                self._files.rm_file(self._place(path))
+            except FileNotFoundError:
+                continue
+
+    def _place(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}"
+
+
+def store_at(target: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+    """The store that a path or a URL means.
+
+    Args:
+        target: a folder's path, or a URL that fsspec knows; `file://` is a path.
+        options: of fsspec's file system, for URLs.
+
+    Raises:
+        ValueError, ImportError: see `Remote`.
+    """
+    text = os.fspath(target)
+    if "://" in text and not text.startswith(_LOCAL):
+        return Remote(text, options or {})
+    return Folder(Path(text.removeprefix(_LOCAL)))

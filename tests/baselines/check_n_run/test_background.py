@@ -1,0 +1,104 @@
+"""Beside the training: one checkpoint at a time, at the bandwidth allowed; failures are raised in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from check_n_run_lives import Life, is_right
+
+from baselines.check_n_run import background, writing
+from baselines.check_n_run.background import Background
+from baselines.check_n_run.recovery import CheckNRun
+from baselines.check_n_run.store import Folder
+from baselines.check_n_run.writing import CheckpointFailed, Pace, write
+
+
+class Clock:
+    """Goes on only by sleeping.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_bandwidth_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(writing, "time", clock)
+    pace = Pace(100)
+    for size, now in ((50, 5.5), (0, 5.5), (250, 8.0)):
+        pace.wait(size)
+        assert clock.now == pytest.approx(now)
+    clock.now = 20.0  # what was slow by itself doesn't wait
+    pace.wait(100)
+    assert clock.now == 20.0
+    Pace(None).wait(1 << 60)
+    assert clock.now == 20.0
+
+
+def test_a_limited_checkpoint_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, life = Clock(), Life(Folder(tmp_path / "store"), tmp_path, "full", ranks=1)
+    monkeypatch.setattr(writing, "time", clock)
+    receipt = write(dataclasses.replace(life.jobs()[0], bytes_per_s=1000.0), life.store)
+    assert clock.now - 5 == pytest.approx(receipt.size_bytes / 1000)
+
+
+def gone(child: background.Child) -> None:
+    child._process.kill()
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_what_fails_beside_is_raised_in_training(
+    *, process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    beside = Background(str(store), {}, process=process)
+    try:
+        assert beside.wait() is None
+        life = Life(Folder(store), tmp_path, "one_shot", ranks=1)
+        beside.start(life.jobs()[0])
+        done = beside.wait()
+        assert done is not None and done[1].size_bytes > 0 and beside.wait() is None
+        assert is_right(Life(Folder(store), tmp_path / "other", "one_shot", ranks=1))
+        job = dataclasses.replace(life.jobs()[0], copy=dataclasses.replace(done[0].copy, path="/no/such"))
+        beside.start(job)
+        with pytest.raises(CheckpointFailed, match=r"step 0 was not written: .*No such file.*/no/such"):
+            beside.wait()
+        if beside._child is not None:
+            gone(beside._child)
+            beside.start(job)
+            with pytest.raises(CheckpointFailed, match=r"its process ended with -9"):
+                beside.wait()
+    finally:
+        beside.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"keep": 0}, r"keep= is above 0; got 0"),
+        ({"chunk_bytes": 0}, r"chunk_bytes="),
+        ({"bytes_per_s": 0.0}, r"bytes_per_s="),
+        ({"policy": "daily"}, r"policy="),
+        ({"every": None}, r"every="),
+        ({"target": "memory://x"}, r"memory://.*process=False"),
+        ({"target": "nosuch://x"}, r"nosuch"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    make: Callable[..., CheckNRun] = CheckNRun
+    given = {"target": tmp_path, "memory": tmp_path, "every": 3, **options}
+    with pytest.raises(ValueError, match=told):
+        make(**given)

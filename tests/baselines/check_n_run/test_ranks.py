@@ -1,0 +1,67 @@
+"""Checkpoints of real ranks come back in as many ranks and in others, of ecemb.nn and of TorchRec."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torchrec_jobs
+import trainings
+from processes import run_ranks
+from torchrec_jobs import assert_same
+
+from baselines.check_n_run.recovery import CheckNRun
+from bench.method import Training
+
+
+def whole(script: trainings.Training) -> dict[str, list[float]]:
+    """Tables with their optimizer state, and the head with its own, put together from all ranks."""
+    found: dict[str, list[float]] = {}
+    for number, weight in enumerate(script.weights):
+        for name, tensor in {"weight": weight, "sum": script.sparse.state[weight]["sum"]}.items():
+            parts: list[list[float]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(parts, tensor.tolist())
+            found[f"{number} {name}"] = [row for part in parts for row in part]
+    for number, parameter in enumerate(script.model.head.parameters()):
+        state = script.dense.state[parameter]
+        found |= {f"head {number} {name}": value.tolist() for name, value in state.items()}
+        found[f"head {number}"] = parameter.tolist()
+    return found
+
+
+def life(folder: Path, end: int) -> tuple[int, int, dict[str, list[float]], dict[str, list[float]]]:
+    """Where it begins, how many losses it knows then, and what there is then and in the end."""
+    script = trainings.bags(device="cpu")
+    method = CheckNRun(folder / "store", folder / "memory", policy="intermittent", every=1, process=False)
+    begin = method.prepare(
+        Training(script.model, [script.sparse, script.dense], script.tables, [script.progress])
+    )
+    begins, known = whole(script), len(script.progress.losses)
+    for _ in range(begin, end):
+        with method.step():
+            script.body()
+    method.close()
+    return begin, known, begins, whole(script)
+
+
+def test_ecembs_own_tables(tmp_path: Path) -> None:
+    ends = run_ranks(2, life, tmp_path, 3)[0][3]
+    for ranks, begin in ((3, 3), (1, 5), (2, 7)):
+        told = run_ranks(ranks, life, tmp_path, begin + 2)
+        for from_, known, begins, _ in told:
+            assert (from_, known, begins) == (begin, min(begin, 4), ends)
+        ends = told[0][3]
+
+
+def test_tables_of_torchrec_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec", reason="TorchRec is not installed")
+    run = partial(torchrec_jobs.run, "torchrec_check_n_run_worker.py")
+    undisturbed = run(3, "undisturbed", tmp_path / "a", 4)
+    saved = run(3, "first", tmp_path / "b", 2)
+    same = run(3, "second", tmp_path / "b", 4)
+    assert_same(same["begins"], saved["ends"])
+    assert_same(same["ends"], undisturbed["ends"])
+    fewer = run(2, "third", tmp_path / "b", 5)
+    assert_same(fewer["begins"], same["ends"])

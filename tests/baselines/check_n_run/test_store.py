@@ -1,0 +1,63 @@
+"""Objects are there as a whole or not at all, in a folder and over fsspec."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baselines.check_n_run.store import Folder, Remote, Store, store_at
+
+TARGETS: dict[str, Callable[[Path], str]] = {
+    "path": str,
+    "file": lambda folder: f"file://{folder}",
+    "memory": lambda _: f"memory://{secrets.token_hex(8)}",
+    "fsspec's local": lambda folder: f"local://{folder}",
+}
+every_target = pytest.mark.parametrize("kind", TARGETS)
+
+
+@every_target
+def test_objects(kind: str, tmp_path: Path) -> None:
+    store = store_at(TARGETS[kind](tmp_path / "store"))
+    assert store.paths() == []
+    with pytest.raises(FileNotFoundError):
+        store.get("a/b")
+    store.put("a/b", b"one")
+    store.put("c", memoryview(b"two"))
+    store.put("a/d", b"")
+    store.put("a/b", b"three")
+    assert store.paths() == ["a/b", "a/d", "c"]
+    assert [store.get(path) for path in ("a/b", "c", "a/d")] == [b"three", b"two", b""]
+    store.remove(["c", "a/d", "no/such"])
+    assert store.paths() == ["a/b"]
+    store.remove(["a/b"])
+    assert store_at(TARGETS[kind](tmp_path / "store")).paths() == [] or kind == "memory"
+
+
+def test_which_store_it_is(tmp_path: Path) -> None:
+    kinds: list[tuple[str | Path, type[Store]]] = [
+        (tmp_path, Folder),
+        (f"file://{tmp_path}", Folder),
+        ("memory://x", Remote),
+    ]
+    assert [type(store_at(target)) for target, _ in kinds] == [kind for _, kind in kinds]
+    with pytest.raises(ValueError, match="nosuch"):
+        store_at("nosuch://bucket")
+
+
+def test_a_write_that_is_cut_off_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Folder(tmp_path)
+    store.put("a", b"one")
+
+    def full(_: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        store.put("a", b"two")
+    assert store.get("a") == b"one" and store.paths() == ["a", "a.partial"]
