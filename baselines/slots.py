@@ -82,7 +82,8 @@ class Slots:
         """
         first, second = self._both(name)
         stamps = [self._stamp(path) if path.exists() else None for path in (first, second)]
-        path = first if stamps[0] is None or (stamps[1] is not None and stamps[0] < stamps[1]) else second
+        takes_first = stamps[0] is None or (stamps[1] is not None and stamps[0] < stamps[1])
+        path, self._other = (first, second) if takes_first else (second, first)
         if len(self._mapped.get(path, ())) < _HEAD_BYTES + size:
             self._mapped.pop(path, None)
             self._kept_bytes = None
@@ -99,10 +100,12 @@ class Slots:
         return self._content(path)
 
     def seal(self, stamp: Stamp) -> None:
-        """The version begun last is whole."""
+        """The version begun last is whole, and takes the place of another one of the same stamp."""
         head = self._head(self._begun)
         head[2] = stamp.number
         head[1] = stamp.step
+        if self._other.exists() and self._stamp(self._other) == stamp:
+            self._head(self._other)[1] = _NONE
 
     def forget(self, but: Stamp | None = None) -> None:
         """Of all versions, those of one stamp are whole from here on."""

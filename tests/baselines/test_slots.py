@@ -46,6 +46,15 @@ def test_one_version_is_whole_whenever_it_ends(tmp_path: Path) -> None:
     assert not Slots(tmp_path).paths
 
 
+def test_what_is_kept_again_takes_the_place_of_what_was(tmp_path: Path) -> None:
+    slots, first, second = Slots(tmp_path), Stamp(4, 0), Stamp(8, 0)
+    for content in ([1], [2], [3, 4]):
+        keep(slots, "a", first, content)
+        assert slots.read("a", first).tolist() == content and slots.kept() == [("a", first)]
+    keep(slots, "a", second, [5])
+    assert Slots(tmp_path).read("a", first).tolist() == [3, 4]
+
+
 def test_a_kill_at_any_moment_leaves_what_was_whole(tmp_path: Path) -> None:
     first, second, third = Stamp(4, 9), Stamp(8, 1), Stamp(12, 3)
     for end in itertools.count(1):
