@@ -17,6 +17,7 @@ QUESTIONS = {
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
+    "quantization": "what rows lose in being stored in a few bits, and how fast they are",
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
     "rivals": "what each way of surviving failures costs, and what a killed rank leaves (--engine)",
     "scaling": "what protection costs a rank when there are more ranks",

@@ -28,7 +28,19 @@ Label = str | int | float
 FIXED = ("metric", "value", "unit", "low", "high", "repeats")
 """A row's keys besides its labels."""
 
-PACKAGES = ("ecemb", "torch", "numpy", "llvmlite", "numba", "galois", "zfec", "torchrec", "fbgemm-gpu-cpu")
+PACKAGES = (
+    "ecemb",
+    "torch",
+    "numpy",
+    "llvmlite",
+    "numba",
+    "galois",
+    "zfec",
+    "torchrec",
+    "fbgemm-gpu-cpu",
+    "scikit-learn",
+    "torchao",
+)
 
 
 class WrongResult(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import cpr_picture
+from bench import cpr_picture, quantization_picture
 from bench.result import FIXED, Label
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,12 @@ _SHORT_HASH = 12
 PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair")
 """Metrics that are for a picture, and would make no table that anybody reads."""
 PICTURES = {
-    "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw)
+    "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
+    "quantization": (
+        "quantization-error.svg",
+        "What rows lose by bits and method",
+        quantization_picture.draw,
+    ),
 }
 """Question -> the file of its picture, beside the page; what it shows; what draws it from the rows."""
 ELSEWHERE = ("failures", "soak")

@@ -32,19 +32,14 @@ ADAPTIVE: Final = 2
 _F32: Final = np.float32
 _LEAST: Final = np.float32(np.finfo(np.float32).tiny)
 """The smallest normal float32: the inverse of what is smaller may be infinite."""
+_HIGHEST: Final = np.int32(0x7FFFFFFF)
+_LOWEST: Final = np.int32(-0x80000000)
+_INFINITY: Final = np.int32(0x7F800000)
+"""Its bits."""
 
 _compiled = numba.njit(nogil=True, cache=True)
 # Sums are added up in whatever order is fast, and what comes in here is finite.
 _finite = numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz", "reassoc", "contract"})
-
-
-@_compiled
-def _is_finite(row: Floats) -> Real:
-    bad = 0
-    words = row.view(np.uint32)
-    for j in range(words.size):
-        bad += (words[j] & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-    return bad == 0
 
 
 @_compiled
@@ -95,13 +90,26 @@ def _symmetric_fits(high: Real, start: Real, step: Real, top: Real) -> Real:
     return np.isfinite(step * top) and _LEAST <= step <= 2 * exact and high + start <= exact
 
 
-@_finite
-def _extremes(row: Floats) -> tuple[Real, Real]:
-    low = high = row[0]
-    for j in range(1, row.size):
-        low = min(low, row[j])
-        high = max(high, row[j])
-    return low, high
+@_compiled
+def _ordered(word: Real) -> Real:
+    """A float32's bits as an int32 of the same order, and back; NaN is beyond the infinities."""
+    return np.int32(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_compiled
+def _extremes(row: Floats) -> tuple[Real, Real, Real]:
+    """Whether a row is finite, and its smallest and largest number.
+
+    Of integers, since these are compared many at a time, and NaN with the others.
+    """
+    words = row.view(np.int32)
+    low, high = _HIGHEST, _LOWEST
+    for j in range(words.size):
+        word = _ordered(words[j])
+        low = min(low, word)
+        high = max(high, word)
+    finite = low > ~_INFINITY and high < _INFINITY
+    return finite, np.int32(_ordered(low)).view(np.float32), np.int32(_ordered(high)).view(np.float32)
 
 
 @_finite
@@ -182,10 +190,9 @@ def encode_uniform(
     top = _F32(2**bits - 1)
     for i in range(rows.shape[0]):
         row = rows[i]
-        fits[i] = _is_finite(row)
+        fits[i], low, high = _extremes(row)
         start, step = _F32(0), _F32(0)
         if fits[i]:
-            low, high = _extremes(row)
             if method == SYMMETRIC:
                 high = max(-low, high)
                 step = _stored(high * (_F32(2) / top), half)
@@ -222,13 +229,17 @@ def decode_uniform(packed: Bytes, kept: Floats, bits: int, buffer: Bytes, out: F
 
 @_compiled
 def _lloyd(ordered: Floats, centroids: Floats, iterations: int) -> None:
-    """Moves ascending centroids to the means of what is nearest: runs, as the numbers are ascending, too."""
+    """Moves ascending centroids to the means of what is nearest: runs, as the numbers are ascending, too.
+
+    One of those that nothing is nearest to goes to the number that is farthest from its own, each time.
+    """
     sums = np.zeros(ordered.size + 1)
     for j in range(ordered.size):
         sums[j + 1] = sums[j] + ordered[j]
     for _ in range(iterations):
         changed = False
-        first = 0
+        first, empty = 0, -1
+        far, farthest = ordered[0], _F32(0)
         for c in range(centroids.size):
             stop = ordered.size
             if c + 1 < centroids.size:
@@ -240,7 +251,16 @@ def _lloyd(ordered: Floats, centroids: Floats, iterations: int) -> None:
                 mean = _F32((sums[stop] - sums[first]) / (stop - first))
                 changed |= mean != centroids[c]
                 centroids[c] = mean
+                for j in (first, stop - 1):
+                    if abs(ordered[j] - mean) > farthest:
+                        far, farthest = ordered[j], abs(ordered[j] - mean)
+            else:
+                empty = c
             first = stop
+        if empty >= 0 and farthest > 0:
+            centroids[empty] = far
+            centroids.sort()
+            changed = True
         if not changed:
             return
 
@@ -272,10 +292,8 @@ def encode_kmeans(
     for i in range(rows.shape[0]):
         row = rows[i]
         centroids = kept[i]
-        fits[i] = _is_finite(row)
-        low, high = _F32(0), _F32(0)
+        fits[i], low, high = _extremes(row)
         if fits[i]:
-            low, high = _extremes(row)
             start, step = _grid(low, high, top, half)
             fits[i] = _uniform_fits(low, high, start, step, top)
         buffer[: row.size] = 0

@@ -11,7 +11,8 @@ Follows Check-N-Run (Eisenman et al., NSDI 2022), section on quantization.
   and 45 for 4 are. 45 for 8 bits, too: chosen. The ratio: chosen (`RATIO`); `quantize_search` chooses both on
   a sample of rows, as published.
 - K-means: 2^bits centroids of each row, kept with it; they begin evenly over the row's range, and
-  `KMEANS_ITERATIONS` of Lloyd's algorithm follow, or fewer when nothing changes any more: chosen.
+  `KMEANS_ITERATIONS` of Lloyd's algorithm follow, or fewer when nothing changes any more; in each, one of the
+  centroids that nothing is nearest to goes to the number that is farthest from its own: chosen.
 
 What holds, whatever the row: a number comes back within one step of itself, (max x - min x) / (2^bits - 1) of
 its row, for asymmetric, and 2 max|x| / (2^bits - 1) for symmetric; the L2 error of adaptive is not above
