@@ -37,7 +37,10 @@ Why some are not bit-identical: `cpr` loads only the failed rank's rows, as last
 have forgotten; the others go on with what they have, and where the step that was cut off had not ended
 everywhere, they take it twice. `cpr controlled` chooses its interval by the loss that it is allowed, and in
 so short a training never saves a second time. `float parity` solves for lost rows in floating point, so that
-they are off by rounding, and it has no transaction: ranks that had taken over the step that was cut off take
+they are off by rounding, which is as large for all rows under a parity as for the largest number there:
+Adagrad's sums of squares, which begin at 0 and span many powers of ten, come back of another size in rows
+that were hardly trained, and so are these rows' next steps. In float64 they come back. It has no transaction
+either: ranks that had taken over the step that was cut off, because they keep no parity of who died, take
 it twice. All others go back to, or keep, the bytes of one step, and run on from there.
 
 Engines `sparse` and `torchrec`, and the dense part of a DLRM above them, are those of `python -m bench

@@ -26,6 +26,9 @@ What holds after any r ranks are lost with their memory:
   after 4,000 (`drift`); by several times that with r = 2. With float64, rows in float32 and r = 1
   there was no difference, as long as all numbers under a parity are within 2^29 of one another, for twice the
   memory and the traffic.
+- A number that is small beside others under its parity comes back as their rounding. In Adagrad's sums of
+  squares, which begin at 0 and span many powers of ten, that is no small error: rows that were hardly trained
+  take steps of another size afterwards, unless parity is float64 (`python -m bench rivals`).
 - Only the step that was cut off is run again.
 - If only processes died, nothing is rebuilt, and all is bit-identical.
 
