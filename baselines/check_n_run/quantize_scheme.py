@@ -40,7 +40,8 @@ BITS: Final = (2, 3, 4, 8)
 BINS: Final = {2: 25, 3: 25, 4: 45, 8: 45}
 """Bits -> into how many bins adaptive cuts a row's range, if not told."""
 RATIO: Final = 0.5
-"""Of its range that adaptive takes away, if not told: more made no row of up to 128 normal numbers better."""
+"""Of its range that adaptive takes away, if not told: with more, the mean error of rows of 32 to 128 normal
+numbers was less than 0.1 % smaller."""
 KMEANS_ITERATIONS: Final = 25
 KMEANS_BITS: Final = (2, 3, 4)
 """With 8 bits, 256 centroids a row would take more than most rows do."""
