@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import sys
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
@@ -10,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kills import Moments
 from processes import RankFailed, launch
 from torchrec_methods import FAILURE, STEPS
 from torchrec_runs import forked
@@ -29,7 +35,37 @@ needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTAL
 UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
 
 
-def one_life(folder: Path, meet: Barrier, name: str, failures: list[Failure]) -> tuple[int, dict[str, str]]:
+@dataclass(frozen=True)
+class Cut:
+    """The end of a rank before any line of the baselines.
+
+    Attributes:
+        rank: which.
+        end: line, counted from
+        step: this one's body on; None: from the start on.
+        with_memory: its machine's memory is lost, too.
+    """
+
+    rank: int
+    end: int
+    step: int | None
+    with_memory: bool
+
+    def await_(self, memory: Path) -> None:
+        """From here on, lines are counted, but for those that only look at what there is."""
+        aside = ("baselines.state", "baselines.packing", "baselines.ring", "baselines.stopwatch")
+        baselines = [one for name, one in sys.modules.items() if name.startswith("baselines.")]
+        counted = [one for one in baselines if one.__name__ not in aside]
+        Moments(self.end, lambda: self._wipe(memory)).watch(counted)
+
+    def _wipe(self, memory: Path) -> None:
+        if self.with_memory:
+            shutil.rmtree(memory, ignore_errors=True)
+
+
+def one_life(
+    folder: Path, meet: Barrier, name: str, failures: list[Failure], cut: Cut | None = None
+) -> tuple[int, dict[str, str]]:
     """The rank, which is not the worker's number, and what its training ends with."""
     for part in ("arenas", "files", "ledgers", "memory"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -37,10 +73,20 @@ def one_life(folder: Path, meet: Barrier, name: str, failures: list[Failure]) ->
         "gloo", job="contract", arena_dir=folder / "arenas", timeout=timedelta(seconds=60)
     )
     script = bags(device="cpu")
+    memory = folder / "memory" / str(dist.get_rank())
+    method = METHODS[name](Place(folder / "files", memory))
+
+    def body(number: int | None) -> None:
+        if cut is not None and (cut.rank, cut.step) == (dist.get_rank(), number):
+            cut.await_(memory)
+        if number is not None:
+            script.body()
+
+    body(None)
     live(
-        METHODS[name](Place(folder / "files", folder / "memory" / str(dist.get_rank()))),
+        method,
         Training(script.model, [script.sparse, script.dense], script.tables, [script.progress], samples=12),
-        lambda _: script.body(),
+        body,
         STEPS,
         rank=dist.get_rank(),
         folder=folder / "ledgers",
@@ -49,9 +95,11 @@ def one_life(folder: Path, meet: Barrier, name: str, failures: list[Failure]) ->
     return dist.get_rank(), script.snapshot()
 
 
-def trained(folder: Path, name: str, failures: list[Failure]) -> dict[int, dict[str, str]]:
+def trained(
+    folder: Path, name: str, failures: list[Failure], cut: Cut | None = None
+) -> dict[int, dict[str, str]]:
     """What each rank ends with."""
-    return dict(launch(RANKS, one_life, folder, name, failures))
+    return dict(launch(RANKS, one_life, folder, name, failures, cut))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +118,25 @@ def test_a_killed_rank(name: str, undisturbed: dict[int, dict[str, str]], tmp_pa
     check_accounts(tmp_path / "ledgers", promise)
     for part in ("arenas", "memory"):
         assert not [path for path in (tmp_path / part).rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("name", ["cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "full files"])
+def test_killed_wherever_and_again(
+    name: str, undisturbed: dict[int, dict[str, str]], tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    cuts = (
+        Cut(draw.randrange(RANKS), draw.randrange(1, 150), step=3, with_memory=True),  # a save is due
+        Cut(draw.randrange(RANKS), draw.randrange(1, 300), step=None, with_memory=False),
+    )
+    ended: dict[int, dict[str, str]] | None = None
+    for cut in (*cuts, None):
+        if ended is None:  # else there were fewer lines
+            with nullcontext() if cut is None else suppress(RankFailed):
+                ended = trained(tmp_path, name, [], cut)
+    promise = METHODS[name](Place(tmp_path, tmp_path / "memory" / "0")).promise
+    assert ended is not None and (ended == undisturbed or not promise.bit_identical)
+    assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
 
 
 def check_accounts(ledgers: Path, promise: Promise) -> None:
