@@ -85,7 +85,8 @@ class SnapshotRecovery(Rollback):
             present = [rank for rank, parts in enumerate(held) if parts]
             raise SnapshotsLost(
                 f"of no snapshot enough is left: only the machines of ranks {present} hold any, and "
-                f"{self._redundancy} doesn't survive the loss of so many: train anew, with an empty folder"
+                f"{self._redundancy} doesn't survive the loss of so many: start as many ranks as "
+                f"before, or, if there were as many, train anew, with an empty folder"
             )
         self._slots.forget(None if found is None else found.stamp)  # what a snapshot cut off has left
         if found is None:
