@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from baselines.cpr.setups import KAGGLE, sweeps
 from bench import cpr, cpr_overhead, cpr_picture, cpr_quality, cpr_training, tables
 from bench.cpr_quality import PRODUCTIVE, SETTINGS, Pair, mean, slopes_of
 from bench.cpr_training import ROWS, Failure, draw, train
-from bench.result import Arguments, Row, WrongResult, document
+from bench.result import Arguments, Row, WrongResult, document, write
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +124,15 @@ def test_auc() -> None:
     assert cpr_training.auc(torch.zeros(4), clicks) == 0.5
 
 
-def test_the_page_and_the_picture(rows: list[Row]) -> None:
+def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:
     answer = document("cpr", Arguments(), rows)
-    page = tables.render([answer])
-    assert "](quality-against-pls.svg)" in page and "| published | formula |" in page
-    assert "of_pair" not in page
-    drawn = cpr_picture.draw(answer["rows"])
+    write(tmp_path / "cpr.json", answer)
+    page = tmp_path / "docs" / "measurements.md"
+    tables.write(tmp_path, page)
+    written = page.read_text(encoding="utf-8")
+    assert "](quality-against-pls.svg)" in written and "| published | formula |" in written
+    assert "of_pair" not in written
+    drawn = page.with_name("quality-against-pls.svg").read_text(encoding="utf-8")
     assert drawn == cpr_picture.draw(answer["rows"])
     texts = {element.text for element in ElementTree.fromstring(drawn).iter() if element.text}
     assert {"vanilla", "mfu", "AUC lost", "log loss added, nats"} <= texts and "scar" not in texts

@@ -25,7 +25,12 @@ DOCUMENT = document("memory", Arguments(seed=7), ROWS) | {
 
 def test_the_page_is_what_the_results_give() -> None:
     written = tables.PAGE.read_text(encoding="utf-8")
-    assert written == tables.render(tables.load(tables.RESULTS)), "run `python -m bench tables`"
+    documents = tables.load(tables.RESULTS)
+    assert written == tables.render(documents), "run `python -m bench tables`"
+    answered = {document["question"] for document in documents}
+    for question, (file, *_) in tables.PICTURES.items():
+        drawn = tables.PAGE.with_name(file).exists()
+        assert drawn == (question in answered), "run `python -m bench tables`"
 
 
 def test_a_section_has_its_questions_docstring_and_the_numbers() -> None:
