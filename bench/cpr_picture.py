@@ -19,6 +19,8 @@ LOOKS = {
     "scar": ("0.6", "D", ":"),
 }
 """Method -> grey, marker, line."""
+APART = 0.012
+"""Of the axis: how far methods' means are set apart, to be told apart; they belong to the first one's PLS."""
 PANELS = (
     ("loss_of_pair", "loss_added", "loss_per_pls", "log loss added, nats"),
     ("auc_of_pair", "auc_lost", "auc_per_pls", "AUC lost"),
@@ -55,12 +57,13 @@ def panel(axes: Axes, rows: Rows, pairs: str, means: str, slopes: str) -> None:
     """Draws one metric in one setting."""
     specks = [row for row in rows if row["metric"] == pairs]
     longest = max(row["pls"] for row in specks)
-    for slope in (row for row in rows if row["metric"] == slopes):
+    for place, slope in enumerate(row for row in rows if row["metric"] == slopes):
         grey, marker, line = LOOKS[slope["method"]]
         own = [row for row in specks if row["method"] == slope["method"]]
         axes.plot([row["pls"] for row in own], [row["value"] for row in own], marker, color=grey, ms=1.5)
         for found in (row for row in rows if row["metric"] == means and row["method"] == slope["method"]):
             pls = mean(row["pls"] for row in own if row["pls_target"] == found["pls_target"])
+            pls += place * APART * longest
             reach = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
             axes.errorbar(pls, found["value"], reach, fmt=marker, color=grey, ms=4, capsize=2, lw=0.8)
         axes.plot([0, longest], [0, slope["value"] * longest], line, color=grey, lw=1)
