@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from baselines.check_n_run.buffer import Buffer, Rows
-from baselines.check_n_run.codec import Exact
 from baselines.check_n_run.manifest import OWN, SHARED, Facts, Manifest, drawn, number_of
 from baselines.check_n_run.policy import policy_of
+from baselines.check_n_run.quantize_scheme import EXACT
 from baselines.check_n_run.restoring import Shard, described, last_chain, rest, rows
 from baselines.check_n_run.store import Store
 from baselines.check_n_run.tracking import TouchedRows
@@ -126,7 +127,7 @@ class Life:
             () if full or self.last is None else self.policy.needs(self.last.name, self.last.needs),
             () if full or self.last is None else (*self.last.sizes, size),
             {TABLE: {"rows": ROWS, "tensors": described(self.ranks[0].tensors)}},
-            {"weight": Exact.spec, "state": Exact.spec},
+            {"weight": asdict(EXACT), "state": asdict(EXACT)},
         )
         if full or self.policy.is_chained:
             for one in self.ranks:

@@ -1,65 +1,56 @@
-"""How rows are stored: the seam behind which quantizers stand.
+"""How a table's tensors are stored: exactly, or by a scheme of quantization, where that fits and takes less.
 
-Must not know: tables, chunks.
+Schemes are for rows of float32. Tensors of other types, state of one number a row, and rows so narrow that a
+scheme would take as much as they do are stored exactly: chosen.
+
+numba is imported where rows are quantized. Must not know: tables, chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from .quantize_scheme import Scheme
 
-class Codec(Protocol):
-    """Turns rows into tensors that are stored in their place, and back; row by row."""
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        """Plain values (JSON) that `codec_of` makes the codec from, "name" among them."""
-        ...
-
-    def encode(self, rows: Tensor) -> dict[str, Tensor]:
-        """What is stored of rows.
-
-        Args:
-            rows: [m, ...] on the CPU, of any type, m > 0. Read.
-
-        Returns:
-            By name; may be `rows` itself.
-        """
-        ...
-
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Rows as they are stored: [m, ...], of the type that `encode` was given."""
-        ...
-
-
-class Exact:
-    """Rows as they are."""
-
-    spec: Mapping[str, Any] = {"name": "exact"}
-
-    def encode(self, rows: Tensor) -> dict[str, Tensor]:
-        """See `Codec.encode`."""
-        return {"rows": rows}
-
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """See `Codec.decode`."""
-        return parts["rows"]
-
-
-def codec_of(spec: Mapping[str, Any]) -> Codec:
-    """The codec that a manifest names.
-
-    Raises:
-        ValueError: this version has none of that name.
-    """
-    if spec["name"] != "exact":
-        raise ValueError(f"rows are stored by {spec['name']!r}, which this version of baselines can't read")
-    return Exact()
+_EXACT = "rows"
 
 
 def kind_of(tensor: str) -> str:
-    """The kind of a table's tensor, by which its codec is chosen: "weight", or "state" of its optimizer."""
+    """The kind of a table's tensor, by which its scheme is chosen: "weight", or "state" of its optimizer."""
     return tensor if tensor == "weight" else "state"
+
+
+def stored(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """What is stored of rows.
+
+    Args:
+        rows: [m, ...] on the CPU, m > 0. Read.
+        scheme: how, if it fits.
+
+    Returns:
+        Tensors by name; of rows that are stored exactly, these alone.
+    """
+    fits = rows.dtype == torch.float32 and rows.ndim == 2
+    if scheme.method == "none" or not fits or scheme.row_bytes(rows.shape[1]) >= 4 * rows.shape[1]:
+        return {_EXACT: rows}
+    from .quantize import encode
+
+    return encode(rows, scheme)
+
+
+def loaded(parts: Mapping[str, Tensor], scheme: Scheme, like: Tensor) -> Tensor:
+    """Rows as they were stored.
+
+    Args:
+        parts: what `stored` returned. Read.
+        scheme: the same.
+        like: another tensor [any, ...] of the same rows.
+    """
+    if _EXACT in parts:
+        return parts[_EXACT]
+    from .quantize import decode
+
+    return decode(parts, scheme, like.shape[1])

@@ -92,7 +92,8 @@ class Facts:
             first; none if it is full.
         sizes: of the differential checkpoints since the last full one, this one included, as fractions.
         tables: rows of each whole table by key, and its tensors: dtype and shape of a row by name.
-        codecs: how each of them is stored, by kind of tensor.
+        schemes: how they are stored, by kind of tensor; fields of a `Scheme`.
+        restores: how often the training has been restored before.
     """
 
     number: int
@@ -103,7 +104,8 @@ class Facts:
     needs: tuple[str, ...] = ()
     sizes: tuple[float, ...] = ()
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    codecs: Mapping[str, Any] = field(default_factory=dict)
+    schemes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    restores: int = 0
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,9 +36,10 @@ from ecemb.errors import ConfigurationError
 
 from .background import Background
 from .buffer import Buffer, Rows
-from .codec import Codec, Exact
+from .choose_bits import scheme_for
 from .manifest import OWN, SHARED, Facts, Manifest, drawn, number_of
 from .policy import policy_of
+from .quantize_scheme import EXACT, Scheme
 from .restoring import Shard, described, last_chain, rest, rows
 from .retention import kept
 from .store import store_at
@@ -69,7 +70,7 @@ class CheckNRun(Rollback):
         policy: of `policy.POLICIES`.
         every: steps between checkpoints; or
         mtbf: mean time between failures of the whole job, for Young's interval.
-        weights: how weights are stored.
+        weights: how they are stored; or how many restores the job expects, by which `choose_bits` says how.
         states: how per-row optimizer state is stored.
         keep: whole checkpoints that stay, with all that they stand on.
         process: written by a process of its own, else by a thread; `memory://` needs a thread.
@@ -81,7 +82,7 @@ class CheckNRun(Rollback):
 
     Raises:
         ValueError: not exactly one of `every` and `mtbf`, or it is not above 0; no such policy or protocol; a
-            number that is not above 0.
+            number that is not above 0, or, of restores, below it.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class CheckNRun(Rollback):
         policy: str = "intermittent",
         every: int | None = None,
         mtbf: timedelta | None = None,
-        weights: Codec | None = None,
-        states: Codec | None = None,
+        weights: Scheme | float = EXACT,
+        states: Scheme = EXACT,
         keep: int = 1,
         process: bool = True,
         bytes_per_s: float | None = None,
@@ -109,7 +110,8 @@ class CheckNRun(Rollback):
         if process and os.fspath(target).startswith("memory://"):
             raise ValueError("memory:// is seen by one process alone: give process=False, or another target")
         self._name, self._policy = policy, policy_of(policy)
-        self._codecs = {"weight": dict((weights or Exact()).spec), "state": dict((states or Exact()).spec)}
+        self._weights, self._states = weights, states
+        self._restores = 0
         self._target, self._options = os.fspath(target), dict(options or {})
         self._files = store_at(self._target, self._options)
         self._memory, self._process = memory, process
@@ -127,8 +129,8 @@ class CheckNRun(Rollback):
         self._own_bytes: dict[str, int] = {}
         self._needs: dict[str, Sequence[str]] = {}
         self._number = self._written_bytes = self._memory_bytes = 0
-        exact = all(spec == Exact.spec for spec in self._codecs.values())
-        self.promise = replace(self.promise, bit_identical=exact)
+        self.promise = replace(self.promise, bit_identical=weights == EXACT and states == EXACT)
+        self._schemes()  # raises
 
     def prepare(self, training: Training) -> int:
         """See `Rollback.prepare`."""
@@ -183,6 +185,7 @@ class CheckNRun(Rollback):
         self._watch(state)
         shards = {_key(table): Shard(*_place(table), table.tensors) for table in state.tables if table.rows}
         rows(self._files, checkpoints, shards, self._changed, progress=self._settings["progress"])
+        self._restores = last.facts.restores + 1
         if last.facts.policy == self._name:  # else the next checkpoint is full: it knows of other rows
             self._last = last.facts
         for one in checkpoints:
@@ -234,7 +237,25 @@ class CheckNRun(Rollback):
             needs = self._policy.needs(self._last.name, self._last.needs)
             sizes = (*self._last.sizes, changed / max(1, whole))
         self._number += 1
-        return Facts(self._number, nonce, step, len(said), self._name, needs, sizes, everywhere, self._codecs)
+        return Facts(
+            self._number,
+            nonce,
+            step,
+            len(said),
+            self._name,
+            needs,
+            sizes,
+            everywhere,
+            self._schemes(),
+            self._restores,
+        )
+
+    def _schemes(self) -> dict[str, dict[str, Any]]:
+        """How tensors are stored now, by kind."""
+        weights = self._weights
+        if not isinstance(weights, Scheme):
+            weights = scheme_for(weights, self._restores)
+        return {"weight": asdict(weights), "state": asdict(self._states)}
 
     def _finish(self) -> None:
         """Waits for the checkpoint in the making."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from baselines import packing
 
 from .chunks import unpacked
-from .codec import codec_of, kind_of
+from .codec import kind_of, loaded
 from .manifest import OWN, SHARED, Chunk, Manifest, NotWhole, manifest_of, manifest_path, newest
 from .progress import bar
+from .quantize_scheme import Scheme
 from .store import Store
 
 logger = logging.getLogger("baselines")
@@ -169,8 +170,8 @@ def _put(store: Store, manifest: Manifest, chunk: Chunk, shard: Shard) -> Tensor
     begin, end = torch.searchsorted(numbers, ends).tolist()
     here = numbers[begin:end] - shard.start
     for name, parts in tensors.items():
-        decoded = codec_of(manifest.facts.codecs[kind_of(name)]).decode(parts)
-        shard.tensors[name].index_copy_(0, here, decoded[begin:end])
+        live, scheme = shard.tensors[name], Scheme(**manifest.facts.schemes[kind_of(name)])
+        live.index_copy_(0, here, loaded(parts, scheme, live)[begin:end])
     return here
 
 

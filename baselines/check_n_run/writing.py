@@ -22,7 +22,7 @@ from baselines.files import mapped
 
 from .buffer import CopiedRows, Copy, seen
 from .chunks import packed
-from .codec import Codec, codec_of, kind_of
+from .codec import kind_of, stored
 from .manifest import (
     SHARED,
     Chunk,
@@ -37,6 +37,7 @@ from .manifest import (
     text_of,
 )
 from .progress import bar
+from .quantize_scheme import Scheme
 from .restoring import whole
 from .retention import leftovers
 from .store import Store
@@ -133,16 +134,16 @@ def _chunks(job: Job, data: packing.Bytes) -> Iterator[tuple[Chunk, packing.Byte
         if kind != SHARED or job.rank == 0:
             content = seen(data, span).numpy()
             yield Chunk("", 0, 0, kind), content, len(content)
-    codecs = {kind: codec_of(spec) for kind, spec in job.facts.codecs.items()}
+    schemes = {kind: Scheme(**fields) for kind, fields in job.facts.schemes.items()}
     for rows in job.copy.tables:
         row_bytes = sum(span.size_bytes for span in rows.tensors.values()) // max(1, rows.rows)
         step = max(1, job.chunk_bytes // max(1, row_bytes))
         for at in range(0, rows.rows, step):
-            yield _chunk(rows, data, slice(at, min(at + step, rows.rows)), codecs)
+            yield _chunk(rows, data, slice(at, min(at + step, rows.rows)), schemes)
 
 
 def _chunk(
-    rows: CopiedRows, data: packing.Bytes, part: slice, codecs: Mapping[str, Codec]
+    rows: CopiedRows, data: packing.Bytes, part: slice, schemes: Mapping[str, Scheme]
 ) -> tuple[Chunk, packing.Bytes, int]:
     if rows.numbers is None:
         numbers = torch.arange(part.start, part.stop)
@@ -150,9 +151,9 @@ def _chunk(
         numbers = seen(data, rows.numbers)[part]
     numbers = numbers + rows.start
     tensors = {name: seen(data, span)[part] for name, span in rows.tensors.items()}
-    stored = {name: codecs[kind_of(name)].encode(tensor) for name, tensor in tensors.items()}
+    parts = {name: stored(tensor, schemes[kind_of(name)]) for name, tensor in tensors.items()}
     chunk = Chunk("", 0, 0, rows.table, True, int(numbers[0]), int(numbers[-1]), len(numbers))
-    return chunk, packed(numbers, stored), sum(tensor.nbytes for tensor in tensors.values())
+    return chunk, packed(numbers, parts), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _heard(job: Job, store: Store) -> Iterator[Receipt]:

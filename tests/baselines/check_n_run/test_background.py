@@ -92,6 +92,7 @@ def test_what_fails_beside_is_raised_in_training(
         ({"chunk_bytes": 0}, r"chunk_bytes="),
         ({"bytes_per_s": 0.0}, r"bytes_per_s="),
         ({"policy": "daily"}, r"policy="),
+        ({"weights": -1.0}, r"restores.*-1"),
         ({"every": None}, r"every="),
         ({"target": "memory://x"}, r"memory://.*process=False"),
         ({"target": "nosuch://x"}, r"nosuch"),

@@ -58,10 +58,6 @@ def test_ecembs_own_tables(tmp_path: Path) -> None:
 def test_tables_of_torchrec_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="TorchRec is not installed")
     run = partial(torchrec_jobs.run, "torchrec_check_n_run_worker.py")
-    undisturbed = run(3, "undisturbed", tmp_path / "a", 4)
-    saved = run(3, "first", tmp_path / "b", 2)
-    same = run(3, "second", tmp_path / "b", 4)
-    assert_same(same["begins"], saved["ends"])
-    assert_same(same["ends"], undisturbed["ends"])
-    fewer = run(2, "third", tmp_path / "b", 5)
-    assert_same(fewer["begins"], same["ends"])
+    saved = run(3, "first", tmp_path, 2)
+    fewer = run(2, "second", tmp_path, 4)
+    assert_same(fewer["begins"], saved["ends"])

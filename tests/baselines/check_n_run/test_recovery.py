@@ -15,7 +15,9 @@ import torch
 from lone_trainings import QUIET, OnBags, OnTorchRec, equal
 from torchrec_models import one_rank
 
+import ecemb
 from baselines.check_n_run.policy import POLICIES
+from baselines.check_n_run.quantize_scheme import EXACT, Scheme
 from baselines.check_n_run.recovery import CheckNRun
 from baselines.check_n_run.restoring import whole
 from baselines.check_n_run.store import store_at
@@ -80,3 +82,32 @@ def test_a_process_writes_as_a_thread_does(tmp_path: Path) -> None:
             [(chunk.table, chunk.size_bytes, chunk.crc) for one in manifests for chunk in one.chunks]
         )
     assert found[0] == found[1] and len(found[0]) > 9
+
+
+def test_quantized_rows_come_back_as_near_as_their_scheme_says(tmp_path: Path) -> None:
+    target, script = f"memory://{secrets.token_hex(8)}", OnBags()
+    method, begin = protected(
+        script.training, target, tmp_path, weights=Scheme("asymmetric", 8), states=EXACT, policy="consecutive"
+    )
+    assert not method.promise.bit_identical
+    trained(script, method, begin, 4)
+    before = {table.name: table.tensors for table in ecemb.tables(script.model, optimizers=script.adagrad)}
+    again = OnBags()
+    method, begin = protected(again.training, target, tmp_path, weights=1)
+    assert begin == 4
+    after = {table.name: table.tensors for table in ecemb.tables(again.model, optimizers=again.adagrad)}
+    then, now = before["user"]["weight"].detach(), after["user"]["weight"].detach()
+    steps = (then.max(dim=1).values - then.min(dim=1).values) / 255
+    assert ((then - now).abs() <= 1.01 * steps[:, None]).all() and not torch.equal(then, now)
+    assert torch.equal(before["user"]["sum"], after["user"]["sum"])
+    with method.step():  # another policy: the next one is full, and with few restores planned, of few bits
+        again.step()
+    with method.step():
+        again.step()
+    method.close()
+    (last,) = whole(store_at(target))
+    assert last.facts.step == 6 and not last.facts.needs and last.facts.restores == 1
+    assert last.facts.schemes["weight"]["bits"] == 2 and last.facts.schemes["state"]["method"] == "none"
+    method, begin = protected(OnBags().training, target, tmp_path, weights=1)
+    assert method._schemes()["weight"]["bits"] == 8  # there were more restores than planned
+    method.close()
