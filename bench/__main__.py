@@ -1,4 +1,4 @@
-"""`python -m bench QUESTION [--engine E] [--setting S] [--quick] [--seed N] [--json F]`; `... tables`."""
+"""`python -m bench QUESTION [--quick] [--seed N] [--json F]`, with options of some; `... tables`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import performance, tables
-from bench.result import Arguments, Row, document, table, write
+from bench.result import Arguments, BadTrace, Row, document, table, write
 
 QUESTIONS = {
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
@@ -21,6 +21,7 @@ QUESTIONS = {
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
     "rivals": "what each way of surviving failures costs, and what a killed rank leaves (--engine)",
     "scaling": "what protection costs a rank when there are more ranks",
+    "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
     "wire": "whether it would pay to pack deltas before they are sent",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
@@ -34,6 +35,9 @@ OF_ENGINES = {
 
 OF_SETTINGS = {"overhead": ("dlrm", "sparse-heavy")}
 """Questions that are asked of several settings, and which; all of them by default."""
+
+OF_TRACES = ("simulate",)
+"""Questions that can be asked of a real cluster's faults."""
 
 TABLES = "tables"
 """No question: writes the pages of what the questions were answered with."""
@@ -55,6 +59,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
     parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
     parser.add_argument("--setting", metavar="NAME", help=f"only this one, for {', '.join(OF_SETTINGS)}")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help=f"faults of a real cluster, for {', '.join(OF_TRACES)}"
+    )
     given = parser.parse_args(words)
     if given.question == TABLES:
         tables.write()
@@ -67,10 +74,15 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = OF_SETTINGS.get(given.question, ())
     if given.setting is not None and given.setting not in settings:
         parser.error(f"{given.question} has no setting {given.setting!r}: {list(settings)}")
+    if given.trace is not None and given.question not in OF_TRACES:
+        parser.error(f"{given.question} is not asked of a trace; {', '.join(OF_TRACES)} is")
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
-    arguments = Arguments(quick=given.quick, seed=given.seed, engine=engine, setting=given.setting or "")
-    rows = run(arguments)
+    arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace)
+    try:
+        rows = run(arguments)
+    except BadTrace as error:
+        parser.error(str(error))
     print(table(rows))
     if given.json is not None:
         write(given.json, document(given.question, arguments, rows))

@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md: its text is written by hand, and every number in it by this.
+"""The figures of docs/performance.md and docs/choosing.md: text is written by hand, every number by this.
 
 What lies between `<!-- table: QUESTION METRIC ... -->`, alone on its line, and `<!-- end -->` is replaced by
 these metrics' tables from bench/results, and what follows `<!-- picture: QUESTION -->` by a step's picture.
@@ -16,7 +16,7 @@ from bench.picture import draw
 from bench.result import FIXED
 from bench.tables import BadResult
 
-PAGE = tables.ROOT / "docs" / "performance.md"
+PAGES = (tables.ROOT / "docs" / "performance.md", tables.ROOT / "docs" / "choosing.md")
 PICTURE = "protected-step.svg"
 
 _BLOCK = re.compile(r"(<!-- (table|picture): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -24,17 +24,18 @@ _BLOCK = re.compile(r"(<!-- (table|picture): (\w+)((?: \w+)*) -->\n).*?(<!-- end
 Documents = Sequence[Mapping[str, Any]]
 
 
-def write(results: Path = tables.RESULTS, page: Path = PAGE) -> None:
-    """Writes the page's figures anew, and its picture beside it; each whole or not at all.
+def write(results: Path = tables.RESULTS, pages: Sequence[Path] = PAGES) -> None:
+    """Writes the pages' figures anew, and the picture beside them; each whole or not at all.
 
     Raises:
-        BadResult: A file in `results` is not in the form, or has not the metrics that the page asks for.
+        BadResult: A file in `results` is not in the form, or has not the metrics that a page asks for.
     """
     documents = tables.load(results)
-    tables.replace(page, fill(page.read_text(encoding="utf-8"), documents))
+    for page in pages:
+        tables.replace(page, fill(page.read_text(encoding="utf-8"), documents))
     profiles = of(documents, "profile")
     if profiles:
-        tables.replace(page.with_name(PICTURE), draw(profiles[0]["rows"]))
+        tables.replace(pages[0].with_name(PICTURE), draw(profiles[0]["rows"]))
 
 
 def fill(text: str, documents: Documents) -> str:

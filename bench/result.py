@@ -47,6 +47,10 @@ class WrongResult(Exception):
     """What was to be timed computes something else than it should; nothing was timed."""
 
 
+class BadTrace(Exception):
+    """What was given as a trace is none that is known; the message names it, and what is."""
+
+
 @dataclass(frozen=True)
 class Arguments:
     """What every question is asked with.
@@ -56,12 +60,14 @@ class Arguments:
         seed: Of every random choice.
         engine: Of the tables, if the question is asked of one.
         setting: The only one to be measured, or "" for all.
+        trace: Faults of a real cluster, if the question can be asked of one.
     """
 
     quick: bool = False
     seed: int = 0
     engine: str = ""
     setting: str = ""
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import cpr_picture, quantization_picture
+from bench import cpr_picture, quantization_picture, simulate_picture
 from bench.result import FIXED, Label
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
 
-ACROSS = ("source", "kernel", "method", "over", "packing", "part", "buffer", "phase")
+ACROSS = ("source", "spread", "hosts", "kernel", "method", "over", "packing", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
 HEAD = """# Measurements
@@ -50,7 +50,7 @@ _MIB = 1 << 20
 _SHORT_HASH = 12
 
 
-PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair")
+PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics that are for a picture, and would make no table that anybody reads."""
 PICTURES = {
     "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
@@ -59,6 +59,7 @@ PICTURES = {
         "What rows lose by bits and method",
         quantization_picture.draw,
     ),
+    "simulate": ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
 }
 """Question -> the file of its picture, beside the page; what it shows; what draws it from the rows."""
 ELSEWHERE = ("failures", "soak")

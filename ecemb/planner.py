@@ -214,7 +214,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
       byte once (see `ecemb.rebuild`), at the part of its speed that a rebuild reaches.
     - chance of loss: hosts are lost at the job's rate, one or several at once; another one that is lost
       before all is rebuilt adds to them, and the rebuild starts over (`Odds.episode`). In a month,
-      1 - exp(-losses).
+      1 - exp(-losses). Several that are lost while one is being rebuilt are counted as one.
 
     Raises:
         PlacementError: The code doesn't fit; names codes that do.

@@ -75,8 +75,9 @@ def test_an_episode_adds_what_is_lost_while_it_lasts() -> None:
     pair, three, four = (odds.chance(lost) for lost in (2, 3, 4))
     assert odds.episode(1, 0.0) == 0
     assert odds.episode(2, 0.0) == pair
-    expected = 0.1 * pair + 0.01 * (three - pair) + 0.001 * (four - three)
-    assert odds.episode(1, 0.1) == pytest.approx(expected, rel=0.02)
+    other, another, third = (0.1 * (1 - part) / (1 - 0.1 * part) for part in (0.1, 0.2, 0.3))
+    expected = other * (pair + another * (three - pair + third * (four - three)))
+    assert odds.episode(1, 0.1) == pytest.approx(expected)
     assert odds.episode(1, 1.0) == pytest.approx(four, rel=0.02)
 
 

@@ -39,10 +39,13 @@ def test_costs_by_hand() -> None:
 
 
 def test_the_chance_of_loss_by_hand() -> None:
-    """With r = 1 two lost hosts are too many when they are within n - 1 on the ring: 6 of the 7 others."""
+    """With r = 1 two lost hosts are too many when they are within n - 1 on the ring: 6 of 7 others.
+
+    Another of 8 is lost while one is rebuilt with p 7/8 over 1 - p/8: the same may be lost again first.
+    """
     one = estimate(JOB, Code(4, 3))
     again = -math.expm1(-0.025 * one.host_recovery_s / 3600)
-    first = 0.025 * MONTH_H * again * 6 / 7
+    first = 0.025 * MONTH_H * (again * 7 / 8) / (1 - again / 8) * 6 / 7
     assert one.loss_per_month == one.loss_per_month_alone == pytest.approx(-math.expm1(-first), rel=0.01)
     two = estimate(JOB, Code(6, 4))
     assert 0 < two.loss_per_month < 1.5 * again * one.loss_per_month

@@ -78,7 +78,7 @@ def test_the_command_writes_the_pages_and_writes_them_again(
     other.parent.mkdir()
     other.write_text("<!-- table: memory arena_over_tables -->\n<!-- end -->\n")
     monkeypatch.setattr(tables.write, "__defaults__", (tmp_path, page))
-    monkeypatch.setattr(performance.write, "__defaults__", (tmp_path, other))
+    monkeypatch.setattr(performance.write, "__defaults__", (tmp_path, [other]))
     write(tmp_path / "memory.json", DOCUMENT)
     for _ in range(2):
         command.main(["tables"])

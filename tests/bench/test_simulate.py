@@ -1,0 +1,244 @@
+"""The simulation: against formulas, against CPR's emulation, traces of both forms, and the answer's rows."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baselines.cpr.emulation import emulate
+from baselines.cpr.job import Job as CprJob
+from baselines.cpr.overhead import Costs, Policy
+from bench import __main__ as command
+from bench import simulate, simulate_checks, simulate_methods, simulate_picture
+from bench.result import Arguments, BadTrace, Row, WrongResult
+from bench.simulate_faults import Fault, drawn, episodes, read, replayed, sets_by_size
+from bench.simulate_training import Method, train
+from ecemb.code import Code
+from ecemb.odds import Odds
+from ecemb.placement import Placement
+
+JOB = replace(simulate.JOB, hosts=32, rack_hosts=4, mtbf_h=1.0)
+FULL = Method("full", "all", 0.0, 0.5, 0.5, interval_h=2.0, save_h=0.25)
+
+
+def test_formulas_are_met() -> None:
+    rows = simulate_checks.checks(20_000, 0)
+    assert len(rows) == 9
+    assert all(abs(row.value - 1) <= 0.02 for row in rows)
+
+
+def test_a_simulation_that_is_off_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_checks, "daly", lambda *_: 1.0)
+    with pytest.raises(WrongResult, match=r"Daly 2006.*times the formula"):
+        simulate_checks.checks(500, 0, 0.3)
+
+
+@pytest.mark.parametrize("recovery", ["full", "partial"])
+def test_the_same_faults_give_what_cprs_emulation_gives(recovery: str) -> None:
+    hours = np.cumsum(np.random.default_rng(3).exponential(7.0, 200)).tolist()
+    job, policy = CprJob(100.0, 7.0, 8), Policy("full" if recovery == "full" else "partial", 3.0)
+    emulated = emulate(Costs(0.25, 0.5), job, policy, hours, "clock", 0)
+    method = replace(FULL, back="all" if recovery == "full" else "failed", interval_h=3.0)
+    faults = [Fault(hour, (0,)) for hour in hours]
+    outcome = train(method, faults, 100 * (1 + emulated.overhead), hosts=8, ranks=8)
+    assert outcome.trained_h == pytest.approx(100)
+    assert outcome.again_h == pytest.approx(emulated.trained_again_h)
+    assert outcome.pls == pytest.approx(emulated.pls)
+    assert outcome.faults == emulated.failures
+
+
+def test_saves_count_when_they_are_written() -> None:
+    method = replace(FULL, lag_h=1.0)
+    early, late = (train(method, [Fault(hour)], hour + 0.5, hosts=1, ranks=1) for hour in (5.4, 5.6))
+    assert (early.trained_h, late.trained_h) == (2.0, 4.0)
+    assert train(method, [], 5.4, hosts=1, ranks=1).trained_h == pytest.approx(4.9)
+
+
+def test_nobody_goes_back_until_memory_is_not_enough() -> None:
+    odds = Odds(Placement.ranks(3, 2, 6), range(6))
+    live = Method("live", "nobody", 0.0, 0.1, 0.5, odds=odds, durable_interval_h=4.0, durable_h=2.0)
+    once = train(live, [Fault(10.0, (0,)), Fault(11.0)], 20.0, hosts=6, ranks=6)
+    assert (once.trained_h, once.again_h, once.unrecoverable) == (pytest.approx(19.4), 0, 0)
+    both = train(live, [Fault(10.0, (0,)), Fault(10.25, (1,))], 20.0, hosts=6, ranks=6)
+    assert (both.trained_h, both.again_h, both.unrecoverable) == (pytest.approx(8 + 7.75), 2, 1)
+    apart = train(live, [Fault(10.0, (0,)), Fault(10.25, (3,))], 20.0, hosts=6, ranks=6)
+    assert apart.unrecoverable == 0
+
+
+def test_drawn_faults_have_the_jobs_rates() -> None:
+    for shape in (1.0, 0.5):
+        faults = drawn(JOB, 20_000, np.random.default_rng(0), shape)
+        assert len(faults) == pytest.approx(20_000, rel=0.05)
+        lost = [fault.hosts for fault in faults if fault.hosts]
+        assert len(lost) == pytest.approx(5_000, rel=0.06)
+        several = [hosts for hosts in lost if len(hosts) > 1]
+        assert len(several) == pytest.approx(5_000 * JOB.burst_share, rel=0.15)
+        assert all(len({host // 4 for host in hosts}) == 1 for hosts in several)
+        assert {len(hosts) for hosts in lost} == {1, 2, 3, 4}
+
+
+def infinitehbd(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    events = [
+        {"node_id": node, "event_time": day, "event_type": kind, "fault_type": {}}
+        for node, day, kind in (
+            ("a", 1.0, "fault_start"),
+            ("b", 1.0, "fault_start"),
+            ("a", 2.0, "fault_end"),
+            ("c", 5.0, "fault_start"),
+            ("c", 9.0, "fault_end"),
+        )
+    ]
+    path.write_text(json.dumps([*events, {"event_type": "fault_start"}, 7]))
+    return path
+
+
+LANL = """System,machine type,nodes,nodenum,nodenumz,Prob Started (mm/dd/yy hh:mm),Prob Fixed
+2,cluster,49,0,0,6/21/2005 10:54,6/21/2005 11:00
+20,cluster,256,7,6,06/21/05 10:00,06/21/05 11:00
+20,cluster,256,8,7,06/22/05 10:00,
+20,cluster,256,8,7,soon,
+20,short
+"""
+
+
+def test_infinitehbds_form(tmp_path: Path) -> None:
+    trace = read(infinitehbd(tmp_path))
+    assert (trace.nodes, trace.hours, trace.skipped) == (400, 216.0, 2)
+    assert trace.losses == ((24.0, 0), (24.0, 1), (120.0, 2))
+
+
+def test_lanls_form(tmp_path: Path) -> None:
+    path = tmp_path / "lanl.csv"
+    path.write_text(LANL)
+    trace = read(path)
+    assert (trace.name, trace.nodes, trace.hours, trace.skipped) == ("lanl.csv, system 20", 256, 24.0, 2)
+    assert trace.losses == ((0.0, 0), (24.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2", "begins like JSON and isn't"),
+        ("[]", "has no fault that can be read"),
+        ("a,b\n1,2\n", "neither JSON nor LANL's CSV: it has no column System"),
+        (LANL.splitlines()[0], "has no fault that can be read"),
+    ],
+)
+def test_no_traces(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(BadTrace, match=said):
+        read(path)
+
+
+def test_a_trace_on_a_job(tmp_path: Path) -> None:
+    trace = read(infinitehbd(tmp_path))
+    job = replace(JOB, hosts=400)
+    faults = replayed(trace, job, np.random.default_rng(0), one_rack=False)
+    assert [fault.hour for fault in faults] == [24.0, 24.0, 120.0]
+    assert len({fault.hosts for fault in faults}) == 3
+    together, alone = replayed(trace, job, np.random.default_rng(0), one_rack=True)
+    assert len({host // 4 for host in together.hosts}) == 1 and len(together.hosts) == 2
+    assert len(alone.hosts) == 1
+    with pytest.raises(BadTrace, match="400 nodes; a job of 401 hosts can't be"):
+        replayed(trace, replace(JOB, hosts=401), np.random.default_rng(0), one_rack=False)
+
+
+def test_episodes_and_sets() -> None:
+    groups = episodes([(0.0, 1), (0.5, 2), (1.4, 2), (3.0, 5)], 1.0)
+    assert [[host for _, host in group] for group in groups] == [[1, 2, 2], [5]]
+    sets = sets_by_size([[3, 1, 3], [2], [], [0]])
+    assert {size: found.tolist() for size, found in sets.items()} == {2: [[1, 3]], 1: [[2], [0]]}
+
+
+def test_costs_say_where_they_are_from(tmp_path: Path) -> None:
+    chosen = simulate_methods.costs(tmp_path)
+    assert chosen["rebuild"].source == "chosen: recovery.json doesn't say"
+    labels = {"metric": "rebuild_over_wire", "code": "(4, 3)", "over": "same messages"}
+    row = labels | {"value": 0.25, "low": -1, "high": 0.5}
+    (tmp_path / "recovery.json").write_text(json.dumps({"rows": [row]}))
+    measured = simulate_methods.costs(tmp_path)["rebuild"]
+    assert (measured.value, measured.source) == (0.25, "measured: recovery.json, 2 cores")
+    assert (measured.low, measured.high) == (0, 0.5)
+
+
+def test_methods_that_fit() -> None:
+    names = {
+        method.name for method in simulate_methods.methods(replace(JOB, hosts=4), simulate_methods.costs())
+    }
+    assert {"full", "CPR", "Check-N-Run", "snapshots x2", "live copies x3", "ecemb (4, 3)"} <= names
+    assert not {name for name in names if "(6, 4)" in name}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    trace = infinitehbd(tmp_path_factory.mktemp("trace"))
+    return simulate.run(Arguments(quick=True, trace=trace))
+
+
+def test_the_answer(rows: list[Row]) -> None:
+    assert {row.metric for row in rows} == {
+        "simulated_over_formula",
+        "ettr",
+        "steps_run_again",
+        "samples_lost_pct",
+        "data_lost_pct",
+        "data_lost_on_trace_pct",
+        "best_ettr",
+        "assumed",
+    }
+    assert all(0 < row.value <= 1 for row in rows if row.unit == "ratio" and "ettr" in row.metric)
+    lost = {
+        (row.labels["spread"], row.labels["code"]): row.value
+        for row in rows
+        if row.metric == "data_lost_pct" and (row.labels["hosts"], row.labels["strike"]) == (64, "one rack")
+    }
+    for code in ("(4, 3)", "(6, 4)"):
+        assert lost["over ranks", code] > lost["over hosts", code] > 100 * lost["over racks", code]
+    assert lost["over racks", "(6, 4)"] < lost["over racks", "(4, 3)"] / 100
+
+
+def test_the_map_is_a_picture(rows: list[Row]) -> None:
+    shown = [row.to_json() for row in rows]
+    drawn_ = simulate_picture.draw(shown)
+    assert drawn_ == simulate_picture.draw(shown)
+    root = ElementTree.fromstring(drawn_)
+    text = " ".join("".join(one.itertext()) for one in root.iter() if one.tag.endswith("text"))
+    assert "tables, TB" in text and "hours between faults of the job" in text
+    assert "methods: that lose no samples" in text
+    with pytest.raises(KeyError):
+        simulate_picture.kind("prayer")
+
+
+def test_the_option_is_for_simulations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["wire", "--trace", "x"], "wire is not asked of a trace; simulate is"),
+        (
+            ["simulate", "--quick", "--trace", str(tmp_path / "none")],
+            "No such file or directory; give the path",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(words)
+        assert said in capsys.readouterr().err
+
+
+def test_counted_losses_of_a_trace(tmp_path: Path) -> None:
+    """Nodes a and b go at once: a pair that (2, 1) loses when neighbours, 2 of 399."""
+    trace = read(infinitehbd(tmp_path))
+    lost = [
+        row.value
+        for row in simulate.losses_of_trace(trace, 3000, 0)
+        if row.labels["code"] == str((2, 1))
+        and (row.labels["hosts"], row.labels["spread"], row.labels["strike"])
+        == (400, "over hosts", "anywhere")
+    ]
+    months = trace.hours / simulate.MONTH_H
+    assert lost == [pytest.approx(100 * 2 / 399 / months, rel=0.6)]
+    assert Code(2, 1) in simulate.CODES
