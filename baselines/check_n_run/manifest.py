@@ -29,7 +29,11 @@ OWN, SHARED = "own", "shared"
 
 
 class NotWhole(ValueError):
-    """A text that is not whole, or no manifest."""
+    """A text that is not whole, as a kill leaves it."""
+
+
+class OtherFormat(ValueError):
+    """A whole text that another version has written."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def chunk_path(name: str, rank: int, number: int) -> str:
 
 def text_of(what: Manifest | Receipt | Facts) -> bytes:
     """As text, with its checksum."""
-    body = json.dumps(asdict(what), sort_keys=True)
+    body = json.dumps(asdict(what) | {"format": FORMAT}, sort_keys=True)
     return f"{_sum(body)}\n{body}\n".encode()
 
 
@@ -172,7 +176,8 @@ def manifest_of(text: bytes) -> Manifest:
     """From its text.
 
     Raises:
-        NotWhole: its checksum doesn't hold, or it is of another format.
+        NotWhole: its checksum doesn't hold.
+        OtherFormat: it does, and another version has written it.
     """
     found = _checked(text)
     try:
@@ -182,19 +187,20 @@ def manifest_of(text: bytes) -> Manifest:
             tuple(_receipt(one) for one in found["ranks"]),
         )
     except (KeyError, TypeError) as error:
-        raise NotWhole(f"it is of another format than {FORMAT}: {error!r}") from error
+        raise _other(error) from error
 
 
 def receipt_of(text: bytes) -> Receipt:
     """From its text.
 
     Raises:
-        NotWhole: its checksum doesn't hold, or it is of another format.
+        NotWhole: its checksum doesn't hold.
+        OtherFormat: it does, and another version has written it.
     """
     try:
         return _receipt(_checked(text))
     except (KeyError, TypeError) as error:
-        raise NotWhole(f"it is of another format than {FORMAT}: {error!r}") from error
+        raise _other(error) from error
 
 
 def newest(names: Sequence[str]) -> list[str]:
@@ -212,10 +218,17 @@ def _checked(text: bytes) -> dict[str, Any]:
     if not body.endswith("\n") or _sum(body[:-1]) != sum_:
         raise NotWhole("its checksum doesn't hold")
     found = json.loads(body)
-    if not isinstance(found, dict):
-        raise NotWhole("it is no manifest")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise _other(ValueError("no such format"))
     return found
 
 
+def _other(error: Exception) -> OtherFormat:
+    return OtherFormat(
+        f"its checksum holds, and it is of another format than {FORMAT}, which this version reads "
+        f"({type(error).__name__}: {error}): restore it with the version that wrote it, or use another folder"
+    )
+
+
 def _sum(body: str) -> str:
-    return hashlib.sha256(f"{FORMAT}\n{body}".encode()).hexdigest()
+    return hashlib.sha256(body.encode()).hexdigest()

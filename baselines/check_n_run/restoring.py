@@ -18,7 +18,7 @@ from baselines import packing
 
 from .chunks import unpacked
 from .codec import kind_of, loaded
-from .manifest import OWN, SHARED, Chunk, Manifest, NotWhole, manifest_of, manifest_path, newest
+from .manifest import OWN, SHARED, Chunk, Manifest, NotWhole, OtherFormat, manifest_of, manifest_path, newest
 from .progress import bar
 from .quantize_scheme import Scheme
 from .store import Store
@@ -48,7 +48,11 @@ class Shard:
 
 
 def read(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint; None if it has no whole one."""
+    """The manifest of a checkpoint; None if it has no whole one.
+
+    Raises:
+        OtherFormat: another version has written it; to skip it would begin the training anew.
+    """
     try:
         return manifest_of(store.get(manifest_path(name)))
     except FileNotFoundError:
@@ -56,6 +60,8 @@ def read(store: Store, name: str) -> Manifest | None:
     except NotWhole as error:
         logger.warning("%s doesn't count as a checkpoint: %s", manifest_path(name), error)
         return None
+    except OtherFormat as error:
+        raise OtherFormat(f"{manifest_path(name)}: {error}") from error
 
 
 def chain(store: Store, name: str) -> list[Manifest] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import secrets
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ import pytest
 from check_n_run_lives import ROWS, Life, is_right, state
 
 from baselines.check_n_run import writing
-from baselines.check_n_run.manifest import SUFFIX, NotWhole, manifest_of, newest, text_of
+from baselines.check_n_run.manifest import SUFFIX, NotWhole, OtherFormat, manifest_of, newest, text_of
 from baselines.check_n_run.policy import POLICIES
 from baselines.check_n_run.restoring import Damaged, read, whole
 from baselines.check_n_run.retention import kept, leftovers
@@ -175,6 +176,19 @@ def test_a_torn_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     again.step()
     again.save()  # removes nothing that it needs, and nothing of what it doesn't know
     assert is_right(Life(store, tmp_path, "consecutive"))
+
+
+@pytest.mark.parametrize("change", [('"policy"', '"strategy"'), ('"format": 1', '"format": 2')])
+def test_another_versions_manifest_is_not_skipped(change: tuple[str, str], tmp_path: Path) -> None:
+    """The training would begin anew, and remove it in time."""
+    store = somewhere()
+    life = Life(store, tmp_path, "full")
+    life.save()
+    path = f"{newest(store.paths())[0]}{SUFFIX}"
+    body = store.get(path).decode().splitlines()[1].replace(*change)
+    store.put(path, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n".encode())
+    with pytest.raises(OtherFormat, match=rf"{path}: its checksum holds, .* another folder"):
+        Life(store, tmp_path, "full")
 
 
 @every_policy
