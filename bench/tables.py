@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import cpr_picture, quantization_picture, simulate_picture
+from bench import cpr_picture, drift_picture, quantization_picture, simulate_picture
 from bench.result import FIXED, Label
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +54,7 @@ PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics that are for a picture, and would make no table that anybody reads."""
 PICTURES = {
     "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
+    "drift": ("drift.svg", "How far rows rebuilt from parity of floats are off", drift_picture.draw),
     "quantization": (
         "quantization-error.svg",
         "What rows lose by bits and method",

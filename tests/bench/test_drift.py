@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
-from bench import drift
+from bench import drift, drift_picture
 from bench.result import Arguments, Row, WrongResult
 from ecemb.code import Code
 
@@ -26,6 +28,9 @@ def test_floats_drift_and_bits_dont() -> None:
         for code in ("(4, 3)", "(6, 4)")
         for method in ("float32", "float64", "bits")
     }
+    drawn = drift_picture.draw([row.to_json() for row in rows])
+    texts = {element.text for element in ElementTree.fromstring(drawn).iter() if element.text}
+    assert {"code (4, 3)", "code (6, 4)", "steps", "float32, sgd", "bits, adagrad"} <= texts
 
 
 def test_bits_that_are_lost_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
