@@ -71,6 +71,5 @@ def panel(axes: Axes, rows: Rows) -> None:
                 capsize=2,
                 label=f"{method}, {optimizer}",
             )
-    axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)
