@@ -232,6 +232,7 @@ def own_digests(*stateful: Any) -> dict[str, str]:
 
 def parity(guard: ecemb.Guard) -> dict[str, str]:
     """The parity kept here, after comparing all of it with the rows. All ranks."""
+    guard._drain()  # the last step may be on its way beside, on the wires that are used here
     memory, longest = guard._memory, stripes.longest_block(guard._memory)
     wrong = stripes.compare(memory, guard._transport, 0, longest, "comparing parity with rows")
     return {
