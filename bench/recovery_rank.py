@@ -7,7 +7,6 @@ what it needs only in `main`: imports are a part of what is measured.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bench.order import Written
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ _POLL_S = 0.002
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Written):
     """What the ranks are to do.
 
     Attributes:
@@ -70,17 +71,6 @@ class Order:
     with_memory: bool
     seed: int
     timeout_s: float
-
-    def write(self) -> Path:
-        """Writes it to its folder, for `main`."""
-        path = Path(self.folder, "order.json")
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        return path
-
-    @classmethod
-    def read(cls, path: str) -> Order:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**fields | {"victims": tuple(fields["victims"])})
 
     def file(self, life: int, what: object) -> Path:
         """A file of the folder: marks of a rank in a life of the job, say."""

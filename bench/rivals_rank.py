@@ -8,7 +8,6 @@ what it was after them, or before the failure, whatever the method.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -23,12 +22,13 @@ import torch.distributed as dist
 import ecemb
 from bench.method import Failure, Training, live
 from bench.methods import METHODS, Place
+from bench.order import Written
 from bench.overhead_models import ENGINES, Twin
 from bench.overhead_rank import WARM_UP, digest, draw
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Written):
     """What the ranks are to do.
 
     Attributes:
@@ -74,17 +74,6 @@ class Order:
     twin_steps: int
     seed: int
     timeout_s: float
-
-    def write(self) -> Path:
-        """Writes it to its folder, for `main`."""
-        path = Path(self.folder, "order.json")
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        return path
-
-    @classmethod
-    def read(cls, path: str) -> Order:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**fields | {"victims": tuple(fields["victims"])})
 
     def ledgers(self, life: int | None = None) -> Path:
         """Folder of the ledgers of the method; or of the twin in one life."""
