@@ -187,7 +187,7 @@ def manifest_of(text: bytes) -> Manifest:
             tuple(_receipt(one) for one in found["ranks"]),
         )
     except (KeyError, TypeError) as error:
-        raise _other(error) from error
+        raise _other(repr(error)) from error
 
 
 def receipt_of(text: bytes) -> Receipt:
@@ -200,7 +200,7 @@ def receipt_of(text: bytes) -> Receipt:
     try:
         return _receipt(_checked(text))
     except (KeyError, TypeError) as error:
-        raise _other(error) from error
+        raise _other(repr(error)) from error
 
 
 def newest(names: Sequence[str]) -> list[str]:
@@ -219,14 +219,14 @@ def _checked(text: bytes) -> dict[str, Any]:
         raise NotWhole("its checksum doesn't hold")
     found = json.loads(body)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise _other(ValueError("no such format"))
+        raise _other("it says so")
     return found
 
 
-def _other(error: Exception) -> OtherFormat:
+def _other(why: str) -> OtherFormat:
     return OtherFormat(
         f"its checksum holds, and it is of another format than {FORMAT}, which this version reads "
-        f"({type(error).__name__}: {error}): restore it with the version that wrote it, or use another folder"
+        f"({why}): restore it with the version that wrote it, or use another folder"
     )
 
 

@@ -54,12 +54,6 @@ class TouchedRows:
             lost = (self._bits[places] & masks) == 0
             places, masks = places[lost], masks[lost]
 
-    def touch_all(self) -> None:
-        """All rows change."""
-        self._bits[:] = 255
-        if self.rows % 8:
-            self._bits[-1] = (1 << self.rows % 8) - 1
-
     def count(self) -> int:
         """How many rows have changed."""
         parts = range(0, len(self._bits), _CHUNK_BYTES)
