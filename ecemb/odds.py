@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.errors import PlacementError
-from ecemb.placement import Placement
+from .errors import PlacementError
+from .placement import Placement
 
 Hosts = NDArray[np.int64]
 

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ecemb.code import Code
-from ecemb.errors import ConfigurationError, PlacementError
-from ecemb.odds import Odds
-from ecemb.placement import Placement, fitting_codes
+from .code import Code
+from .errors import ConfigurationError, PlacementError
+from .odds import Odds
+from .placement import Placement, fitting_codes
 
 MONTH_H = 730.5
 """A twelfth of 365.25 days."""
