@@ -11,10 +11,10 @@ MINUTES ?= 15
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs model failures kills soak bench clean
+.PHONY: help setup demo check lint types test docs model failures kills soak bench bench-quick report clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
@@ -56,6 +56,13 @@ soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 
 bench: $(READY)  ## answer one question of bench/ (QUESTION=kernels)
 	$(BIN)/python -m bench $(QUESTION) $(ARGS)
+
+bench-quick: $(READY)  ## ask what `bench all --quick` asks, and make the report of it, in build/bench
+	$(BIN)/python -m bench all --quick --json-dir build/bench
+	$(BIN)/python -m bench report --json-dir build/bench
+
+report: $(READY)  ## make docs/results.md and build/results.html from bench/results
+	$(BIN)/python -m bench report
 
 clean:  ## remove .venv and all that is generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,16 +1,18 @@
-"""`python -m bench QUESTION [--quick] [--seed N] [--json F]`, with options of some; `... tables`."""
+"""`python -m bench QUESTION [--quick] [--seed N] [--json F]`, with options; `... all`; `... report`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import performance, tables
-from bench.result import Arguments, BadTrace, Row, document, table, write
+from bench import report, suite, tables
+from bench.result import Arguments, BadTrace, Incomplete, Row, document, table, write
 
 QUESTIONS = {
+    "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
@@ -19,7 +21,6 @@ QUESTIONS = {
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
     "quantization": "what rows lose in being stored in a few bits, and how fast they are",
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
-    "rivals": "what each way of surviving failures costs, and what a killed rank leaves (--engine)",
     "scaling": "what protection costs a rank when there are more ranks",
     "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
     "wire": "whether it would pay to pack deltas before they are sent",
@@ -27,9 +28,9 @@ QUESTIONS = {
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
 
 OF_ENGINES = {
+    "compare": ("sparse", "torchrec"),
     "overhead": ("torchrec", "sparse"),
     "profile": ("torchrec", "sparse"),
-    "rivals": ("sparse", "torchrec"),
 }
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
@@ -39,33 +40,55 @@ OF_SETTINGS = {"overhead": ("dlrm", "sparse-heavy")}
 OF_TRACES = ("simulate",)
 """Questions that can be asked of a real cluster's faults."""
 
-TABLES = "tables"
-"""No question: writes the pages of what the questions were answered with."""
+ON_ALL_ENGINES = ("compare",)
+"""Questions that `all` asks of every engine, each answer in a file of its own."""
+QUICK = ("compare", "drift", "memory", "quantization", "simulate", "wire")
+"""Questions that `all --quick` asks, of one engine: all kinds of processes, and under two minutes."""
+
+ALL, REPORT = "all", "report"
+NO_QUESTIONS = {
+    ALL: f"asks all of them; with --quick: {', '.join(QUICK)}",
+    REPORT: "writes docs/results.md, build/results.html and all figures and pictures from bench/results",
+}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    choices = QUESTIONS | {
-        TABLES: "writes docs/measurements.md, docs/performance.md's figures and pictures from bench/results"
-    }
+    choices = QUESTIONS | NO_QUESTIONS
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Verifies, measures, prints a table, and writes raw numbers as JSON.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:10} {about}" for name, about in choices.items()),
+        epilog="\n".join(f"{name:13} {about}" for name, about in choices.items()),
     )
     parser.add_argument("question", choices=choices, metavar="QUESTION")
     parser.add_argument("--quick", action="store_true", help="small and short; not for quoting")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
+    parser.add_argument(
+        "--json-dir",
+        type=Path,
+        metavar="FOLDER",
+        help=f"for {ALL}: where to write them (default: bench/results); for {REPORT}: where to read them, "
+        "and to write the pages",
+    )
     parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
     parser.add_argument("--setting", metavar="NAME", help=f"only this one, for {', '.join(OF_SETTINGS)}")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help=f"faults of a real cluster, for {', '.join(OF_TRACES)}"
     )
     given = parser.parse_args(words)
-    if given.question == TABLES:
-        tables.write()
-        performance.write()
+    if given.json_dir is not None and given.question not in NO_QUESTIONS:
+        parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
+    if given.question == REPORT:
+        print(report.write(given.json_dir))
+        return
+    if given.question == ALL:
+        try:
+            suite.ask(
+                asked(quick=given.quick), given.json_dir or tables.RESULTS, given.seed, quick=given.quick
+            )
+        except suite.SuiteFailed as error:
+            sys.exit(str(error))
         return
     engines = OF_ENGINES.get(given.question, ("",))
     engine = given.engine or engines[0]
@@ -79,13 +102,31 @@ def main(words: Sequence[str] | None = None) -> None:
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
     arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace)
+    failure = ""
     try:
         rows = run(arguments)
     except BadTrace as error:
         parser.error(str(error))
+    except Incomplete as error:
+        rows, failure = error.rows, str(error)
     print(table(rows))
     if given.json is not None:
         write(given.json, document(given.question, arguments, rows))
+    if failure:
+        sys.exit(failure)
+
+
+def asked(*, quick: bool) -> list[suite.Asked]:
+    """What `all` asks; the answers' files are named as in bench/results."""
+    found: list[suite.Asked] = []
+    for question in QUICK if quick else QUESTIONS:
+        found.append(suite.Asked(question, (question,)))
+        if question in ON_ALL_ENGINES and not quick:
+            found += [
+                suite.Asked(f"{question}-{engine}", (question, "--engine", engine))
+                for engine in OF_ENGINES[question][1:]
+            ]
+    return found
 
 
 if __name__ == "__main__":

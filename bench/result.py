@@ -47,6 +47,19 @@ class WrongResult(Exception):
     """What was to be timed computes something else than it should; nothing was timed."""
 
 
+class Incomplete(Exception):
+    """Some of what was to be measured wasn't, and the rest was; the message says what, and why.
+
+    Args:
+        rows: Of the rest.
+        why: The message.
+    """
+
+    def __init__(self, rows: list[Row], why: str) -> None:
+        super().__init__(why)
+        self.rows = rows
+
+
 class BadTrace(Exception):
     """What was given as a trace is none that is known; the message names it, and what is."""
 
@@ -159,6 +172,7 @@ def document(question: str, arguments: Arguments, rows: Sequence[Row]) -> dict[s
         "machine": machine(),
         "versions": versions(),
         "seed": arguments.seed,
+        **({"quick": True} if arguments.quick else {}),
         "rows": [row.to_json() for row in rows],
     }
 

@@ -1,8 +1,8 @@
-"""`python -m bench tables`: writes docs/measurements.md and its pictures from what is in bench/results.
+"""The page of all results, docs/results.md, and its pictures, from what is in bench/results.
 
 Nothing in that page is typed by hand: a question's title and explanation are the docstring of its module,
-the rest is in the JSON. The same files always give the same page. `bench.performance` writes the figures of
-another page from the same tables.
+the rest is in the JSON, but for what other systems have published (`bench.headlines`). The same files always
+give the same page.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import cpr_picture, drift_picture, quantization_picture, simulate_picture
+from bench import (
+    cpr_picture,
+    drift_picture,
+    headlines,
+    quantization_picture,
+    simulate_picture,
+)
 from bench.result import FIXED, Label
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "measurements.md"
+PAGE = ROOT / "docs" / "results.md"
 
 ACROSS = ("source", "spread", "hosts", "kernel", "method", "over", "packing", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
-HEAD = """# Measurements
+HEAD = """# Results
 
-<!-- Written by `python -m bench tables` from bench/results/*.json: change nothing here. -->
+<!-- Written by `python -m bench report` from bench/results/*.json: change nothing here. -->
 
 Each section was measured by `python -m bench QUESTION`, which verifies its results before it measures them.
 A value is the median; in brackets are the smallest and the largest, where they differ.
 """
 
+FIRST = "compare"
+"""The question that the page begins with."""
+
 SHEETS = {
-    "rivals": (
+    "compare": (
         (
             *("steps_run_again", "samples_lost", "bit_identical", "off_by"),
             *("recovery_s", "caught_up_s", "prepare_s", "recovery_sent_bytes"),
@@ -62,7 +71,7 @@ PICTURES = {
     ),
     "simulate": ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
 }
-"""Question -> the file of its picture, beside the page; what it shows; what draws it from the rows."""
+"""Question -> the file of its picture, beside the page; what it shows; what draws it from all its rows."""
 ELSEWHERE = ("failures", "soak")
 """What `make failures` and `make soak` write is no answer to a question of bench/, and not on this page."""
 
@@ -79,15 +88,15 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> None:
     """
     documents = load(results)
     replace(page, render(documents))
-    for document in documents:
-        if document["question"] in PICTURES:
-            file, _, draw = PICTURES[document["question"]]
-            replace(page.with_name(file), draw(document["rows"]))
+    for question, (file, _, draw) in PICTURES.items():
+        rows = [row for document in documents if document["question"] == question for row in document["rows"]]
+        if rows:
+            replace(page.with_name(file), draw(rows))
 
 
 def replace(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -113,25 +122,32 @@ def load(results: Path) -> list[dict[str, Any]]:
 
 
 def render(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the page: a section for each question, in the documents' order.
+    """Returns the page: a section for each question, `FIRST` first, else in the documents' order.
 
     Raises:
         BadResult: No module of bench/ asks the question, or rows of a document can't be told apart.
     """
     parts = [HEAD]
-    for question in dict.fromkeys(document["question"] for document in documents):
+    asked_ = dict.fromkeys(document["question"] for document in documents)
+    for question in sorted(asked_, key=lambda one: one != FIRST):
         title, explanation = asked(question)
         parts += [f"## {title}\n", f"{explanation}\n"] if explanation else [f"## {title}\n"]
+        if question in PICTURES:
+            file, shown, _ = PICTURES[question]
+            parts.append(f"![{shown}]({file})\n")
         for document in documents:
             if document["question"] == question:
                 parts.append(origin(document) + "\n")
-                if question in PICTURES:
-                    file, shown, _ = PICTURES[question]
-                    parts.append(f"![{shown}]({file})\n")
                 for names in SHEETS.get(question, ()):
                     parts.append(sheet([row for row in document["rows"] if row["metric"] in names]) + "\n")
                 if question not in SHEETS:
                     parts += [part + "\n" for part in metrics(document["rows"])]
+        if question == FIRST and (lines := headlines.lines(documents)):
+            parts += [
+                f"## {headlines.TITLE}\n",
+                f"{headlines.EXPLANATION}\n",
+                grid(headlines.HEADS, 4, lines) + "\n",
+            ]
     return "\n".join(parts)
 
 
@@ -155,8 +171,9 @@ def origin(document: Mapping[str, Any]) -> str:
     commit, dirty, _ = document["commit"].partition("-dirty")
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     when = f" on {document['date']}" if "date" in document else ""
+    quick = "A quick run, not for quoting. " if document.get("quick") else ""
     return (
-        f"Measured{when} on {machine['processor']}, {machine['cores']} cores, "
+        f"{quick}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; {packages}; "
         f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
     )
@@ -215,7 +232,10 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> str:
             raise BadResult(f"two rows of {row['metric']} have the same labels: {row}")
         line[row["metric"]] = cell(row)
     shown = [
-        [*(labelled(name, value) for name, value in zip(down, key, strict=True)), *map(line.get, units)]
+        [
+            *(labelled(name, value) for name, value in zip(down, key, strict=True)),
+            *(line.get(metric, "-") for metric in units),
+        ]
         for key, line in lines.items()
     ]
     heads = [*down, *(f"`{metric}`, {unit}" for metric, unit in units.items())]

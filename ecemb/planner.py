@@ -54,7 +54,7 @@ class Job:
         latency_s: That a round of small messages among all ranks takes (chosen).
         restart_s: From a process's death until all processes train again, with no data to move (chosen).
         replace_s: Until another host has taken a lost one's place (chosen).
-        rebuild_over_network: What a rebuild reaches of the network's speed (measured: docs/measurements.md).
+        rebuild_over_network: What a rebuild reaches of the network's speed (measured: docs/results.md).
         mtbf_h: Hours between faults of any kind, of the whole job. None for the published rates.
         host_share: Of those faults, the ones that take a host's memory.
         burst_share: Of those, the part in which several hosts go at once, in `BURST_SIZES`.

@@ -28,7 +28,7 @@ What holds after any r ranks are lost with their memory:
   memory and the traffic.
 - A number that is small beside others under its parity comes back as their rounding. In Adagrad's sums of
   squares, which begin at 0 and span many powers of ten, that is no small error: rows that were hardly trained
-  take steps of another size afterwards, unless parity is float64 (`python -m bench rivals`).
+  take steps of another size afterwards, unless parity is float64 (`python -m bench compare`).
 - Only the step that was cut off is run again.
 - If only processes died, nothing is rebuilt, and all is bit-identical.
 

@@ -127,7 +127,7 @@ def test_auc() -> None:
 def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:
     answer = document("cpr", Arguments(), rows)
     write(tmp_path / "cpr.json", answer)
-    page = tmp_path / "docs" / "measurements.md"
+    page = tmp_path / "docs" / "results.md"
     tables.write(tmp_path, page)
     written = page.read_text(encoding="utf-8")
     assert "](quality-against-pls.svg)" in written and "| published | formula |" in written

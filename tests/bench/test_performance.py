@@ -45,9 +45,9 @@ def test_the_page_has_the_figures_that_the_results_give() -> None:
     documents = tables.load(tables.RESULTS)
     for page in performance.PAGES:
         written = page.read_text(encoding="utf-8")
-        assert written == performance.fill(written, documents), "run `python -m bench tables`"
+        assert written == performance.fill(written, documents), "run `python -m bench report`"
     drawn = performance.PAGES[0].with_name(performance.PICTURE).exists()
-    assert drawn == bool(performance.of(documents, "profile")), "run `python -m bench tables`"
+    assert drawn == bool(performance.of(documents, "profile")), "run `python -m bench report`"
 
 
 def test_figures_are_replaced_and_text_stays() -> None:

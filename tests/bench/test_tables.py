@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench import performance, tables
+from bench import tables, web
 from bench.result import Arguments, document, once, summary, write
 
 ROWS = [
@@ -26,11 +26,11 @@ DOCUMENT = document("memory", Arguments(seed=7), ROWS) | {
 def test_the_page_is_what_the_results_give() -> None:
     written = tables.PAGE.read_text(encoding="utf-8")
     documents = tables.load(tables.RESULTS)
-    assert written == tables.render(documents), "run `python -m bench tables`"
+    assert written == tables.render(documents), "run `python -m bench report`"
     answered = {document["question"] for document in documents}
     for question, (file, *_) in tables.PICTURES.items():
         drawn = tables.PAGE.with_name(file).exists()
-        assert drawn == (question in answered), "run `python -m bench tables`"
+        assert drawn == (question in answered), "run `python -m bench report`"
 
 
 def test_a_section_has_its_questions_docstring_and_the_numbers() -> None:
@@ -70,22 +70,28 @@ def test_a_question_that_was_answered_twice_is_explained_once() -> None:
     assert page.count("Measured on 2025-11-21 on A chip") == 1
 
 
-def test_the_command_writes_the_pages_and_writes_them_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "docs" / "measurements.md"
-    other = tmp_path / "other" / "performance.md"
-    other.parent.mkdir()
-    other.write_text("<!-- table: memory arena_over_tables -->\n<!-- end -->\n")
-    monkeypatch.setattr(tables.write, "__defaults__", (tmp_path, page))
-    monkeypatch.setattr(performance.write, "__defaults__", (tmp_path, [other]))
+def test_the_command_writes_the_page_and_one_for_browsers(tmp_path: Path) -> None:
     write(tmp_path / "memory.json", DOCUMENT)
     for _ in range(2):
-        command.main(["tables"])
-        assert page.read_text(encoding="utf-8") == tables.render([DOCUMENT])
-        assert "\n| (4, 3) | 1.3633 | 1.34 |\n" in other.read_text(encoding="utf-8")
-    for written in (page, other):
-        assert [path.name for path in written.parent.iterdir()] == [written.name]
+        command.main(["report", "--json-dir", str(tmp_path)])
+        assert (tmp_path / "results.md").read_text(encoding="utf-8") == tables.render([DOCUMENT])
+        browsed = (tmp_path / "results.html").read_text(encoding="utf-8")
+        assert '<td style="text-align:left">1.3633</td>\n<td style="text-align:right">1.34</td>' in browsed
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["memory.json", "results.html", "results.md"]
+
+
+def test_a_page_for_browsers_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.svg").write_text("<svg/>")
+    page = "# Results\n<!-- made -->\n\n## One & two\n\n![A picture](a.svg)\n\n| a |\n| --: |\n| 1 |\n"
+    browsed = web.html(page, tmp_path)
+    assert "<title>ecemb: Results</title>" in browsed and "made" not in browsed
+    assert '<a href="#s1">One &amp; two</a>' in browsed and '<h2 id="s1">One &amp; two</h2>' in browsed
+    assert 'src="data:image/svg+xml;base64,PHN2Zy8+"' in browsed and "a.svg" not in browsed
+
+
+def test_a_quick_answer_says_so() -> None:
+    assert "A quick run, not for quoting. Measured on" in tables.render([DOCUMENT | {"quick": True}])
 
 
 @pytest.mark.parametrize(

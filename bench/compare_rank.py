@@ -1,4 +1,4 @@
-"""One rank of `bench.rivals`: a training script for torchrun, under one method, beside an unprotected twin.
+"""One rank of `bench.compare`: a training script for torchrun, under one method, beside an unprotected twin.
 
 In the job's first life the twin is trained before the method's model, in the later ones after it: each life
 has both, and what a method does beside training has ended when the twin's turn comes. Steps of warm-up before

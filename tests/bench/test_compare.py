@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench import rivals, tables
+from bench import compare, tables
+from bench.compare import QUICK, Scale, Told
+from bench.compare_rank import Order
 from bench.method import Account, Costs, Done, Life, Promise
 from bench.result import WrongResult
-from bench.rivals import QUICK, Scale, Told
-from bench.rivals_rank import Order
 
 EVERY = 2
 ORDER = Order(
@@ -36,12 +36,12 @@ ORDER = Order(
     seed=1,
     timeout_s=1.0,
 )
-METRICS = {metric for sheet in tables.SHEETS["rivals"] for metric in sheet}
+METRICS = {metric for sheet in tables.SHEETS["compare"] for metric in sheet}
 
 
 def test_a_rank_is_killed_under_torchrun_and_the_costs_are_told() -> None:
     scale = dataclasses.replace(QUICK, methods=("cpr mfu",), ranks=2, rows=200, every=3)
-    rows = rivals.measure(scale, "sparse", seed=3)
+    rows = compare.measure(scale, "sparse", seed=3)
     found = {row.metric: row for row in rows}
     assert found.keys() == METRICS and len(rows) == len(METRICS)
     assert all(
@@ -93,7 +93,7 @@ def told(digests: tuple[str, str] = ("a", "b"), again: int = 6, squared: float =
 
 
 def test_rows_say_what_ledgers_say() -> None:
-    rows = rivals.rows_of(told(), told(squared=100.0), {"method": "a rival"})
+    rows = compare.rows_of(told(), told(squared=100.0), {"method": "a rival"})
     assert {row.metric: row.value for row in rows} == {
         "steps_run_again": 2,  # 6 and 7
         "samples_lost": 0,
@@ -115,7 +115,7 @@ def test_rows_say_what_ledgers_say() -> None:
 
 
 def test_stretches_begin_and_end_with_a_save() -> None:
-    found = rivals.stretches([life(3, 9, 1.0), life(3, 10, 1.0)], EVERY)
+    found = compare.stretches([life(3, 9, 1.0), life(3, 10, 1.0)], EVERY)
     assert [[(begin.step + 1, end.step + 1) for begin, end in one] for one in found] == [
         [(4, 6)] * 2,
         [(6, 8)] * 2,
@@ -123,8 +123,8 @@ def test_stretches_begin_and_end_with_a_save() -> None:
 
 
 def test_a_promise_that_is_kept() -> None:
-    rivals.check(told(), told(), Promise(bit_identical=True, steps_again=1))
-    rivals.check(told(("c", "d")), told(), Promise(bit_identical=False, steps_again=None))
+    compare.check(told(), told(), Promise(bit_identical=True, steps_again=1))
+    compare.check(told(("c", "d")), told(), Promise(bit_identical=False, steps_again=None))
 
 
 def forgetting(one: Told) -> Told:
@@ -150,12 +150,14 @@ def never_killed(one: Told) -> Told:
 )
 def test_a_promise_that_is_broken(found: Told, match: str) -> None:
     with pytest.raises(WrongResult, match=match):
-        rivals.check(found, told(), Promise(bit_identical=True, steps_again=1))
+        compare.check(found, told(), Promise(bit_identical=True, steps_again=1))
 
 
 def test_metrics_share_a_table() -> None:
-    rows: list[Any] = [row.to_json() for row in rivals.rows_of(told(), told(), {"every": 2, "method": "one"})]
-    rows += [row.to_json() for row in rivals.rows_of(told(), told(), {"every": 2, "method": "two"})]
+    rows: list[Any] = [
+        row.to_json() for row in compare.rows_of(told(), told(), {"every": 2, "method": "one"})
+    ]
+    rows += [row.to_json() for row in compare.rows_of(told(), told(), {"every": 2, "method": "two"})]
     shown = tables.sheet([row for row in rows if row["metric"] in ("steps_run_again", "recovery_s")])
     assert (
         shown

@@ -62,10 +62,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.compare_rank import Order
 from bench.method import Account, Costs, Done, Life, Promise, account
 from bench.methods import METHODS, Place
 from bench.result import Arguments, Label, Row, WrongResult, once, summary
-from bench.rivals_rank import Order
 from bench.torchrun import Torchrun
 
 VICTIMS = (1,)
@@ -180,7 +180,7 @@ def launched(
             folder=folder,
             memory=memory,
             reference="" if reference is None else reference.order.folder,
-            job=f"bench-rivals-{secrets.token_hex(4)}",
+            job=f"bench-compare-{secrets.token_hex(4)}",
             tables=scale.tables,
             rows=scale.rows,
             dim=scale.dim,
@@ -199,7 +199,7 @@ def launched(
         with Torchrun(
             scale.ranks,
             1,
-            "bench.rivals_rank",
+            "bench.compare_rank",
             str(order.write()),
             folder=Path(folder),
             name=method,

@@ -1,0 +1,57 @@
+"""Ours beside what is published: read from the answers, on both engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench import headlines
+from bench.result import Arguments, Row, document, once
+
+WALL = {headlines.OURS: 4.0, headlines.FILES: 16.0}
+
+
+def compared(engine: str, factor: float = 1.0) -> dict[str, Any]:
+    rows = [
+        once("overhead_wall_pct", "%", value * factor, method=name, engine=engine)
+        for name, value in WALL.items()
+    ]
+    rows += [
+        once("written_bytes_per_step", "bytes", size, method=name, engine=engine)
+        for name, size in ((headlines.WHOLE, 700.0), (headlines.FEW_BITS, 100.0 * factor))
+    ]
+    return document("compare", Arguments(), rows)
+
+
+def emulated() -> dict[str, Any]:
+    def row(data: str, recovery: str, value: float) -> Row:
+        labels = {"data": data, "recovery": recovery, "setting": "base", "source": "emulated"}
+        return once("overhead_pct", "%", value, **labels)
+
+    rows = [row("kaggle", "full", 8.333), row("kaggle", "partial", 0.5)]
+    rows += [row("terabyte", "full", 8.0), row("terabyte", "partial", 0.6)]
+    for setting, value in (("production, a", 58.4), ("production, b", 93.2), ("base", 3.0)):
+        rows.append(once("overhead_removed_pct", "%", value, setting=setting, source="emulated"))
+    return document("cpr", Arguments(), rows)
+
+
+def test_lines_say_ours_and_why() -> None:
+    lines = headlines.lines([compared("torchrec", 2), emulated(), compared("sparse")])
+    assert all(len(line) == len(headlines.HEADS) for line in lines)
+    here = [line[2] for line in lines]
+    assert here[:2] == ["4 % / 8 %", "75 % / 75 %"]
+    assert here[3:5] == ["8.33 % -> 0.5 %, 8 % -> 0.6 %", "58 to 93 %"]
+    assert "7x / 3.5x" in here
+    assert here.count(headlines.NOT_MEASURED) == len(lines) - 5
+
+
+def test_where_nothing_was_measured_there_is_no_table() -> None:
+    assert headlines.lines([]) == []
+    with pytest.raises(headlines.Unknown, match="overhead_wall_pct"):
+        headlines.value([], "overhead_wall_pct", method="one")
+
+
+def test_a_gain_on_nothing_is_none() -> None:
+    with pytest.raises(headlines.Unknown):
+        headlines.reduced(lambda metric, method: -1.0)
