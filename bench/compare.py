@@ -41,7 +41,8 @@ they are off by rounding, which is as large for all rows under a parity as for t
 Adagrad's sums of squares, which begin at 0 and span many powers of ten, come back of another size in rows
 that were hardly trained, and so are these rows' next steps. In float64 they come back. It has no transaction
 either: ranks that had taken over the step that was cut off, because they keep no parity of who died, take
-it twice. All others go back to, or keep, the bytes of one step, and run on from there.
+it twice. `check-n-run` with bits goes back to rows as their codes have them. All others go back to, or keep,
+the bytes of one step, and run on from there.
 
 Engines `sparse` and `torchrec`, and the dense part of a DLRM above them, are those of `python -m bench
 overhead`. One thread a rank, all ranks on one machine; files are synced to its disk. A method that breaks its

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ecemb
+from baselines.check_n_run.quantize_scheme import Scheme
 from baselines.check_n_run.recovery import CheckNRun
 from baselines.cpr.controller import Cpr
 from baselines.cpr.recovery import PartialRecovery
@@ -162,5 +163,7 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "check-n-run one-shot": changes("one_shot"),
     "check-n-run consecutive": changes("consecutive", process=False),
     "check-n-run intermittent": changes("intermittent"),
+    "check-n-run intermittent 8 bit": changes("intermittent", weights=Scheme("asymmetric", 8)),
+    "check-n-run intermittent 4 bit": changes("intermittent", weights=Scheme("adaptive", 4)),
 }
 """Name -> what makes it."""

@@ -28,8 +28,11 @@ from ecemb.adapters.fbgemm import INSTALL
 
 RANKS = 3
 NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name}
-# A start over, more copies, and other choices of rows, for which tests/baselines/check_n_run suffices.
-SAME_AS_ANOTHER = {"nothing", "replication x3", "check-n-run full", "check-n-run one-shot"}
+# A start over, more copies, and other rows or bits, for which tests/baselines/check_n_run suffices.
+SAME_AS_ANOTHER = {
+    *("nothing", "replication x3"),
+    *("check-n-run full", "check-n-run one-shot", "check-n-run intermittent 8 bit"),
+}
 ON_TORCHREC = ("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "full dcp async")
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
