@@ -98,9 +98,12 @@ class Guard:
         step = Step(self.next_step, self._transactions)
         try:
             self._transactions.begin()
-            self._tables.check()
+            self._tables.begin()
             yield step
             self._tables.check()
+            if self._tables.have_images:
+                with self._transactions.phase("image"):
+                    self._tables.fetch()
             aborted = self._transactions.commit()
             self._steps += 1
             if aborted:
@@ -325,7 +328,7 @@ class Guard:
     def _undone(self, step: Step, ranks: list[int]) -> None:
         step.aborted = True
         self._aborted += 1
-        self._tables.note()
+        self._tables.take_back()
         level = logging.WARNING if self._session.rank == 0 else logging.DEBUG
         logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
 
@@ -345,7 +348,7 @@ class Guard:
         self._failed = f"step {number} failed ({type(error).__name__}: {reason})"
         logger.error("%s; undoing it on this rank", self._failed)
         self._transactions.undo(error)
-        self._tables.note()
+        self._tables.put()
 
 
 def protect(
@@ -365,7 +368,7 @@ def protect(
 
     Finds every `ecemb.nn.ShardedEmbeddingBag` and every sharded EmbeddingBagCollection and
     EmbeddingCollection of TorchRec in the model, and adds `tables`. Tables move into the arena;
-    those on the meta device are materialised there. After a recovery, tables, dense parameters, optimizer
+    those on the meta device are materialised there. Those on a CUDA device stay, and have an image there. After a recovery, tables, dense parameters, optimizer
     state, random number generators and `state` are as they were after step `guard.next_step` - 1.
 
     Args:

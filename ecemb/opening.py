@@ -279,6 +279,7 @@ class _Initial:
         def act() -> str:
             self.tables.place(self.memory.space.tables, fresh=False)
             read.append(durable.restore(reader, stored, *parts))
+            self.tables.put()
             return ""
 
         shared(self.transport, f"reading {stored.name}", act)

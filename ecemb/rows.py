@@ -144,6 +144,11 @@ class Table:
         memory: uint8, of all tables of the rank, 64-byte aligned. Read and overwritten in place.
         starts: the byte of `memory` at which each column starts, as `arrange` gives it.
         kernels: does the gathering and scattering.
+
+    Attributes:
+        layout: the shard's layout.
+        columns: the memory of each column, uint8 [rows, row_bytes].
+        kernels: as given.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class Table:
     ) -> None:
         self.layout = layout
         self.columns: list[NDArray[np.uint8]] = []
-        self._kernels = kernels
+        self.kernels = kernels
         self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
         offset = 0
         for column, start in zip(layout.columns, starts, strict=True):
@@ -170,7 +175,7 @@ class Table:
         if self._padded:
             out[:, -1] = 0
         for rows, element, at in self._parts:
-            self._kernels.gather(rows, ids, out.view(element), at)
+            self.kernels.gather(rows, ids, out.view(element), at)
 
     def change(self, ids: Ids, old: Words, out: Words) -> None:
         """Writes old XOR new of the records of rows `ids` (int64 [m]) to `out`.
@@ -183,12 +188,12 @@ class Table:
         if self._padded:
             out[:, -1] = 0
         for rows, element, at in self._parts:
-            self._kernels.change(rows, ids, old.view(element), out.view(element), at)
+            self.kernels.change(rows, ids, old.view(element), out.view(element), at)
 
     def scatter_(self, ids: Ids, records: Words) -> None:
         """Overwrites rows `ids` (int64 [m]) with `records` (uint64 [m, record_words])."""
         for rows, element, at in self._parts:
-            self._kernels.scatter_(rows, ids, records.view(element), at)
+            self.kernels.scatter_(rows, ids, records.view(element), at)
 
     def read(self, start: int, stop: int) -> Words:
         """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""

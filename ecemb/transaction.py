@@ -141,7 +141,7 @@ class Transactions:
             self._memory.arm(transaction)
         else:
             self._memory.journal.extend(transaction)
-            with self._phase("savepoint"):
+            with self.phase("savepoint"):
                 self._replicated.save(self._savepoint, transaction - 1)
                 self._packed = self._rank_state.pack()
         if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
@@ -155,7 +155,7 @@ class Transactions:
             table: index of the table in the row space.
             ids: int64 [m], in any order, repeats allowed.
         """
-        with self._phase("capture"):
+        with self.phase("capture"):
             self.captured_rows += self._memory.journal.capture(table, ids)
 
     def abort(self) -> None:
@@ -219,7 +219,7 @@ class Transactions:
             As `commit` does: that transaction is not prepared then.
         """
         if self._pending is not None:
-            with self._phase("wait"):
+            with self.phase("wait"):
                 self._pending.result()
             self._pending = None
 
@@ -253,13 +253,13 @@ class Transactions:
 
     def _decide(self, transaction: int, found: _Met) -> None:
         """The exchange, and from `prepared` to `committed`. All ranks."""
-        with self._phase("exchange"):
+        with self.phase("exchange"):
             inbox = self._memory.receive(found.incoming)
             self._transport.exchange(found.messages, inbox, f"the exchange of step {transaction - 1}")
         self._memory.prepare(transaction)
-        with self._phase("agree"):
+        with self.phase("agree"):
             self._transport.vote(True, f"the agreement on step {transaction - 1}")
-        with self._phase("apply"):
+        with self.phase("apply"):
             self._memory.apply(transaction)
         self._memory.commit(transaction)
         self._commits += 1
@@ -268,11 +268,11 @@ class Transactions:
         """Everything before the exchange: states, deltas, heads. All ranks."""
         messages: dict[int, Words] = {}
         if not self.aborting:
-            with self._phase("state"):
+            with self.phase("state"):
                 self._memory.capture_rank_state()
                 write_(self._memory.rank_state, self._rank_state.pack())
                 self._replicated.save(self._memory.slots, transaction)
-            with self._phase("delta"):
+            with self.phase("delta"):
                 messages = self._memory.outgoing()
         return self._meet(transaction, attempt, messages)
 
@@ -353,7 +353,7 @@ class Transactions:
         """
         step = transaction - 1
         flag = _ABORTED if self.aborting else _FINE
-        with self._phase("heads"):
+        with self.phase("heads"):
             heads = self._transport.tell(
                 self._heads(transaction, attempt, messages, flag), f"the heads of step {step}"
             )
@@ -393,7 +393,8 @@ class Transactions:
         os._exit(EXIT_UNDECIDED)
 
     @contextmanager
-    def _phase(self, name: str) -> Generator[None]:
+    def phase(self, name: str) -> Generator[None]:
+        """Adds the time that the block takes to `seconds`, and shows it to profilers."""
         began = time.perf_counter()
         with record_function(f"ecemb.{name}"):
             yield

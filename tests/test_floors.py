@@ -25,7 +25,7 @@ memory meeting watch dcp window
 stripes
 rebuild
 transaction recovery rendezvous scrub durable store
-adapters adapters.engine adapters.nn batches saver step
+adapters adapters.engine adapters.image adapters.supported adapters.nn batches saver step
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables

@@ -167,9 +167,10 @@ class Watched:
         self.captured = {}
         self.is_open = True
         try:
-            self.tables.check()
+            self.tables.begin()
             yield
             self.tables.check()
+            self.tables.fetch()
         finally:
             self.is_open = False
 

@@ -106,7 +106,7 @@ class Training:
 
 def digest(value: object) -> str:
     if isinstance(value, Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     else:
         data = repr(value).encode()
     return hashlib.sha256(data).hexdigest()

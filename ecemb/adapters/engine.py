@@ -1,7 +1,8 @@
 """What an engine of embedding tables is to ecemb: the contract that every adapter fulfils.
 
 An engine owns the link between one kind of tables and the arena. In the order of its calls: its constructor
-finds the tables and refuses what would change rows that nobody declared; `place` moves them into the arena;
+finds the tables and refuses what would change rows that nobody declared; `place` moves them into the arena,
+but for those that stay apart, of which the arena holds images (`image`);
 `watch` begins to tell, through `Hooks`, which rows are about to change; `check` stands at the beginning and
 at the end of every step; `unwatch` ends it. Who only listens (`LiveTable`) leaves out `place` and `check`.
 
@@ -61,6 +62,11 @@ class EngineTable(Protocol):
         """Whether the engine hears of every change of its rows."""
         ...
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether its tensors stay where they are, and the arena holds an image of them (`image`)."""
+        ...
+
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """Where the shard stands in the whole table, for checkpoints.
 
@@ -105,6 +111,8 @@ class Engine(Protocol):
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves the tables into the arena.
+
+        Of those that stay apart it makes sure that `tensors` has all columns of the layout, and that is all.
 
         Args:
             stored: the arena's memory of each table.

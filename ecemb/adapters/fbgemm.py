@@ -27,6 +27,7 @@ from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
 from ..replicated import options
 from ..rows import Column, Table, TableLayout, joined
 from .engine import Ids
+from .image import is_apart
 
 TESTED = "1.8.0"
 INSTALL = (
@@ -90,12 +91,14 @@ class FusedTable:
         layout: the shard's.
         first_row: the whole table's row with which the shard begins.
         rows: rows of the whole table.
+        is_apart: whether it stays in a GPU's memory.
     """
 
     name: str
     layout: TableLayout
     first_row: int
     rows: int
+    is_apart: bool
 
     @property
     def is_told(self) -> bool:
@@ -139,32 +142,35 @@ class Batch:
         names = ", ".join(repr(config.name) for config in self.configs)
         self.what = f"{path} ({names})"
         states = _states(self.what, self.module)
-        self.buffers: list[str] = [f"{name}_host" for name in ("weights", *states)]
-        self._check_buffers()
+        kinds = ("weights", *states)
+        where = "dev" if own(self.module, "weights_dev").numel() else "host"
+        self._check_buffers(kinds, where)
+        self.buffers = [f"{kind}_{where}" for kind in kinds]
+        self._is_apart = is_apart(getattr(self.module, self.buffers[0]))
         self.tables = [self._table(path, number, config, i) for i, config in enumerate(self.configs)]
         self.base = 0
-        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers
+        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers, or those that stay apart
         self._versions: list[int] = []
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
         self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *self._rows])
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
-    def _check_buffers(self) -> None:
-        for name in self.buffers:
-            kind = name.removesuffix("_host")
-            for other in ("dev", "uvm"):
-                if (tensor := own(self.module, f"{kind}_{other}")).numel():
+    def _check_buffers(self, kinds: Sequence[str], where: str) -> None:
+        for kind in kinds:
+            for other in {"dev", "uvm", "host"} - {where}:
+                if own(self.module, f"{kind}_{other}").numel():
                     raise UnsupportedTable(
-                        f"{self.what} is on {tensor.device}: this version protects tables in host memory; "
-                        f'build the model with device=torch.device("cpu")'
+                        f"{self.what} has {kind} in {other!r} memory beside {where!r}: with UVM and caches, "
+                        f"a row's last value may be in either; shard these tables with the compute kernel "
+                        f"'fused' (EmbeddingComputeKernel.FUSED), on one device"
                     )
-            buffer = own(self.module, name)
+            buffer = own(self.module, f"{kind}_{where}")
             own(self.module, f"{kind}_physical_offsets")
-            if buffer.device.type != "cpu" or buffer.dtype not in _DTYPES:
+            if buffer.device.type not in ("cpu", "cuda") or buffer.dtype not in _DTYPES:
                 raise UnsupportedTable(
-                    f"{self.what} has {name} of {buffer.dtype} on {buffer.device}: ecemb protects tables of "
-                    f"float32 and float16 in host memory"
+                    f"{self.what} has {kind} of {buffer.dtype} on {buffer.device}: ecemb protects tables of "
+                    f"float32 and float16 on CPUs and CUDA devices"
                 )
         for name in ("learning_rate_tensor", "iter", "iter_cpu", "optimizer_args"):
             own(self.module, name)
@@ -178,7 +184,7 @@ class Batch:
             name += f"[:, {first_column}:{first_column + width}]"
         columns: list[Column] = []
         for buffer in self.buffers:
-            kind = buffer.removesuffix("_host")
+            kind = buffer.rpartition("_")[0]
             by_row = kind != "weights" and self.module.optimizer.name == _BY_ROW
             tensor = getattr(self.module, buffer)
             row_bytes = (1 if by_row else width) * tensor.element_size()
@@ -192,7 +198,7 @@ class Batch:
                     f"where the tables before it end: ecemb is tested with torchrec {TESTED}; install it"
                 )
         layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
-        return FusedTable(name, layout, first_row, config.num_embeddings)
+        return FusedTable(name, layout, first_row, config.num_embeddings, self._is_apart)
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
         """Weight and per-row state of a table of this batch, as FBGEMM shows them."""
@@ -204,11 +210,14 @@ class Batch:
         return {name: tensors[table].detach() for name, tensors in zip(names, shown, strict=True)}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena.
+        """Moves the buffers into the arena, unless they stay apart.
 
         Returns:
             The storages that were left, and what took their places.
         """
+        if self._is_apart:
+            self.spans = [getattr(self.module, name).detach() for name in self.buffers]
+            return []
         self.spans = []
         moves: list[Move] = []
         for i, name in enumerate(self.buffers):
@@ -234,7 +243,7 @@ class Batch:
             offsets: integers [bags + 1]; features one after another, each with its bags.
             sizes: bags by feature and rank, or None if all features have equally many.
         """
-        values, ends = indices.detach().numpy(), offsets.detach().numpy()
+        values, ends = indices.detach().cpu().numpy(), offsets.detach().cpu().numpy()
         if sizes is None:
             bags = (len(ends) - 1) // len(self._features)
             edges = ends[::bags] if bags else np.zeros(len(self._features) + 1, np.int64)
@@ -280,7 +289,7 @@ class Batch:
         return [getattr(self.module, name)._version for name in self.buffers] != self._versions
 
     def check_storage(self) -> None:
-        """Raises UndeclaredWrite if what is trained is not in the arena any more."""
+        """Raises UndeclaredWrite if what is trained is not what is protected any more."""
         if self.kernel.emb_module is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
         for name, span in zip(self.buffers, self.spans, strict=True):
@@ -363,6 +372,8 @@ def repoint(moves: Sequence[Move]) -> None:
     TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
     parameters that the model shows; and the user may have taken more. The garbage collector knows them all.
     """
+    if not moves:
+        return
     places = {move.left.data_ptr(): move.span for move in moves}
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         for thing in gc.get_objects():

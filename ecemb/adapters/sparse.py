@@ -21,15 +21,12 @@ from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, Unsu
 from ..replicated import options
 from ..rows import Column, Table, TableLayout
 from .engine import Hooks, Ids
+from .image import is_apart
 from .nn import ShardedEmbeddingBag
+from .supported import check_module, states_of
 
 Optimizer = torch.optim.Optimizer
 
-_STATES: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.SGD: (),
-    torch.optim.Adagrad: ("sum",),
-    torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq"),
-}
 _MUST_BE_ZERO = ("momentum", "weight_decay")
 
 
@@ -38,7 +35,7 @@ class SparseTable:
 
     Args:
         name: the table's key.
-        module: has the weight, [rows, dim], on the CPU or the meta device.
+        module: has the weight, [rows, dim], on the CPU, a CUDA device, or the meta device.
         optimizer: the one that updates the weight; None if no optimizer does.
 
     Raises:
@@ -47,14 +44,14 @@ class SparseTable:
     """
 
     def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None) -> None:
-        _check_module(name, module)
+        check_module(name, module)
         self.name = name
         self.module = module
         self.weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
         self.optimizer = optimizer
         self.states: tuple[str, ...] = ()
         if optimizer is not None:
-            self.states = _states(name, optimizer)
+            self.states = states_of(name, optimizer)
             self.check_options()
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -73,6 +70,11 @@ class SparseTable:
         """See `EngineTable.is_told`: changes are heard of from the optimizer."""
         return self.optimizer is not None or not self.weight.requires_grad
 
+    @property
+    def is_apart(self) -> bool:
+        """See `EngineTable.is_apart`."""
+        return is_apart(self.weight)
+
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`."""
         if isinstance(self.module, ShardedEmbeddingBag) and self.module.world_size == world_size:
@@ -87,6 +89,9 @@ class SparseTable:
             fresh: the memory is to be filled with the table's values (a table on the meta device is
                 initialised by its reset_parameters()); else it holds them, and is only pointed to.
         """
+        if self.is_apart:
+            self._stay()
+            return
         shape, dtype = self.weight.shape, self.weight.dtype
         self._views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
         was_meta = self.weight.is_meta
@@ -104,10 +109,29 @@ class SparseTable:
                 self._place_states(self.optimizer, fresh, was_meta)
         self.note()
 
+    def _stay(self) -> None:
+        """Leaves the table where it is, and makes the state that its optimizer would make later."""
+        for name, tensor in zip(("weight", *self.states), self._tensors(), strict=True):
+            if not tensor.is_contiguous():
+                raise UnsupportedTable(
+                    f"{name} of table {self.name!r} on {tensor.device} is not contiguous: make it so before "
+                    f"ecemb.protect()"
+                )
+        if self.optimizer is not None:
+            state: dict[str, Any] = self.optimizer.state[self.weight]
+            self._begin_state(state)
+            for name in self.states:
+                state.setdefault(name, torch.zeros_like(self.weight, requires_grad=False))
+        self._views = [tensor.detach() for tensor in self._tensors()]
+        self.note()
+
+    def _begin_state(self, state: dict[str, Any]) -> None:
+        if not state and isinstance(self.optimizer, torch.optim.SparseAdam):
+            state["step"] = 0  # what its first step would set, had it found no state
+
     def _place_states(self, optimizer: Optimizer, fresh: bool, was_meta: bool) -> None:
         state: dict[str, Any] = optimizer.state[self.weight]
-        if not state and isinstance(optimizer, torch.optim.SparseAdam):
-            state["step"] = 0  # what its first step would set, had it found no state
+        self._begin_state(state)
         for name, view in zip(self.states, self._views[1:], strict=True):
             if fresh and was_meta:
                 view.fill_(self._option("initial_accumulator_value") if name == "sum" else 0)
@@ -145,7 +169,7 @@ class SparseTable:
                 f"table {self.name!r} has a dense gradient, with which the optimizer would change every "
                 f"row: look it up through an embedding with sparse=True only"
             )
-        return np.ascontiguousarray(grad._indices()[0].numpy())
+        return np.ascontiguousarray(grad._indices()[0].cpu().numpy())
 
     def gradient(self) -> tuple[int, ...] | None:
         """What tells whether the rows of the sparse gradient are still the same."""
@@ -224,7 +248,7 @@ class SparseTables:
         self.tables: list[SparseTable] = []
         seen: dict[int, str] = {}
         for name, module in modules.items():
-            _check_module(name, module)
+            check_module(name, module)
             weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
             if (other := seen.setdefault(id(weight), name)) != name:
                 raise UnsupportedTable(
@@ -405,42 +429,3 @@ class SparseTables:
             self.touch(index, np.arange(table.weight.shape[0]))
 
         return before
-
-
-def _check_module(name: str, module: nn.Module) -> None:
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-        raise UnsupportedTable(
-            f"table {name!r} is a {type(module).__name__} without a two-dimensional weight: tables= "
-            f"takes nn.Embedding, nn.EmbeddingBag and ecemb.nn.ShardedEmbeddingBag"
-        )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not module.sparse:
-        raise UnsupportedTable(
-            f"table {name!r} has sparse=False, so that its optimizer changes every row in every step: "
-            f"build it with sparse=True"
-        )
-    if getattr(module, "max_norm", None) is not None:
-        raise UnsupportedTable(
-            f"table {name!r} has max_norm={module.max_norm}, which rewrites rows during the lookup, "
-            f"undeclared: build it without max_norm"
-        )
-    if weight.device.type not in ("cpu", "meta"):
-        raise UnsupportedTable(
-            f"table {name!r} is on {weight.device}: this version protects tables in host memory; keep "
-            f"it on the CPU or the meta device until ecemb.protect()"
-        )
-    if weight.is_meta and not hasattr(module, "reset_parameters"):
-        raise UnsupportedTable(
-            f"table {name!r} is on the meta device and {type(module).__name__} has no "
-            f"reset_parameters() to initialise it: add one, or build it on the CPU"
-        )
-
-
-def _states(name: str, optimizer: Optimizer) -> tuple[str, ...]:
-    if type(optimizer) not in _STATES:
-        known = ", ".join(kind.__name__ for kind in _STATES)
-        raise UnsupportedOptimizer(
-            f"table {name!r} is updated by {type(optimizer).__name__}, and ecemb doesn't know that it "
-            f"changes only the rows in a sparse gradient: use one of {known}"
-        )
-    return _STATES[type(optimizer)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..errors import ConfigurationError, LayoutMismatch, UsageError
 from ..rows import Table
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids
+from .image import Fetcher, Image
 from .nn import ShardedEmbeddingBag
 from .sparse import SparseTables
 
@@ -120,11 +121,18 @@ class Tables:
             )
         self._hooks: Hooks | None = None
         self._listeners: list[Listener] = []
+        self._images: dict[int, Image] = {}
+        self._fetcher = Fetcher()
 
     @property
     def is_protected(self) -> bool:
         """Whether somebody watches, and not only listens."""
         return self._hooks is not None
+
+    @property
+    def have_images(self) -> bool:
+        """Whether tables lie apart, so that `fetch` has something to do."""
+        return bool(self._images)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -142,11 +150,44 @@ class Tables:
         return [module for engine in self._engines for module in engine.averaged]
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves the tables into the arena; see `Engine.place`."""
+        """Moves the tables into the arena; see `Engine.place`. Images are filled, or put into the tables."""
         at = 0
         for engine in self._engines:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
             at += len(engine.tables)
+        apart = [i for i, table in enumerate(self.tables) if table.is_apart]
+        self._images = {i: Image(stored[i], list(self.tensors(i).values())) for i in apart}
+        if fresh:
+            for image in self._images.values():
+                image.fill()
+        else:
+            self.put()
+
+    def put(self) -> None:
+        """Overwrites tables that lie apart with their images, all rows, and takes that as declared."""
+        for image in self._images.values():
+            image.put()
+        self.note()
+
+    def begin(self) -> None:
+        """A step begins.
+
+        Raises:
+            UndeclaredWrite: a table changed undeclared since the last one.
+        """
+        for image in self._images.values():
+            image.forget()
+        self.check()
+
+    def fetch(self) -> None:
+        """A step's body has ended: brings images up to date with what it has changed."""
+        self._fetcher.fetch(self._images.values())
+
+    def take_back(self) -> None:
+        """The step was undone in the arena: so it is in tables that lie apart. Takes all as declared."""
+        for image in self._images.values():
+            image.put_rows(image.changed())
+        self.note()
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """See `Engine.tensors`."""
@@ -193,17 +234,20 @@ class Tables:
         """Rows of an engine's table, the first of which is table `base`, are about to change."""
         if self._hooks is not None:
             self._hooks.capture(base + index, ids)
-        if self._listeners:
-            self._tell(base + index, ids)
+        if self._listeners or self._images:
+            for table, rows in self._by_table(base + index, ids):
+                if table in self._images:
+                    self._images[table].tell(rows)
+                for listener in list(self._listeners):
+                    listener(table, rows)
 
-    def _tell(self, index: int, ids: Ids) -> None:
-        """Tells listeners, table by table: rows of a group count on through its tables."""
+    def _by_table(self, index: int, ids: Ids) -> Iterator[tuple[int, Ids]]:
+        """Told rows, table by table: rows of a group count on through its tables."""
         while len(ids):
             rows = self.tables[index].layout.rows
             here = ids < rows
             if here.any():
-                for listener in list(self._listeners):
-                    listener(index, ids[here])
+                yield index, ids[here]
             ids, index = ids[~here] - rows, index + 1
 
     def touch(self, name: str, rows: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from ecemb.rows import Column, TableLayout
 class OneTable:
     name: str
     layout: TableLayout
+    is_apart: bool = False
 
 
 class Recorder:

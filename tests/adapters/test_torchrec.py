@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -300,6 +301,42 @@ def test_writes_show_in_the_arena_and_in_all_views() -> None:
         assert states[0].numpy().tobytes() == table.columns[1].tobytes()
 
 
+@every_optimizer
+@pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])
+def test_tables_that_lie_apart_have_images(
+    kind: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecemb.adapters.fbgemm.is_apart", lambda _: True)
+    model = build(TABLES, kind, sequence=sequence)
+    places = [shard.data_ptr() for shard in shards(model)]
+    watched = Watched(model)
+    assert places == [shard.data_ptr() for shard in shards(model)]
+
+    def fits() -> bool:
+        return all(
+            column.tobytes() == tensor.numpy().tobytes()
+            for i, table in enumerate(watched.stored)
+            for column, tensor in zip(table.columns, watched.engine.tensors(i).values(), strict=True)
+        )
+
+    assert fits()
+    for _ in range(2):
+        before = watched.rows()
+        with watched.step():
+            train(model, SOME)
+            assert not fits()
+        assert fits()
+        assert watched.captured == watched.changed(before)
+    for name, table in zip(watched.names, watched.stored, strict=True):  # as an undo does
+        for column, old in zip(table.columns, np.split(before[name], [16], axis=1), strict=False):
+            column[:] = old
+    watched.tables.take_back()
+    assert fits()
+    with watched.step():
+        train(model, SOME)
+    assert watched.undeclared == 0
+
+
 def test_loading_belongs_into_a_step() -> None:
     model, other = build(TABLES, "rowwise-adagrad"), build(TABLES, "rowwise-adagrad")
     watched = Watched(model)
@@ -540,8 +577,10 @@ def test_other_optimizers_and_dtypes_and_devices_are_refused() -> None:
 
     with refused(UnsupportedOptimizer, "ADAM", "EXACT_ROWWISE_ADAGRAD", "docs/torchrec.md"):
         adapter.find(changed("optimizer", type("Kind", (), {"name": "ADAM"})))
-    with refused(UnsupportedTable, "host memory", 'torch.device("cpu")'):
+    with refused(UnsupportedTable, "'host' memory beside 'dev'", "EmbeddingComputeKernel.FUSED"):
         adapter.find(changed("weights_dev", nn.Parameter(torch.ones(3))))
+    with refused(UnsupportedTable, "'uvm' memory beside 'host'", "a row's last value may be in either"):
+        adapter.find(changed("weights_uvm", torch.ones(3)))
     eighths = nn.Parameter(torch.zeros(8, dtype=torch.int8), requires_grad=False)
     with refused(UnsupportedTable, "torch.int8", "float16"):
         adapter.find(changed("weights_host", eighths))

@@ -1,0 +1,216 @@
+"""Images: what the arena holds of tables that lie elsewhere, such as in a GPU's memory (D4).
+
+Owns the copies between a table's own tensors and its image. A step changes the tensors; rows that it is about
+to change are journalled from the image, which still holds them as they were, and when its body has ended,
+`fetch` brings the image up to date. From there on the image is what rows in host memory are: deltas are taken
+from it, an undo writes to it, recovery rebuilds it; what it then holds is put back into the tensors.
+
+Invariant: between steps, the image equals the tensors. A row of it changes only after it was journalled.
+Must not know: engines, journals, parity.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..kernels import RowSet
+from ..rows import WORD_BYTES, Table
+
+Ids = NDArray[np.int64]
+
+_CHUNK_BYTES = 16 << 20
+_BUFFERS = 2
+
+
+def is_apart(tensor: torch.Tensor) -> bool:
+    """Whether a table stays where its tensor is, and the arena gets an image of it."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
+class Image:
+    """The image of one table.
+
+    Args:
+        stored: the arena's memory of the table; read and overwritten.
+        tensors: the training's own, in the order of the layout's columns; contiguous, rows first.
+    """
+
+    def __init__(self, stored: Table, tensors: Sequence[torch.Tensor]) -> None:
+        self._stored = stored
+        self._rows = [
+            tensor.detach().view(stored.layout.rows, -1).view(torch.uint8)
+            if tensor.numel()
+            else torch.empty(stored.layout.rows, 0, dtype=torch.uint8, device=tensor.device)
+            for tensor in tensors
+        ]
+        self._seen = RowSet(stored.layout.rows)
+        self._changed: list[Ids] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._rows[0].device
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one row's record."""
+        return self._stored.layout.record_words * WORD_BYTES
+
+    def tell(self, ids: Ids) -> None:
+        """Rows (int64 [m], in any order, repeats allowed) are journalled, and about to change."""
+        out = np.empty(len(ids), np.int64)
+        if count := self._stored.kernels.distinct(ids, self._seen, out):
+            self._changed.append(out[:count])
+
+    def changed(self) -> Ids:
+        """The rows told since `forget`, int64 [m], each once."""
+        if len(self._changed) > 1:
+            self._changed = [np.concatenate(self._changed)]
+        return self._changed[0] if self._changed else np.empty(0, np.int64)
+
+    def forget(self) -> None:
+        """A new step begins: no row is about to change."""
+        for ids in self._changed:
+            self._stored.kernels.forget_(self._seen, ids)
+        self._changed.clear()
+
+    def records(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the tensors as records, uint8 [m, record_bytes] on their device.
+
+        Args:
+            rows: int64 [m] on that device.
+        """
+        parts = [one.index_select(0, rows) for one in self._rows]
+        if padding := self.record_bytes - sum(part.shape[1] for part in parts):
+            parts.append(parts[0].new_zeros(len(rows), padding))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def take(self, ids: Ids, records: NDArray[np.uint8]) -> None:
+        """Overwrites rows of the image with records (uint8 [m * record_bytes], aligned)."""
+        self._stored.scatter_(ids, records.view(np.uint64).reshape(len(ids), -1))
+
+    @torch.no_grad()
+    def put_rows(self, ids: Ids) -> None:
+        """Overwrites rows of the tensors (int64 [m], each once) with what the image holds."""
+        words = np.empty((len(ids), self._stored.layout.record_words), np.uint64)
+        self._stored.gather(ids, words)
+        records = torch.from_numpy(words.view(np.uint8)).to(self.device)
+        rows = torch.from_numpy(ids).to(self.device)
+        at = 0
+        for one in self._rows:
+            one.index_copy_(0, rows, records[:, at : at + one.shape[1]].contiguous())
+            at += one.shape[1]
+
+    def put(self) -> None:
+        """Overwrites the tensors with the image."""
+        self._copy(from_image=True)
+
+    def fill(self) -> None:
+        """Overwrites the image with the tensors."""
+        self._copy(from_image=False)
+
+    @torch.no_grad()
+    def _copy(self, *, from_image: bool) -> None:
+        """Copies whole columns through buffers, one of which is filled while a device copies the other."""
+        lanes = [_Lane(self.device) for _ in range(_BUFFERS)]
+        pieces = self._pieces()
+        for (held, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
+            if from_image:
+                lane.send(held, own)
+            else:
+                lane.receive(held, own)
+        for lane in lanes:
+            lane.end()
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of the columns, in the image and in the tensors; uint8, one-dimensional."""
+        for column, own in zip(self._stored.columns, self._rows, strict=True):
+            if own.numel():
+                held = torch.from_numpy(column.reshape(-1))
+                yield from zip(held.split(_CHUNK_BYTES), own.view(-1).split(_CHUNK_BYTES), strict=True)
+
+
+class _Lane:
+    """A buffer between host memory and a device, and what is under way in it.
+
+    Args:
+        device: a CUDA device's copies are only begun here; any other's are done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._buffer = _staging(_CHUNK_BYTES, device)
+        self._to: torch.Tensor | None = None  # where what the device has written to the buffer goes
+        self._size = 0
+
+    def send(self, held: torch.Tensor, own: torch.Tensor) -> None:
+        """Copies host memory to the device."""
+        self.end()
+        buffer = self._buffer[: len(held)]
+        buffer.copy_(held)
+        own.copy_(buffer, non_blocking=True)
+        self._began()
+
+    def receive(self, held: torch.Tensor, own: torch.Tensor) -> None:
+        """Copies the device's memory to the host; it is there after `end`."""
+        self.end()
+        self._buffer[: len(own)].copy_(own, non_blocking=True)
+        self._to = held
+        self._began()
+
+    def end(self) -> None:
+        """Waits for what is under way."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self._to is not None:
+            self._to.copy_(self._buffer[: len(self._to)])
+            self._to = None
+
+    def _began(self) -> None:
+        if self._done is not None:
+            self._done.record()
+
+
+class Fetcher:
+    """Brings images up to date, with one wait for each device."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, torch.Tensor] = {}
+
+    def fetch(self, images: Iterable[Image]) -> None:
+        """Copies the rows that have changed, as the device's current stream sees them, to their images."""
+        by_device: dict[torch.device, list[Image]] = {}
+        for image in images:
+            if len(image.changed()):
+                by_device.setdefault(image.device, []).append(image)
+        for device, changed in by_device.items():
+            self._fetch(device, changed)
+
+    @torch.no_grad()
+    def _fetch(self, device: torch.device, images: Sequence[Image]) -> None:
+        ids = [image.changed() for image in images]
+        numbers = torch.from_numpy(np.concatenate(ids)).to(device).split([len(one) for one in ids])
+        sizes = [len(one) * image.record_bytes for one, image in zip(ids, images, strict=True)]
+        parts = self._buffer(device, sum(sizes)).split(sizes)  # whole words, so that all are aligned
+        for image, rows, part in zip(images, numbers, parts, strict=True):
+            part.copy_(image.records(rows).view(-1), non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        for image, rows, part in zip(images, ids, parts, strict=True):
+            image.take(rows, part.numpy())
+
+    def _buffer(self, device: torch.device, size: int) -> torch.Tensor:
+        """Staging memory, uint8 [size], of any content."""
+        if device not in self._buffers or size > len(self._buffers[device]):
+            self._buffers[device] = _staging(size + size // 4, device)
+        return self._buffers[device][:size]
+
+
+def _staging(size: int, device: torch.device) -> torch.Tensor:
+    """uint8 [size] of host memory, which a CUDA device reaches by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
