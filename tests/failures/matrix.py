@@ -41,6 +41,7 @@ OTHERS = (
     Setting(5, 4, 2, "SparseAdam", workers=2),
     Setting(4, 4, 2, "SparseAdam", window=3),
     Setting(4, 4, 2, "Adagrad", overlap=True),
+    Setting(4, 4, 2, "Adagrad", apart=True),
 )
 
 When = Literal["fresh", "first", "step", "last", "recovery", "end"]
@@ -110,6 +111,7 @@ ROWS = (
 )
 ROW = {row.name: row for row in ROWS}
 OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memory; r stands for n - k
+    "state": ("1", "1"),
     "exchange": ("", "r"),
     "prepare": ("1", ""),
     "apply": ("1", ""),

@@ -53,6 +53,7 @@ _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("work
 _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves instead; compiled at each start
 _PARTS = {
     "agree": "agreement",
+    "image": "state",
     "savepoint": "in the body",
     "wait": "heads",
 }  # ecemb's own names of a step's parts, where they differ
@@ -399,7 +400,7 @@ def _watch_steps(worker: Worker) -> None:
     _wrap(transaction.Transactions, "begin", begun)
     _wrap(transaction.Transactions, "commit", ended)
     _wrap(transaction.Transactions, "_decide_beside", decided)
-    _wrap(transaction.Transactions, "_phase", part)
+    _wrap(transaction.Transactions, "phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
     around(transaction.Transactions, "_restore_step", {"commit": "aborting"})
     around(memory.RankMemory, "prepare", "prepare")

@@ -18,7 +18,7 @@ ABORT_EVERY = 8  # of so many steps the last one is aborted
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings end with equal bits, whatever the last three attributes are.
+    """What is trained. Runs of equal settings end with equal bits, whatever the last four attributes are.
 
     Attributes:
         ranks: number of ranks.
@@ -29,6 +29,7 @@ class Setting:
         workers: processes that load data, on each rank.
         window: steps of a transaction.
         overlap: whether it is decided beside the next one's first step.
+        apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
     """
 
     ranks: int
@@ -39,11 +40,12 @@ class Setting:
     workers: int = 0
     window: int = 1
     overlap: bool = False
+    apart: bool = False
 
     @property
     def plain(self) -> Setting:
         """What runs with equal ends have in common."""
-        return dataclasses.replace(self, workers=0, window=1, overlap=False)
+        return dataclasses.replace(self, workers=0, window=1, overlap=False, apart=False)
 
     @property
     def tolerated(self) -> int:
@@ -52,9 +54,10 @@ class Setting:
 
     @property
     def code(self) -> str:
-        """The code in words, and the window and overlap if there are any."""
+        """The code in words, and the options that are not as usual."""
         options = f", window {self.window}" if self.window > 1 else ""
-        return f"code ({self.n}, {self.k}){options}" + (", overlap" if self.overlap else "")
+        options += ", overlap" if self.overlap else ""
+        return f"code ({self.n}, {self.k}){options}" + (", images" if self.apart else "")
 
 
 @dataclasses.dataclass(frozen=True)

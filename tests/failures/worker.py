@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ecemb
 from ecemb import stripes
+from ecemb.adapters import sparse as sparse_tables
 
 USERS, ITEMS, BATCH = 997, 1301, 24
 OPTIMIZERS = {
@@ -58,10 +59,10 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
-        self.users = ecemb.nn.ShardedEmbeddingBag(USERS, 12, device="meta")
-        self.items = ecemb.nn.ShardedEmbeddingBag(ITEMS, 7, mode="mean", dtype=torch.bfloat16, device="meta")
+        self.users = ecemb.nn.ShardedEmbeddingBag(USERS, 12, device=device)
+        self.items = ecemb.nn.ShardedEmbeddingBag(ITEMS, 7, mode="mean", dtype=torch.bfloat16, device=device)
         self.head = nn.Sequential(
             nn.Linear(19, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
         )
@@ -128,7 +129,7 @@ def train(
     leave_out_the_compiler()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    model = Model()
+    model = Model("cpu" if setting.apart else "meta")
     dense_parameters = list(model.head.parameters())
     sparse = OPTIMIZERS[setting.optimizer]([model.users.weight, model.items.weight])
     dense = torch.optim.Adam(dense_parameters, lr=0.01)
@@ -137,6 +138,8 @@ def train(
     torch.manual_seed(100 + rank)
     np.random.seed(200 + rank)
     random.seed(300 + rank)
+    if setting.apart:  # as if the CPU were a device of its own
+        sparse_tables.is_apart = lambda tensor: True
     guard = ecemb.protect(
         model,
         optimizers=[sparse, dense],
