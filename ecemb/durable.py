@@ -52,6 +52,10 @@ class Shard:
     start: int = 0
     rows: int | None = None
 
+    def key(self, rank: int) -> str:
+        """Of the table in a checkpoint; one that is sharded by hand is a table for each rank."""
+        return self.layout.name if self.rows is not None else f"{self.layout.name}/rank{rank}"
+
     def describe(self) -> list[Any]:
         """What must be the same when it comes back, as plain values."""
         columns = [[c.name, c.dtype, _width(c.dtype, c.row_bytes)] for c in self.layout.columns]
@@ -84,7 +88,7 @@ def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]
     """This rank's rows: views of the arena, cut into runs of at most CHUNK_BYTES."""
     pieces: list[Piece] = []
     for shard, table in zip(shards, memory.space.tables, strict=False):
-        name = shard.layout.name if shard.rows is not None else f"{shard.layout.name}/rank{rank}"
+        key = shard.key(rank)
         for column, values in zip(shard.layout.columns, table.columns, strict=True):
             width = _width(column.dtype, column.row_bytes)
             rows = torch.from_numpy(values.reshape(-1)).view(getattr(torch, column.dtype))
@@ -93,7 +97,7 @@ def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]
             run = max(1, CHUNK_BYTES // max(1, column.row_bytes))
             for at in range(0, shard.layout.rows, run) or ([0] if shard.rows is None else []):
                 part = rows[at : at + run]
-                pieces.append(Piece(f"{name}.{column.name}", shape, shard.start + at, part))
+                pieces.append(Piece(f"{key}.{column.name}", shape, shard.start + at, part, key))
     return pieces
 
 

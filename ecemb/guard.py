@@ -199,7 +199,10 @@ class Guard:
         """
         self._check_between_steps("scrub")
         self._drain()
-        return self._scrubber.scrub(fraction, self._tables.check)
+        report = self._scrubber.scrub(fraction, self._tables.check)
+        if report.repaired_words:
+            self._saver.note()  # what was stored may be rotten
+        return report
 
     def save(
         self,
@@ -217,10 +220,12 @@ class Guard:
 
         Args:
             path: folder of this job's checkpoints, on a file system that all hosts share; made if missing.
-                Or a CheckpointWriter.
+                Or a CheckpointWriter, such as `baselines.check_n_run.durable.DurableTier`, which stores the
+                rows that have changed, exactly or quantized: one object, given to `protect(resume=)`, too.
             keep: how many checkpoints stay there; older ones are removed.
-            asynchronous: copy the state now, and write it while training goes on. One at a time: the next
-                save waits. An error is logged, and raised by the next save, or by close.
+            asynchronous: copy the state now (for a differential writer: what has changed), and write it while
+                training goes on. One at a time: the next save waits. An error is logged, and raised by the
+                next save, or by close.
 
         Raises:
             CheckpointFailed: the folder can't be written to (or the last save in the background failed).

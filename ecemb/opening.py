@@ -121,7 +121,15 @@ def open_memory(session: Session, request: Request) -> Opened:
         if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1:
             buckets.rehearse()
     job = Job(session.job, world.lineage, (request.code.n, request.code.k))
-    saver = Saver(job, memory, transport, replicated, world.shards, lambda: _control_group(session))
+    saver = Saver(
+        job,
+        memory,
+        transport,
+        replicated,
+        world.shards,
+        lambda: _control_group(session),
+        tables.listen,
+    )
     saver.keep_in_mind(request.reader)
     if session.rank == 0 and world.stored is not None:
         _tell_of_resumption(session, request, world, world.stored)

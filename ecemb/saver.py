@@ -13,11 +13,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from . import errors
-from .checkpoint import CheckpointReader, CheckpointWriter, Piece, Stored
+from .checkpoint import CheckpointReader, CheckpointWriter, DifferentialWriter, Piece, Stored
 from .durable import Job, Shard, account, facts_of, pieces_of
 from .errors import (
     CheckpointError,
@@ -37,6 +42,8 @@ logger = logging.getLogger("ecemb")
 _POLL_S = 0.2
 
 Path = str | os.PathLike[str]
+Listener = Callable[[int, NDArray[np.int64]], None]
+"""Called with a table's index and rows of this rank's shard that are about to change."""
 
 
 class Saver:
@@ -49,6 +56,7 @@ class Saver:
         replicated: for its checksum.
         shards: this rank's tables in the order of their addresses.
         another: makes a control group of its own for the background; all ranks.
+        listen: from when it is called, a listener is told of rows that change; what it returns ends that.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Saver:
         replicated: ReplicatedState,
         shards: Sequence[Shard],
         another: Callable[[], Transport],
+        listen: Callable[[Listener], Callable[[], None]],
     ) -> None:
         self._job = job
         self._memory = memory
@@ -66,6 +75,8 @@ class Saver:
         self._replicated = replicated
         self._shards = list(shards)
         self._another = another
+        self._listen = listen
+        self._following: list[tuple[DifferentialWriter, Callable[[], None]]] = []
         self._aside: Transport | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -75,6 +86,15 @@ class Saver:
         """The job resumed from here, or would: it is told when the job is finished, too."""
         if isinstance(store, CheckpointWriter):
             self._stores[name_of(store)] = store
+        self._follow(store)
+
+    def note(self) -> None:
+        """Any row may be other than it was when it was stored, for reasons that nobody is told of."""
+        for store, _ in self._following:
+            tell = self._telling(store)
+            for index, shard in enumerate(self._shards):
+                if shard.layout.rows:
+                    tell(index, np.arange(shard.layout.rows))
 
     def save(self, path: Path | CheckpointWriter, *, keep: int, asynchronous: bool) -> None:
         """Saves the transaction that all ranks have committed. All ranks; see `Guard.save`."""
@@ -88,6 +108,7 @@ class Saver:
                 f"keep= is the number of checkpoints to keep, at least 1; it is {keep!r}"
             )
         facts = self._agree([name_of(writer), keep, asynchronous])
+        self._follow(writer)
         prepared = shared(
             self._transport,
             "preparing a checkpoint",
@@ -99,12 +120,21 @@ class Saver:
             return
         rank, size = self._transport.rank, self._transport.world_size
         pieces = pieces_of(self._memory, self._shards, rank, size)
+        if isinstance(writer, DifferentialWriter):
+            given, pieces = pieces, []
+            with self._discarding(writer, token):
+                shared(
+                    self._transport,
+                    "copying what has changed",
+                    lambda: writer.take(token, rank, given) or "",
+                )
+        elif asynchronous:
+            pieces = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
         if asynchronous:
-            copies = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
             if self._aside is None:
                 self._aside = self._another()
                 atexit.register(self._wait)
-            arguments = (self._aside, writer, token, facts, copies, keep)
+            arguments = (self._aside, writer, token, facts, pieces, keep)
             self._thread = threading.Thread(
                 target=self._behind, args=arguments, name="ecemb-save", daemon=True
             )
@@ -150,11 +180,15 @@ class Saver:
                 )
 
     def close(self) -> None:
-        """Ends the background's control group, after all ranks have drained."""
+        """Ends the background's control group, after all ranks have drained, and tells nobody any more."""
         if self._aside is not None:
             self._aside.close()
             self._aside = None
             atexit.unregister(self._wait)
+        for store, end in self._following:
+            end()
+            store.release()
+        self._following.clear()
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -194,15 +228,47 @@ class Saver:
                 writer.retain(keep)
             return ""
 
-        try:
+        with self._discarding(writer, token):
             receipts = shared(
                 transport, "writing a checkpoint", lambda: writer.write(token, rank, size, pieces)
             )
             shared(transport, "committing a checkpoint", lambda: commit(receipts))
+
+    @contextmanager
+    def _discarding(self, writer: CheckpointWriter, token: str) -> Generator[None]:
+        """What fails in the body has failed on all ranks: rank 0 removes what the save has left."""
+        try:
+            yield
         except EcembError:
-            if rank == 0:
+            if self._transport.rank == 0:
                 _discard(writer, token)
             raise
+
+    def _follow(self, store: object) -> None:
+        """From here on, tells a differential writer of rows that change.
+
+        Raises:
+            ConfigurationError: another one is told for the same store.
+        """
+        if not isinstance(store, DifferentialWriter):
+            return
+        for known, _ in self._following:
+            if known is store:
+                return
+            if name_of(known) == name_of(store):
+                raise ConfigurationError(
+                    f"guard.save() was given another {type(store).__name__} for {name_of(store)} than "
+                    f"before, and it doesn't know what has changed: make one, and give it to "
+                    f"protect(resume=) and to every guard.save()"
+                )
+        rank = self._memory.rank
+        shards = {one.key(rank): range(one.start, one.start + one.layout.rows) for one in self._shards}
+        store.follow(shards)
+        self._following.append((store, self._listen(self._telling(store))))
+
+    def _telling(self, store: DifferentialWriter) -> Listener:
+        keys = [shard.key(self._memory.rank) for shard in self._shards]
+        return lambda index, rows: store.touched(keys[index], torch.from_numpy(rows))
 
     def _behind(self, *arguments: Any) -> None:
         """In the background's thread."""

@@ -32,8 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Piece, Stored
-from .errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
+from .checkpoint import Piece, Stored, is_stored
+from .errors import CheckpointFailed, CheckpointInsecure, EcembError
 
 logger = logging.getLogger("ecemb")
 
@@ -70,11 +70,8 @@ class CheckpointFolder:
             self._make()
             for entry in self._hidden():
                 _remove(entry)
-            stored = self.newest()
-            if stored is not None:
-                self._check_lineage(stored, step, facts)
-                if stored.step == step:
-                    return ""
+            if is_stored(self.path, self.newest(), step, facts):
+                return ""
             token = f".step-{step:012d}.{secrets.token_hex(8)}"
             os.mkdir(self.path / token)
             _close_to_others(self.path / token)
@@ -197,19 +194,6 @@ class CheckpointFolder:
             _close_to_others(self.path)
             _sync(self.path.parent)
         _check_ours(self.path, folder=True)
-
-    def _check_lineage(self, stored: Stored, step: int, facts: Mapping[str, Any]) -> None:
-        if stored.facts.get("lineage") != facts["lineage"]:
-            raise CheckpointMismatch(
-                f"{self.path} holds checkpoints of another training (job {stored.facts.get('job')!r}, step "
-                f"{stored.step}), which this one (job {facts['job']!r}) didn't begin from: save to another "
-                f"folder, or begin from it with ecemb.protect(resume=)"
-            )
-        if stored.step > step:
-            raise CheckpointMismatch(
-                f"{self.path} holds a checkpoint of step {stored.step}, and this training stands at step "
-                f"{step}: another one goes on from the same checkpoint; save to another folder"
-            )
 
     def _await_sight(self, folder: Path) -> None:
         deadline = time.monotonic() + SIGHT_S
