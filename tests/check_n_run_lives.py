@@ -143,10 +143,10 @@ class Life:
                 one.rank,
                 one.buffer.fill([rows_], rest_),
                 self.chunk_bytes,
-                None,
-                self.keep,
-                20.0,
-                False,
+                bytes_per_s=None,
+                progress=False,
+                keep=self.keep,
+                patience_s=20.0,
             )
             for one, rows_, rest_ in zip(self.ranks, taken, kinds, strict=True)
         ]
@@ -159,10 +159,10 @@ class Life:
         last = found[-1].facts
         for one in self.ranks:
             source = one.rank if one.rank < last.world_size else 0
-            kept = rest(self.store, found[-1], source)
+            kept = rest(self.store, found[-1], [source])
             assert {key: int(value) for key, value in kept.items()} == {"rank": source, "step": last.step}
-            shard = Shard(one.start, one.touched.rows, ROWS, one.tensors)
-            rows(self.store, found, {TABLE: shard}, lambda _, numbers, to=one: self._mark(to, numbers))
+            shard = Shard(TABLE, one.start, one.touched.rows, ROWS, one.tensors)
+            rows(self.store, found, [shard], lambda _, numbers, to=one: self._mark(to, numbers))
         self.next, self.last = last.step, last
 
     def _mark(self, to: Rank, numbers: Tensor) -> None:

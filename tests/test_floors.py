@@ -38,7 +38,7 @@ __main__
 LEVEL = {name: level for level, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 KNOWS_DISTRIBUTED = LEVEL["journal"]  # the lowest floor that may import torch.distributed
 LONGEST_LINES = 450
-PUBLIC_MODULES = {"ecemb", "ecemb.nn", "ecemb.errors"}
+PUBLIC_MODULES = {"ecemb", "ecemb.nn", "ecemb.errors", "ecemb.checkpoint"}
 
 
 def module_name(path: Path) -> str:

@@ -1,4 +1,7 @@
-"""One rank that trains a TorchRec model, saves it, or resumes it with another number of ranks."""
+"""One rank that trains a TorchRec model, saves it, or resumes it with another number of ranks.
+
+A job whose name begins with "differential" resumes from the differential checkpoints of the others.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 
 import ecemb
+from baselines.check_n_run.durable import DurableTier
 
 ROWS, DIM = 37, 8
 
@@ -99,7 +103,9 @@ def main(job: str, root: Path, end: int) -> None:
     model = build()
     dense = torch.optim.Adam([p for n, p in model.named_parameters() if "over" in n or "t3" in n], lr=0.01)
     ranks = dist.get_world_size()
-    guard = ecemb.protect(model, optimizers=dense, code=ecemb.Code(ranks, ranks - 1), resume=root / "saved")
+    tier = DurableTier(root / "differential", root / "memory", policy="consecutive")
+    resume = tier if job.startswith("differential") else root / "saved"
+    guard = ecemb.protect(model, optimizers=dense, code=ecemb.Code(ranks, ranks - 1), resume=resume)
     if dist.get_rank() == 0:
         print("from step", guard.next_step, flush=True)
     name = "begins" if guard.next_step else "nothing"
@@ -111,6 +117,7 @@ def main(job: str, root: Path, end: int) -> None:
             dense.zero_grad()
             model(batch(step)).backward()
             dense.step()
+        guard.save(tier)
     guard.save(root / "saved")
     ends = whole(model)
     if dist.get_rank() == 0:

@@ -104,6 +104,17 @@ class Training:
         return {name: digest(value) for name, value in found.items()}
 
 
+def whole_tables(script: Training) -> dict[str, list[list[float]]]:
+    """Tables with their optimizer state, put together from all ranks."""
+    found: dict[str, list[list[float]]] = {}
+    for number, weight in enumerate(script.weights):
+        for name, tensor in {"weight": weight, "sum": script.sparse.state[weight]["sum"]}.items():
+            parts: list[list[list[float]]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(parts, tensor.tolist())
+            found[f"{number} {name}"] = [row for part in parts for row in part]
+    return found
+
+
 def digest(value: object) -> str:
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -18,6 +18,7 @@ What a checkpoint takes, and how it is written and restored:
 - `progress`: bars on stderr.
 - `restoring`: from a chain of checkpoints, into any number of ranks.
 - `recovery`: the method: `CheckNRun`.
+- `durable`: what `guard.save` takes in place of a path: `DurableTier`.
 
 Quantization of the stored copy, as pure functions:
 

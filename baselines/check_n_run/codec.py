@@ -9,10 +9,13 @@ numba is imported where rows are quantized. Must not know: tables, chunks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .choose_bits import scheme_for
 from .quantize_scheme import Scheme
 
 _EXACT = "rows"
@@ -21,6 +24,27 @@ _EXACT = "rows"
 def kind_of(tensor: str) -> str:
     """The kind of a table's tensor, by which its scheme is chosen: "weight", or "state" of its optimizer."""
     return tensor if tensor == "weight" else "state"
+
+
+def schemes_of(weights: Scheme | float, states: Scheme, restores: int) -> dict[str, dict[str, Any]]:
+    """How tensors are stored: fields of a scheme by kind.
+
+    Args:
+        weights: how; or how many restores the job expects, by which `choose_bits` says how.
+        states: how per-row optimizer state is stored.
+        restores: there have been until now.
+
+    Raises:
+        ValueError: neither a scheme nor a number that is 0 or more.
+    """
+    for name, given, known in (("weights", weights, (Scheme, int, float)), ("states", states, (Scheme,))):
+        if not isinstance(given, known):
+            raise ValueError(
+                f"{name}= takes a Scheme, as EXACT or Scheme('adaptive', 4), or, for weights, the number of "
+                f"restores that the job expects; got {given!r}"
+            )
+    chosen = weights if isinstance(weights, Scheme) else scheme_for(weights, restores)
+    return {"weight": asdict(chosen), "state": asdict(states)}
 
 
 def stored(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:

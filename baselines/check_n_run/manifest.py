@@ -98,6 +98,7 @@ class Facts:
         tables: rows of each whole table by key, and its tensors: dtype and shape of a row by name.
         schemes: how they are stored, by kind of tensor; fields of a `Scheme`.
         restores: how often the training has been restored before.
+        about: what else is to be known of the training, as plain values.
     """
 
     number: int
@@ -110,6 +111,7 @@ class Facts:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schemes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     restores: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -181,11 +183,24 @@ def manifest_of(text: bytes) -> Manifest:
     """
     found = _checked(text)
     try:
-        facts = found["facts"]
         return Manifest(
-            Facts(**{**facts, "needs": tuple(facts["needs"]), "sizes": tuple(facts["sizes"])}),
+            _facts(found["facts"]),
             tuple(_receipt(one) for one in found["ranks"]),
         )
+    except (KeyError, TypeError) as error:
+        raise _other(repr(error)) from error
+
+
+def facts_of(text: bytes) -> Facts:
+    """From its text.
+
+    Raises:
+        NotWhole: its checksum doesn't hold.
+        OtherFormat: it does, and another version has written it.
+    """
+    found = _checked(text)
+    try:
+        return _facts({name: value for name, value in found.items() if name != "format"})
     except (KeyError, TypeError) as error:
         raise _other(repr(error)) from error
 
@@ -207,6 +222,10 @@ def newest(names: Sequence[str]) -> list[str]:
     """Names of checkpoints by their manifests' paths, the newest first."""
     found = [path for path in names if path.endswith(SUFFIX) and number_of(path) is not None]
     return sorted((path.removesuffix(SUFFIX) for path in found), reverse=True)
+
+
+def _facts(found: Mapping[str, Any]) -> Facts:
+    return Facts(**{**found, "needs": tuple(found["needs"]), "sizes": tuple(found["sizes"])})
 
 
 def _receipt(found: Mapping[str, Any]) -> Receipt:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from ecemb.errors import ConfigurationError
 
 from .background import Background
 from .buffer import Buffer, Rows
-from .choose_bits import scheme_for
+from .codec import schemes_of
 from .manifest import OWN, SHARED, Facts, Manifest, drawn, number_of
 from .policy import policy_of
 from .quantize_scheme import EXACT, Scheme
@@ -44,9 +44,8 @@ from .restoring import Shard, described, last_chain, rest, rows
 from .retention import kept
 from .store import store_at
 from .tracking import TouchedRows
-from .writing import Job
+from .writing import CHUNK_BYTES, Job, above_zero
 
-CHUNK_BYTES = 1 << 24
 PATIENCE = timedelta(minutes=30)
 
 
@@ -104,9 +103,7 @@ class CheckNRun(Rollback):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(every, mtbf, behind=1)
-        for name, value in (("keep", keep), ("chunk_bytes", chunk_bytes), ("bytes_per_s", bytes_per_s)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}= is above 0; got {value}")
+        above_zero(keep=keep, chunk_bytes=chunk_bytes, bytes_per_s=bytes_per_s)
         if process and os.fspath(target).startswith("memory://"):
             raise ValueError("memory:// is seen by one process alone: give process=False, or another target")
         self._name, self._policy = policy, policy_of(policy)
@@ -130,7 +127,7 @@ class CheckNRun(Rollback):
         self._needs: dict[str, Sequence[str]] = {}
         self._number = self._written_bytes = self._memory_bytes = 0
         self.promise = replace(self.promise, bit_identical=weights == EXACT and states == EXACT)
-        self._schemes()  # raises
+        schemes_of(weights, states, 0)  # raises
 
     def prepare(self, training: Training) -> int:
         """See `Rollback.prepare`."""
@@ -181,9 +178,9 @@ class CheckNRun(Rollback):
         last = checkpoints[-1]
         ranks = last.facts.world_size
         source = rank if rank < ranks else 0
-        state.put(rest(self._files, last, source), resharded=ranks != dist.get_world_size())
+        state.put(rest(self._files, last, [source]), resharded=ranks != dist.get_world_size())
         self._watch(state)
-        shards = {_key(table): Shard(*_place(table), table.tensors) for table in state.tables if table.rows}
+        shards = [Shard(_key(table), *_place(table), table.tensors) for table in state.tables if table.rows]
         rows(self._files, checkpoints, shards, self._changed, progress=self._settings["progress"])
         self._restores = last.facts.restores + 1
         if last.facts.policy == self._name:  # else the next checkpoint is full: it knows of other rows
@@ -246,16 +243,9 @@ class CheckNRun(Rollback):
             needs,
             sizes,
             everywhere,
-            self._schemes(),
+            schemes_of(self._weights, self._states, self._restores),
             self._restores,
         )
-
-    def _schemes(self) -> dict[str, dict[str, Any]]:
-        """How tensors are stored now, by kind."""
-        weights = self._weights
-        if not isinstance(weights, Scheme):
-            weights = scheme_for(weights, self._restores)
-        return {"weight": asdict(weights), "state": asdict(self._states)}
 
     def _finish(self) -> None:
         """Waits for the checkpoint in the making."""
@@ -282,10 +272,10 @@ class CheckNRun(Rollback):
 
         return hook
 
-    def _changed(self, key: str, numbers: Tensor) -> None:
+    def _changed(self, shard: Shard, numbers: Tensor) -> None:
         """Rows that the checkpoint restored has, on top of a full one."""
         if not self._policy.is_chained:
-            self._touched[key].touch(numbers)
+            self._touched[shard.table].touch(numbers)
 
 
 def _number(path: str) -> int:

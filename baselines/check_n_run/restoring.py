@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,21 +30,31 @@ class Damaged(RuntimeError):
     """A chunk is missing, or is not what was written."""
 
 
+class AnotherTraining(ValueError):
+    """A checkpoint has other tables than are to be restored."""
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Rows of one table that are to be restored.
+    """Rows of some tensors of one table that are to be restored.
 
     Attributes:
+        table: its key.
         start: row of the whole table with which the shard begins.
         rows: of the shard.
         whole_rows: of the whole table.
         tensors: of the shard by name, [rows, ...], live; overwritten.
     """
 
+    table: str
     start: int
     rows: int
     whole_rows: int
     tensors: Mapping[str, Tensor]
+
+    def overlaps(self, chunk: Chunk) -> bool:
+        """Whether the chunk may have rows of it."""
+        return chunk.first < self.start + self.rows and chunk.last >= self.start
 
 
 def read(store: Store, name: str) -> Manifest | None:
@@ -86,13 +96,13 @@ def whole(store: Store) -> list[Manifest]:
     return [one for one in found.values() if all(need in found for need in one.facts.needs)]
 
 
-def rest(store: Store, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    """What a rank had alone beside its rows, and what all ranks shared, by key.
+def rest(store: Store, manifest: Manifest, ranks: Collection[int]) -> dict[str, Tensor]:
+    """What some ranks had alone beside their rows, and what all ranks shared, by key.
 
     Raises:
         Damaged: it can't be read as it was written.
     """
-    wanted = [(rank, OWN), (0, SHARED)]
+    wanted = [*((rank, OWN) for rank in ranks), (0, SHARED)]
     found: dict[str, Tensor] = {}
     for receipt in manifest.ranks:
         for chunk in receipt.chunks:
@@ -105,8 +115,8 @@ def rest(store: Store, manifest: Manifest, rank: int) -> dict[str, Tensor]:
 def rows(
     store: Store,
     checkpoints: Sequence[Manifest],
-    shards: Mapping[str, Shard],
-    changed: Callable[[str, Tensor], None],
+    shards: Sequence[Shard],
+    changed: Callable[[Shard, Tensor], None],
     *,
     progress: bool = False,
 ) -> None:
@@ -115,42 +125,45 @@ def rows(
     Args:
         store: that has them.
         checkpoints: a `chain`.
-        shards: by their tables' keys. Tensors that some checkpoint has no rows of, because an optimizer made
-            them later, begin with zeros.
-        changed: called with a table and rows of its shard (int64 [m], ascending) that the last checkpoint
-            has, if it is no full one.
+        shards: several may be of one table. Tensors that some checkpoint has no rows of, since an optimizer
+            made them later, begin with zeros.
+        changed: called with a shard and its rows (int64 [m], ascending) that the last checkpoint has, if it
+            is no full one.
         progress: a progress bar on stderr.
 
     Raises:
         Damaged: a chunk can't be read as it was written.
-        ValueError: it is another training's.
+        AnotherTraining: it is another training's.
     """
     last = checkpoints[-1]
     _check(last, shards)
-    for key, shard in shards.items():
-        then = checkpoints[0].facts.tables.get(key, {"tensors": {}})
+    of_table: dict[str, list[Shard]] = {}
+    for shard in shards:
+        of_table.setdefault(shard.table, []).append(shard)
+        then = checkpoints[0].facts.tables.get(shard.table, {"tensors": {}})
         for name, tensor in shard.tensors.items():
             if name not in then["tensors"]:
                 tensor.zero_()
-    wanted = [(one, chunk) for one in checkpoints for chunk in _overlapping(one, shards)]
+    wanted = [(one, chunk) for one in checkpoints for chunk in _overlapping(one, of_table)]
     total = sum(chunk.size_bytes for _, chunk in wanted)
     with bar("restoring", total, shown=progress) as done:
         for manifest, chunk in wanted:
-            taken = _put(store, manifest, chunk, shards[chunk.table])
-            if manifest is last and last.facts.needs and len(taken):
-                changed(chunk.table, taken)
+            for shard, taken in _put(store, manifest, chunk, of_table[chunk.table]):
+                if manifest is last and last.facts.needs and len(taken):
+                    changed(shard, taken)
             done(chunk.size_bytes)
 
 
-def _check(last: Manifest, shards: Mapping[str, Shard]) -> None:
-    for key, shard in shards.items():
-        then = last.facts.tables.get(key, {"rows": 0, "tensors": {}})
+def _check(last: Manifest, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        then = last.facts.tables.get(shard.table, {"rows": 0, "tensors": {}})
         now = described(shard.tensors)
         if then["rows"] != shard.whole_rows or not now.items() <= then["tensors"].items():
-            raise ValueError(
-                f"the checkpoint of step {last.facts.step} is another training's: of table {key!r} it has "
-                f"{then}, and here it has {shard.whole_rows} rows of {now}. Run the script that saved it, in "
-                f"as many ranks if the table is sharded by hand, or name another target"
+            raise AnotherTraining(
+                f"the checkpoint of step {last.facts.step} is another training's: of table "
+                f"{shard.table!r} it has {then}, and here it has {shard.whole_rows} rows of {now}. Run "
+                f"the script that saved it, in as many ranks if the table is sharded by hand, or name "
+                f"another target"
             )
 
 
@@ -162,23 +175,27 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
     }
 
 
-def _overlapping(manifest: Manifest, shards: Mapping[str, Shard]) -> Iterator[Chunk]:
+def _overlapping(manifest: Manifest, of_table: Mapping[str, Sequence[Shard]]) -> Iterator[Chunk]:
     for chunk in manifest.chunks:
-        shard = shards.get(chunk.table) if chunk.is_rows else None
-        if shard is not None and chunk.first < shard.start + shard.rows and chunk.last >= shard.start:
+        shards = of_table.get(chunk.table, ()) if chunk.is_rows else ()
+        if any(shard.overlaps(chunk) for shard in shards):
             yield chunk
 
 
-def _put(store: Store, manifest: Manifest, chunk: Chunk, shard: Shard) -> Tensor:
-    """Restores what a chunk has of a shard; returns which rows of the shard."""
+def _put(
+    store: Store, manifest: Manifest, chunk: Chunk, shards: Sequence[Shard]
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Restores what a chunk has of shards of its table; gives each with its rows."""
     numbers, tensors = unpacked(_read(store, chunk), chunk)
-    ends = torch.tensor([shard.start, shard.start + shard.rows])
-    begin, end = torch.searchsorted(numbers, ends).tolist()
-    here = numbers[begin:end] - shard.start
-    for name, parts in tensors.items():
-        live, scheme = shard.tensors[name], Scheme(**manifest.facts.schemes[kind_of(name)])
-        live.index_copy_(0, here, loaded(parts, scheme, live)[begin:end])
-    return here
+    for shard in shards:
+        ends = torch.tensor([shard.start, shard.start + shard.rows])
+        begin, end = torch.searchsorted(numbers, ends).tolist()
+        here = numbers[begin:end] - shard.start
+        for name, live in shard.tensors.items():
+            if name in tensors and len(here):
+                scheme = Scheme(**manifest.facts.schemes[kind_of(name)])
+                live.index_copy_(0, here, loaded(tensors[name], scheme, live)[begin:end])
+        yield shard, here
 
 
 def _read(store: Store, chunk: Chunk) -> packing.Bytes:

@@ -114,7 +114,12 @@ class Remote(Store):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self._files, self._root = fsspec.core.url_to_fs(url, **options)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url, **options)
+        except ValueError as error:
+            raise ValueError(
+                f"{url}: {error}. Give a folder's path, or a URL of fsspec, such as s3://bucket/folder"
+            ) from error
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """See `Store.put`."""

@@ -19,5 +19,7 @@ def test_a_checkpoint_is_resumed_with_as_many_ranks_and_with_others(tmp_path: Pa
     same = run(3, "second", tmp_path / "b", 4)
     assert_same(same["begins"], saved["ends"])
     assert_same(same["ends"], undisturbed["ends"])
-    fewer = run(2, "third", tmp_path / "b", 5)
+    fewer = run(2, "third", tmp_path / "b", 6)
     assert_same(fewer["begins"], same["ends"])
+    more = run(3, "differential", tmp_path / "b", 7)
+    assert_same(more["begins"], fewer["ends"])

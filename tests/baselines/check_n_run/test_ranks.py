@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 import torchrec_jobs
 import trainings
 from processes import run_ranks
@@ -16,14 +16,9 @@ from baselines.check_n_run.recovery import CheckNRun
 from bench.method import Training
 
 
-def whole(script: trainings.Training) -> dict[str, list[float]]:
-    """Tables with their optimizer state, and the head with its own, put together from all ranks."""
-    found: dict[str, list[float]] = {}
-    for number, weight in enumerate(script.weights):
-        for name, tensor in {"weight": weight, "sum": script.sparse.state[weight]["sum"]}.items():
-            parts: list[list[float]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(parts, tensor.tolist())
-            found[f"{number} {name}"] = [row for part in parts for row in part]
+def whole(script: trainings.Training) -> dict[str, list[Any]]:
+    """Tables and the head, with their optimizer state, put together from all ranks."""
+    found: dict[str, list[Any]] = dict(trainings.whole_tables(script))
     for number, parameter in enumerate(script.model.head.parameters()):
         state = script.dense.state[parameter]
         found |= {f"head {number} {name}": value.tolist() for name, value in state.items()}
@@ -31,7 +26,7 @@ def whole(script: trainings.Training) -> dict[str, list[float]]:
     return found
 
 
-def life(folder: Path, end: int) -> tuple[int, int, dict[str, list[float]], dict[str, list[float]]]:
+def life(folder: Path, end: int) -> tuple[int, int, dict[str, list[Any]], dict[str, list[Any]]]:
     """Where it begins, how many losses it knows then, and what there is then and in the end."""
     script = trainings.bags(device="cpu")
     method = CheckNRun(folder / "store", folder / "memory", policy="intermittent", every=1, process=False)
