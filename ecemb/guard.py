@@ -373,8 +373,9 @@ def protect(
 
     Finds every `ecemb.nn.ShardedEmbeddingBag` and every sharded EmbeddingBagCollection and
     EmbeddingCollection of TorchRec in the model, and adds `tables`. Tables move into the arena;
-    those on the meta device are materialised there. Those on a CUDA device stay, and have an image there. After a recovery, tables, dense parameters, optimizer
-    state, random number generators and `state` are as they were after step `guard.next_step` - 1.
+    those on the meta device are materialised there. Those on a CUDA device stay, and have an image there.
+    After a recovery, tables, dense parameters, optimizer state, random number generators and `state` are as
+    they were after step `guard.next_step` - 1.
 
     Args:
         model: the whole model; what is not a protected table must be the same on all ranks. Wrap it in
