@@ -52,6 +52,7 @@ POLYNOMIAL: Final = 0x11D
 _MODULES: Final = {
     "reference": ("ecemb.kernels.reference", "Reference"),
     "cpu": ("ecemb.kernels.cpu", "Cpu"),
+    "cuda": ("ecemb.kernels.cuda", "Cuda"),
 }
 
 NAMES: Final = tuple(_MODULES)

@@ -45,6 +45,7 @@ WORKS = {
     "reference": kernels.get("reference"),
     **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in products.available()},
     "cpu, 3 threads": shared(),
+    "cuda": kernels.get("cuda"),
 }
 
 

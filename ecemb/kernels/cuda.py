@@ -1,0 +1,296 @@
+"""Kernels on a GPU, in Triton; by its interpreter (TRITON_INTERPRET=1, before the import) on any machine.
+
+Owns how `triton_loops` are launched: products in GF(2^8) added to tensors of the device
+(`multiply_add_rows_`, `multiply_add_`), and the contract of `ecemb.kernels` (`Cuda`), whose arrays are host
+memory. Memory that is registered with CUDA (by cudaHostRegister, or pinned by torch) is read and written in
+place, over the bus; any other is copied to the device and back.
+
+A product by a constant is linear in the bits of the other factor: with T_b the constant times 2^b,
+`weight * x = XOR_b T_b * (bit b of x)`. The bits b of four bytes are one shift and one mask, their products
+with T_b < 256 one multiplication of 32 bits, since no byte carries into the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ecemb.errors import KernelUnavailable
+from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, RowSet, Words
+from ecemb.kernels.rowset import ROWS_PER_WORD
+
+from . import triton_loops as loops
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs on the CPU: as it was when this module was imported."""
+
+_interpreter = threading.Lock()  # it changes Triton's own functions while one of ours runs
+# What one program takes; the interpreter takes its time for each program.
+_ROWS, _COLUMNS = (64, 64) if INTERPRETED else (16, 128)
+_BLOCK, _LARGEST_BLOCK = 2048, 1 << 16 if INTERPRETED else 2048
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def multiply_add_rows_(
+    dst: torch.Tensor, offsets: torch.Tensor, src: torch.Tensor, weight: int, *, apart: bool
+) -> None:
+    """Adds weighted rows: `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`.
+
+    Begun on the device's current stream; not waited for.
+
+    Args:
+        dst: int64 [S], contiguous; updated.
+        offsets: int64 [m], where each row begins in `dst`; read.
+        src: int64 [m, w], contiguous; read.
+        weight: 0..255.
+        apart: no two rows overlap in `dst`; else they are added by atomic operations.
+    """
+    rows, width = src.shape
+    loops.add_rows[_grid(rows, 2 * width)](
+        dst.view(torch.int32),
+        offsets,
+        src.reshape(-1).view(torch.int32),
+        rows,
+        2 * width,
+        *_constants(weight),
+        atomic=not apart,
+        block_rows=_ROWS,
+        block_columns=_COLUMNS,
+    )
+
+
+def multiply_add_(dst: torch.Tensor, src: torch.Tensor, weight: int) -> None:
+    """Adds a weighted block, `dst ^= weight * src`; begun on the device's current stream, not waited for.
+
+    Args:
+        dst: int64 [S], contiguous; updated.
+        src: int64 [S], contiguous; read.
+        weight: 0..255.
+    """
+    size = 2 * src.numel()
+    block = max(_BLOCK, min(_LARGEST_BLOCK, 1 << size.bit_length()))
+    loops.add[(-(-size // block),)](
+        dst.view(torch.int32), src.view(torch.int32), size, *_constants(weight), block=block
+    )
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    return -(-rows // _ROWS), -(-width // _COLUMNS)
+
+
+def _constants(weight: int) -> list[int]:
+    """T_b, weight times 2^b, for b = 0..7."""
+    found = [int(weight)]
+    while len(found) < 8:
+        twice = found[-1] << 1
+        found.append(twice ^ POLYNOMIAL if twice > 0xFF else twice)
+    return found
+
+
+def _are_apart(places: Indices, width: int) -> bool:
+    """Whether rows of `width` elements, each from its place on, don't overlap; in ascending order only."""
+    return len(places) < 2 or int(np.diff(places).min()) >= width
+
+
+class _Reached:
+    """Arrays of the host as the kernels reach them: in place, or as copies on the device.
+
+    Leaving the block without an exception waits for the device, and brings copies of outputs back.
+    """
+
+    def __init__(self) -> None:
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> _Reached:
+        if INTERPRETED:
+            _interpreter.acquire()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if INTERPRETED:
+            _interpreter.release()
+        elif kind is None:
+            for held, copy in self._back:
+                held.copy_(copy)
+            torch.cuda.current_stream().synchronize()
+
+    def reads(self, array: NDArray[Any]) -> torch.Tensor:
+        """An array that is only read."""
+        return self._reached(array if array.flags.writeable else array.copy())[0]
+
+    def writes(self, array: NDArray[Any]) -> torch.Tensor:
+        """An array that is written, at least in parts."""
+        reached, held = self._reached(array)
+        if reached is not held:
+            self._back.append((held, reached))
+        return reached
+
+    @staticmethod
+    def _reached(array: NDArray[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        held = torch.from_numpy(array.view(_SIGNED[array.itemsize]))
+        return (held if INTERPRETED or held.is_pinned() else held.cuda()), held
+
+
+@final
+class Cuda(Kernels):
+    """On the current CUDA device, or interpreted.
+
+    Args:
+        threads: of no meaning here.
+
+    Raises:
+        KernelUnavailable: there is no CUDA device, and Triton doesn't interpret.
+    """
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__(threads)
+        if not (INTERPRETED or torch.cuda.is_available()):
+            raise KernelUnavailable(
+                "the kernels 'cuda' need a CUDA device, and torch sees none: ask for 'cpu', or set "
+                "TRITON_INTERPRET=1 before ecemb.kernels.cuda is imported, to try them slowly"
+            )
+
+    def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
+        with _Reached() as reached:
+            _moved(
+                reached, table, ids, table.shape[1], 0, out, None, out.shape[1], column, *_size(ids, table)
+            )
+
+    def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
+        ids, records = _last(ids, records, 1)
+        with _Reached() as reached:
+            _moved(
+                reached,
+                records,
+                None,
+                records.shape[1],
+                column,
+                table,
+                ids,
+                table.shape[1],
+                0,
+                *_size(ids, table),
+            )
+
+    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+        rows, width = _size(ids, table)
+        if rows and width:
+            with _Reached() as reached:
+                loops.differ[_grid(rows, width)](
+                    reached.reads(table),
+                    reached.reads(ids),
+                    reached.reads(old),
+                    reached.writes(out),
+                    out.shape[1],
+                    column,
+                    rows,
+                    width,
+                    block_rows=_ROWS,
+                    block_columns=_COLUMNS,
+                )
+
+    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+        place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+        new = torch.from_numpy(ids[rows.seen[place] & bit == 0])
+        found = (new if INTERPRETED else new.cuda()).unique().cpu().numpy()
+        np.bitwise_or.at(rows.seen, place, bit)
+        out[: found.size] = found
+        return found.size
+
+    def _forget(self, rows: RowSet, ids: Indices) -> None:
+        bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+        np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
+
+    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+        with _Reached() as reached:
+            _moved(reached, src, offsets, 1, 0, out, None, out.shape[1], 0, *out.shape)
+
+    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
+        if not _are_apart(offsets, src.shape[1]):  # the last one stays: one after the other
+            for offset, row in zip(offsets, src, strict=True):
+                dst[offset : offset + row.size] = row
+            return
+        with _Reached() as reached:
+            _moved(reached, src, None, src.shape[1], 0, dst, offsets, 1, 0, *src.shape)
+
+    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+        if src.size:
+            with _Reached() as reached:
+                multiply_add_rows_(
+                    reached.writes(dst),
+                    reached.reads(offsets),
+                    reached.reads(src),
+                    weight,
+                    apart=_are_apart(offsets, src.shape[1]),
+                )
+
+    def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
+        if src.size:
+            with _Reached() as reached:
+                multiply_add_(reached.writes(dst), reached.reads(src), weight)
+
+    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
+        for out in outs:
+            out[:] = 0
+        if outs and outs[0].size:
+            with _Reached() as reached:
+                targets = [reached.writes(out) for out in outs]
+                for block, column in zip(blocks, weights.T, strict=True):
+                    source = reached.reads(block)
+                    for target, weight in zip(targets, column.tolist(), strict=True):
+                        if weight:
+                            multiply_add_(target, source, weight)
+
+
+def _size(ids: Indices, table: Elements) -> tuple[int, int]:
+    return len(ids), table.shape[1]
+
+
+def _last(ids: Indices, records: Elements, width: int) -> tuple[Indices, Elements]:
+    """Rows and their records, each row once, with the last of its records."""
+    if _are_apart(ids, width):
+        return ids, records
+    found, place = np.unique(ids[::-1], return_index=True)
+    return found, np.ascontiguousarray(records[::-1][place])
+
+
+def _moved(
+    reached: _Reached,
+    source: NDArray[Any],
+    source_rows: Indices | None,
+    source_stride: int,
+    source_column: int,
+    target: NDArray[Any],
+    target_rows: Indices | None,
+    target_stride: int,
+    target_column: int,
+    rows: int,
+    width: int,
+) -> None:
+    """Copies rows; those without numbers follow one another."""
+    if rows and width:
+        begin, end = reached.reads(source), reached.writes(target)
+        loops.copy[_grid(rows, width)](
+            begin,
+            begin if source_rows is None else reached.reads(source_rows),
+            source_stride,
+            source_column,
+            end,
+            end if target_rows is None else reached.reads(target_rows),
+            target_stride,
+            target_column,
+            rows,
+            width,
+            by_source=source_rows is not None,
+            by_target=target_rows is not None,
+            block_rows=_ROWS,
+            block_columns=_COLUMNS,
+        )
