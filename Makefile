@@ -49,7 +49,7 @@ failures: $(READY)  ## the failure matrix: real processes killed in every phase 
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)
 
 kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
-	PYTHONPATH=. $(BIN)/python tests/check_n_run_kills.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/check_n_run_kills.py --json bench/results/kills.json $(ARGS)
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)

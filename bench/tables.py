@@ -72,8 +72,8 @@ PICTURES = {
     "simulate": ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
 }
 """Question -> the file of its picture, beside the page; what it shows; what draws it from all its rows."""
-ELSEWHERE = ("failures", "soak")
-"""What `make failures` and `make soak` write is no answer to a question of bench/, and not on this page."""
+ELSEWHERE = ("failures", "kills", "soak")
+"""What `make failures`, `kills` and `soak` write answers no question of bench/, and is not on this page."""
 
 
 class BadResult(Exception):

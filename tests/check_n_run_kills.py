@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from baselines.check_n_run.policy import POLICIES
 from baselines.check_n_run.store import Folder
+from bench.result import Arguments, Row, document, once, write
 
 DEADLINE_S = 60
 CHUNK_BYTES = 200
@@ -105,10 +106,20 @@ def kills(folder: Path, count: int, seed: int) -> Iterator[Kill]:
         yield found
 
 
+def rows(found: Sequence[Kill]) -> Iterator[Row]:
+    """What is written: of each policy, the kills, those within a save, and the restores that were exact."""
+    for policy in POLICIES:
+        of_it = [one for one in found if one.policy == policy]
+        yield once("kills", "kills", len(of_it), policy=policy)
+        yield once("kills_in_writing", "kills", sum(one.in_writing for one in of_it), policy=policy)
+        yield once("exact_restores", "restores", sum(one.holds for one in of_it), policy=policy)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         found = list(tqdm(kills(Path(folder), options.kills, options.seed), total=options.kills))
@@ -120,6 +131,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     for one in wrong:
         print(one)
+    if options.json:
+        write(options.json, document("kills", Arguments(seed=options.seed), list(rows(found))))
     return 1 if wrong else 0
 
 
