@@ -25,6 +25,7 @@ class Rollback(ABC):
         every: steps between saves; or
         mtbf: mean time between failures of the whole job, for Young's interval.
         behind: saves that may not be complete yet when training goes on.
+        survives: see `Promise`.
 
     Attributes:
         interval: between saves.
@@ -33,13 +34,20 @@ class Rollback(ABC):
         ValueError: not exactly one of `every` and `mtbf`, or it is not above 0.
     """
 
-    def __init__(self, every: int | None, mtbf: timedelta | None, behind: int = 0) -> None:
+    def __init__(
+        self, every: int | None, mtbf: timedelta | None, behind: int = 0, survives: int | None = None
+    ) -> None:
         self.interval = Interval(every, mtbf)
         self._state: TrainingState | None = None
         self._next = self._saved = 0
         self._stalled = Stopwatch()
         again = None if every is None else (1 + behind) * every - 1
-        self.promise = Promise(bit_identical=True, steps_again=again)
+        self.promise = Promise(bit_identical=True, steps_again=again, survives=survives)
+
+    @property
+    def interval_steps(self) -> int | None:
+        """See `Method.interval_steps`."""
+        return self.interval.steps
 
     def prepare(self, training: Training) -> int:
         """Goes back to the last save, or makes the first one. All ranks.

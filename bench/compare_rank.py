@@ -1,7 +1,7 @@
 """One rank of `bench.compare`: a training script for torchrun, under one method, beside an unprotected twin.
 
-In the job's first life the twin is trained before the method's model, in the later ones after it: each life
-has both, and what a method does beside training has ended when the twin's turn comes. Steps of warm-up before
+In the job's first life the twin is trained before the method's model, in the last one after it: what a method
+does beside training has ended when the twin's turn comes. Steps of warm-up before
 `prepare`, in each life, let DistributedDataParallel settle in which order it sums; state is brought back to
 what it was after them, or before the failure, whatever the method.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +19,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
 
 import ecemb
-from bench.method import Failure, Training, live
-from bench.methods import METHODS, Place
+from bench.cpr_training import WEIGHTS, auc
+from bench.method import Failure, Method, Training, live
+from bench.methods import METHODS, Place, ScaledJob
 from bench.order import Written
-from bench.overhead_models import ENGINES, Twin
-from bench.overhead_rank import WARM_UP, digest, draw
+from bench.overhead_models import ENGINES, Batch, Twin
+from bench.overhead_rank import WARM_UP, Clicks, digest, draw
+
+_PATIENCE_S = 60.0
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,16 @@ class Order(Written):
         batch: Samples a rank takes in a step.
         skew: See `overhead_rank.Order`.
         steps: Of the whole training.
-        killed: The step that is cut off; -1: none.
-        victims: Ranks that are killed in it, with their memory.
-        every: See `Place`.
-        twin_steps: Of the unprotected twin, in each life.
+        held_out: Batches of each rank that the model is asked at the end.
+        killed: The step that is cut off in the first life; -1: none.
+        victims: Ranks that are killed in it, with their memory, all of them before any is missed.
+        killed_after_s: From the beginning of the second life's first step on; then another is killed.
+        next_victim: Which.
+        mtbf_steps: See `ScaledJob`.
+        step_h: See `ScaledJob`.
+        step_s: See `ScaledJob`.
+        bytes_per_s: Of storage, for each rank.
+        twin_steps: Of the unprotected twin, each time.
         seed: Of all that is drawn.
         timeout_s: Of every wait for another rank.
     """
@@ -68,9 +81,15 @@ class Order(Written):
     batch: int
     skew: float
     steps: int
+    held_out: int
     killed: int
     victims: tuple[int, ...]
-    every: int
+    killed_after_s: float
+    next_victim: int
+    mtbf_steps: int
+    step_h: float
+    step_s: float
+    bytes_per_s: float
     twin_steps: int
     seed: int
     timeout_s: float
@@ -84,6 +103,31 @@ class Order(Written):
     def end(self, rank: int) -> Path:
         """What a rank tells at its end."""
         return Path(self.folder, f"end.{rank}.json")
+
+
+@dataclass(frozen=True)
+class Burst(Failure):
+    """Ranks that die at once: each takes its memory away, and waits until all have; nobody is missed before.
+
+    Attributes:
+        folder: That they meet in.
+    """
+
+    folder: str = ""
+
+    def strike(self, rank: int, method: Method) -> None:
+        """See `Failure.strike`."""
+        if rank not in self.ranks:
+            return
+        for path in method.memory():
+            path.unlink()
+        Path(self.folder, f"struck.{rank}").touch()
+        deadline = time.monotonic() + _PATIENCE_S
+        while not all(Path(self.folder, f"struck.{one}").exists() for one in self.ranks):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"ranks {self.ranks} were to die together, and did not all come to it")
+            time.sleep(_POLL_S)
+        super().strike(rank, method)
 
 
 def main(path: str) -> None:
@@ -111,7 +155,9 @@ class Rank:
     def __init__(self, order: Order, life: int) -> None:
         self._order, self._life = order, life
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._batches = draw(order, self._rank, order.steps + WARM_UP)
+        drawn = draw(order, self._rank, order.steps + WARM_UP + order.held_out)
+        batches = learnable(drawn, order, self._rank)
+        self._batches, self._held_out = batches[: -order.held_out], batches[-order.held_out :]
 
     def train_twin(self) -> None:
         """The unprotected one."""
@@ -121,9 +167,16 @@ class Rank:
         """Under the method, until this rank is killed or the training is done."""
         order, twin = self._order, self._warm()
         began = [tensor.detach().clone() for tensor in twin.tensors()] if not order.reference else []
-        failures = [Failure(order.killed, order.victims)] if self._life == 0 else []
-        self._live(order.method, twin, order.steps, order.ledgers(), failures)
-        self._tell(twin, began)
+        method = self._live(order.method, twin, order.steps, order.ledgers(), self._failures())
+        self._tell(twin, began, method)
+
+    def _failures(self) -> list[Failure]:
+        order = self._order
+        if not order.victims or self._life > 1:
+            return []
+        if self._life == 0:
+            return [Burst(order.killed, order.victims, folder=order.folder)]
+        return [Failure(-1, (order.next_victim,), "clock", after_s=order.killed_after_s)]
 
     def _warm(self) -> Twin:
         """A model that has been trained on the last batches."""
@@ -136,21 +189,27 @@ class Rank:
 
     def _live(
         self, method: str, twin: Twin, steps: int, ledgers: Path, failures: list[Failure] | None = None
-    ) -> None:
+    ) -> Method:
         order = self._order
-        place = Place(Path(order.folder, "files"), Path(order.memory, str(self._rank)), order.every)
-        samples = order.batch * self._ranks
+        place = Place(
+            Path(order.folder, "files"),
+            Path(order.memory, str(self._rank)),
+            job=ScaledJob(order.mtbf_steps, order.step_s, order.step_h, self._ranks),
+            bytes_per_s=order.bytes_per_s,
+        )
+        made = METHODS[method](place)
         live(
-            METHODS[method](place),
-            Training(twin.model, twin.optimizers, samples=samples),
+            made,
+            Training(twin.model, twin.optimizers, samples=order.batch * self._ranks),
             lambda number: twin.train(self._batches[number]),
             steps,
             rank=self._rank,
             folder=ledgers,
             failures=failures or (),
         )
+        return made
 
-    def _tell(self, twin: Twin, began: list[torch.Tensor]) -> None:
+    def _tell(self, twin: Twin, began: list[Tensor], method: Method) -> None:
         """Leaves what the training has come to: as the reference, or against it."""
         order = self._order
         tensors = [tensor.detach() for tensor in twin.tensors()]
@@ -170,11 +229,36 @@ class Rank:
             "digest": digest(tensors),
             "squared_distance": distance,
             "table_bytes": sum(tensor.nbytes for table in twin.tables() for tensor in table),
+            "interval_steps": method.interval_steps,
+            **self._quality(twin),
         }
         order.end(self._rank).write_text(json.dumps(told), encoding="utf-8")
 
+    @torch.no_grad()
+    def _quality(self, twin: Twin) -> dict[str, float]:
+        """Of what all ranks have held out. All ranks."""
+        own = [torch.cat([twin.logits(batch), batch.clicks], 1) for batch in self._held_out]
+        mine = torch.cat(own)
+        every = [torch.empty_like(mine) for _ in range(self._ranks)]
+        dist.all_gather(every, mine)
+        logits, clicks = torch.cat(every).unbind(1)
+        loss = functional.binary_cross_entropy_with_logits(logits, clicks)
+        return {"log_loss": float(loss), "auc": auc(logits, clicks)}
+
     def _reference(self, folder: str, number: int) -> Path:
         return Path(folder, f"{self._rank}.{number}.npy")
+
+
+def learnable(batches: list[Batch], order: Clicks, rank: int) -> list[Batch]:
+    """The same samples, with clicks that can be learnt: categories have weights, the same on all ranks."""
+    shared, own = np.random.default_rng([order.seed, 0, 1]), np.random.default_rng([order.seed, rank, 2])
+    weights = WEIGHTS * shared.uniform(-1, 1, (order.tables, order.rows))
+    found: list[Batch] = []
+    for batch in batches:
+        log_odds = np.take_along_axis(weights[:, None, :], batch.ids.numpy(), 2).sum((0, 2))
+        clicks = own.random(len(log_odds)) < 1 / (1 + np.exp(-log_odds))
+        found.append(batch._replace(clicks=torch.from_numpy(clicks[:, None].astype(np.float32))))
+    return found
 
 
 if __name__ == "__main__":

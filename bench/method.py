@@ -21,6 +21,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -67,11 +68,13 @@ class Promise:
         bit_identical: The training ends with the bytes of one that never failed.
         steps_again: At most so many steps are run again, beside the one that was cut off; None: any number.
         samples_lost: Updates may be forgotten, which `Costs.samples_lost` then counts.
+        survives: So many ranks may be lost at once with their memory, whichever they are; None: all.
     """
 
     bit_identical: bool
     steps_again: int | None
     samples_lost: bool = False
+    survives: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class Method(Protocol):
     @property
     def promise(self) -> Promise:
         """What holds after a failure."""
+        ...
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Steps between what one can go back to, by now; None: not known yet, or there is nothing."""
         ...
 
     def prepare(self, training: Training) -> int:
@@ -136,14 +144,17 @@ class Failure:
         step: In which.
         ranks: That die, each by itself.
         moment: "body": when the optimizers have changed the rows, before the step ends. "after": when it
-            has ended.
+            has ended. "clock": whatever they are doing, `after_s` after the life's first step begins, in
+            whatever step.
         with_memory: Their machines' memory is lost, too.
+        after_s: Of the clock.
     """
 
     step: int
     ranks: tuple[int, ...]
     moment: str = "body"
     with_memory: bool = True
+    after_s: float = 0.0
 
     def strike(self, rank: int, method: Method) -> None:
         """The end of this process, if it is one of those that die."""
@@ -151,7 +162,7 @@ class Failure:
             return
         if self.with_memory:
             for path in method.memory():
-                path.unlink()
+                path.unlink(missing_ok=True)  # by the clock, it may just have gone
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -312,16 +323,25 @@ def live(
     def note(**what: Any) -> None:
         ledger.note(**what, cpu_s=_cpu_s() - cpu_began, costs=dataclasses.asdict(method.costs()))
 
+    def struck(one: Failure) -> None:
+        ledger.note(struck_at_s=time.monotonic())
+        one.strike(rank, method)
+
     def strike(number: int, moment: str) -> None:
         for one in failures:
             if (one.step, one.moment) == (number, moment) and rank in one.ranks:
-                ledger.note(struck_at_s=time.monotonic())
-                one.strike(rank, method)
+                struck(one)
+
+    by_clock = [one for one in failures if one.moment == "clock" and rank in one.ranks]
+    clocks = [threading.Timer(one.after_s, struck, [one]) for one in by_clock]
 
     try:
         began = time.perf_counter()
         first = method.prepare(training)
         note(started=first, seconds=time.perf_counter() - began)
+        for clock in clocks:
+            clock.daemon = True
+            clock.start()
         for number in range(first, steps):
             ledger.note(begun=number)
             with method.step():
@@ -332,6 +352,8 @@ def live(
         method.close()
         note()
     finally:
+        for clock in clocks:
+            clock.cancel()
         ledger.close()
 
 

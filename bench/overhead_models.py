@@ -73,13 +73,16 @@ class Twin:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with record_function("bench.forward"):
-            logits = self.model(batch.integers, self._feed(batch.ids))
-            loss = functional.binary_cross_entropy_with_logits(logits, batch.clicks)
+            loss = functional.binary_cross_entropy_with_logits(self.logits(batch), batch.clicks)
         with record_function("bench.backward"):
             loss.backward()
         with record_function("bench.optimizer"):
             for optimizer in self.optimizers:
                 optimizer.step()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Of the batch's samples, float32 [batch, 1]. All ranks."""
+        return self.model(batch.integers, self._feed(batch.ids))
 
     def tensors(self) -> list[Tensor]:
         """All that training changes on this rank: the tables, then the dense parameters."""

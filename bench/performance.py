@@ -1,7 +1,8 @@
 """The figures of docs/performance.md and docs/choosing.md: text is written by hand, every number by this.
 
 What lies between `<!-- table: QUESTION METRIC ... -->`, alone on its line, and `<!-- end -->` is replaced by
-these metrics' tables from bench/results, and what follows `<!-- picture: QUESTION -->` by a step's picture.
+these metrics' tables from bench/results; with `sheet` for `table`, by one table, a column for each metric;
+and what follows `<!-- picture: QUESTION -->` by a step's picture.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.tables import BadResult
 PAGES = (tables.ROOT / "docs" / "performance.md", tables.ROOT / "docs" / "choosing.md")
 PICTURE = "protected-step.svg"
 
-_BLOCK = re.compile(r"(<!-- (table|picture): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (table|sheet|picture): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Documents = Sequence[Mapping[str, Any]]
 
@@ -53,7 +54,8 @@ def fill(text: str, documents: Documents) -> str:
         elif kind == "picture":
             content = f"![One step of one rank]({PICTURE})"
         else:
-            content = "\n\n".join(figures(document, metrics.split()) for document in found)
+            shown = figures if kind == "table" else in_one
+            content = "\n\n".join(shown(document, metrics.split()) for document in found)
         return f"{opening}\n{content}\n\n{closing}"
 
     return _BLOCK.sub(block, text)
@@ -66,10 +68,7 @@ def of(documents: Documents, question: str) -> list[Mapping[str, Any]]:
 
 def figures(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
     """Returns the tables of some metrics of one document, and under them what all rows have in common."""
-    missing = set(metrics) - {row["metric"] for row in document["rows"]}
-    if missing:
-        raise BadResult(f"the answer to {document['question']} has no {sorted(missing)}: ask it again")
-    chosen = [row for row in document["rows"] if row["metric"] in metrics]
+    chosen = rows_of(document, metrics)
     fixed = {
         name: value
         for name, value in chosen[0].items()
@@ -79,3 +78,20 @@ def figures(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
     said = ", ".join(f"{name} {tables.labelled(name, value)}" for name, value in fixed.items())
     origin = " ".join(filter(None, [said and f"All with {said}.", tables.origin(document)]))
     return "\n\n".join([*tables.metrics(varying), origin])
+
+
+def in_one(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
+    """Returns one table of some metrics of one document, under what all rows have in common."""
+    return f"{tables.sheet(rows_of(document, metrics))}\n\n{tables.origin(document)}"
+
+
+def rows_of(document: Mapping[str, Any], metrics: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The rows of some metrics.
+
+    Raises:
+        BadResult: There are none of one of them.
+    """
+    missing = set(metrics) - {row["metric"] for row in document["rows"]}
+    if missing:
+        raise BadResult(f"the answer to {document['question']} has no {sorted(missing)}: ask it again")
+    return [row for row in document["rows"] if row["metric"] in metrics]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    compare_picture,
     cpr_picture,
     drift_picture,
     headlines,
@@ -43,12 +44,14 @@ FIRST = "compare"
 SHEETS = {
     "compare": (
         (
-            *("steps_run_again", "samples_lost", "bit_identical", "off_by"),
-            *("recovery_s", "caught_up_s", "prepare_s", "recovery_sent_bytes"),
+            *("interval_steps", "steps_run_again", "samples_lost", "given_up_steps", "bit_identical"),
+            *("off_by", "log_loss_added", "auc", "auc_lost", "survives_ranks"),
         ),
+        ("recovery_s", "caught_up_s", "prepare_s", "recovery_sent_bytes"),
         (
             *("overhead_cpu_pct", "overhead_wall_pct", "step_wall_ms", "stall_ms_per_step"),
             *("sent_bytes_per_step", "written_bytes_per_step", "memory_over_tables", "stored_over_tables"),
+            "time_scale",
         ),
     )
 }
@@ -62,6 +65,11 @@ _SHORT_HASH = 12
 PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics that are for a picture, and would make no table that anybody reads."""
 PICTURES = {
+    "compare": (
+        "head-to-head.svg",
+        "What each method costs in each step, and what a failure takes under it",
+        compare_picture.draw,
+    ),
     "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
     "drift": ("drift.svg", "How far rows rebuilt from parity of floats are off", drift_picture.draw),
     "quantization": (

@@ -42,7 +42,7 @@ from .policy import policy_of
 from .quantize_scheme import EXACT, Scheme
 from .restoring import Shard, described, last_chain, rest, rows
 from .retention import kept
-from .store import store_at
+from .store import PacedReads, store_at
 from .tracking import TouchedRows
 from .writing import CHUNK_BYTES, Job, above_zero
 
@@ -73,7 +73,7 @@ class CheckNRun(Rollback):
         states: how per-row optimizer state is stored.
         keep: whole checkpoints that stay, with all that they stand on.
         process: written by a process of its own, else by a thread; `memory://` needs a thread.
-        bytes_per_s: a rank writes at most so much, on average; None: as fast as it goes.
+        bytes_per_s: a rank writes, or reads, at most so much, on average; None: as fast as it goes.
         chunk_bytes: rows of an object take at most so many, but for one row.
         patience: how long rank 0 waits until the other ranks have written, when it has.
         progress: progress bars on stderr.
@@ -178,10 +178,11 @@ class CheckNRun(Rollback):
         last = checkpoints[-1]
         ranks = last.facts.world_size
         source = rank if rank < ranks else 0
-        state.put(rest(self._files, last, [source]), resharded=ranks != dist.get_world_size())
+        files = PacedReads(self._files, self._settings["bytes_per_s"])
+        state.put(rest(files, last, [source]), resharded=ranks != dist.get_world_size())
         self._watch(state)
         shards = [Shard(_key(table), *_place(table), table.tensors) for table in state.tables if table.rows]
-        rows(self._files, checkpoints, shards, self._changed, progress=self._settings["progress"])
+        rows(files, checkpoints, shards, self._changed, progress=self._settings["progress"])
         self._restores = last.facts.restores + 1
         if last.facts.policy == self._name:  # else the next checkpoint is full: it knows of other rows
             self._last = last.facts

@@ -20,6 +20,7 @@ from typing import Any, Final
 import fsspec
 
 from baselines.files import sync
+from baselines.pace import Pace
 
 _PARTIAL: Final = ".partial"
 _LOCAL: Final = "file://"
@@ -147,6 +148,36 @@ class Remote(Store):
 
     def _place(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+
+class PacedReads(Store):
+    """A store that is read no faster than a bandwidth allows, on average since this was made.
+
+    Args:
+        store: that has the objects.
+        bytes_per_s: allowed; None: any.
+    """
+
+    def __init__(self, store: Store, bytes_per_s: float | None) -> None:
+        self._store, self._pace = store, Pace(bytes_per_s)
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """See `Store.put`."""
+        self._store.put(path, data)
+
+    def get(self, path: str) -> bytes:
+        """See `Store.get`."""
+        data = self._store.get(path)
+        self._pace.wait(len(data))
+        return data
+
+    def paths(self) -> list[str]:
+        """See `Store.paths`."""
+        return self._store.paths()
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """See `Store.remove`."""
+        self._store.remove(paths)
 
 
 def store_at(target: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:

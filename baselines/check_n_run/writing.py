@@ -21,6 +21,7 @@ import torch
 
 from baselines import packing
 from baselines.files import mapped
+from baselines.pace import Pace
 
 from .buffer import CopiedRows, Copy, seen
 from .chunks import packed
@@ -137,25 +138,6 @@ def complete(facts: Facts, receipts: tuple[Receipt, ...], store: Store) -> None:
 def clean(store: Store, keep: int) -> None:
     """Removes all that none of the `keep` newest whole checkpoints needs."""
     store.remove(leftovers(store.paths(), whole(store), keep))
-
-
-class Pace:
-    """Keeps to a bandwidth: who has written waits until it was allowed to.
-
-    Args:
-        bytes_per_s: allowed; None: any.
-    """
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._began, self._written_bytes = time.monotonic(), 0
-
-    def wait(self, size_bytes: int) -> None:
-        """So many bytes were written."""
-        self._written_bytes += size_bytes
-        if self._bytes_per_s is not None:
-            due = self._began + self._written_bytes / self._bytes_per_s
-            time.sleep(max(0.0, due - time.monotonic()))
 
 
 def _written(part: Part, store: Store) -> Iterator[Chunk]:

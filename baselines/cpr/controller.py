@@ -48,6 +48,7 @@ class Cpr:
         ranks_lost: at once, in a failure.
         priority: see `PartialRecovery`.
         share: see `PartialRecovery`.
+        bytes_per_s: see `PartialRecovery`.
 
     Attributes:
         choice: what was decided in this life, and on what grounds; None if it was before, or isn't yet.
@@ -68,12 +69,14 @@ class Cpr:
         ranks_lost: int = 1,
         priority: str | None = None,
         share: float = SHARE,
+        bytes_per_s: float | None = None,
     ) -> None:
         if pls <= 0:
             raise ValueError(f"pls=, the largest PLS to be expected, is above 0; it is {pls}")
         self._files, self._memory, self._mtbf = files, memory, mtbf
+        self._bytes_per_s = bytes_per_s
         self._pls, self._ranks_lost, self._priority, self._share = pls, ranks_lost, priority, share
-        self._full = FullRecovery(files / "full", Files(), mtbf=mtbf)
+        self._full = FullRecovery(files / "full", Files(bytes_per_s), mtbf=mtbf)
         self._partial: PartialRecovery | None = None
         self._make_partial(every=1)  # refuses what it would refuse later
         self._next = 0
@@ -116,6 +119,11 @@ class Cpr:
         """How many steps ranks' rows have forgotten in all: PLS times all steps times ranks."""
         return 0 if self._partial is None else self._partial.steps_lost
 
+    @property
+    def interval_steps(self) -> int | None:
+        """See `Method.interval_steps`."""
+        return (self._partial or self._full).interval_steps
+
     def memory(self) -> Sequence[Path]:
         """What partial recovery has."""
         return () if self._partial is None else self._partial.memory()
@@ -155,7 +163,12 @@ class Cpr:
 
     def _make_partial(self, every: int) -> PartialRecovery:
         return PartialRecovery(
-            self._files / "partial", self._memory, every=every, priority=self._priority, share=self._share
+            self._files / "partial",
+            self._memory,
+            every=every,
+            priority=self._priority,
+            share=self._share,
+            bytes_per_s=self._bytes_per_s,
         )
 
     def _read(self) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ class PartialRecovery:
         every: steps in which the volume of everything is saved once (T_save).
         priority: "mfu", "ssu" or "scar"; None saves everything each T_save (vanilla).
         share: r: with priorities, so much is saved each r T_save.
+        bytes_per_s: a rank writes, or reads, at most so much; None: as fast as it goes.
 
     Raises:
         ValueError: see `Saving`.
@@ -61,9 +62,16 @@ class PartialRecovery:
     promise = Promise(bit_identical=False, steps_again=0, samples_lost=True)
 
     def __init__(
-        self, files: Path, memory: Path, *, every: int, priority: str | None = None, share: float = SHARE
+        self,
+        files: Path,
+        memory: Path,
+        *,
+        every: int,
+        priority: str | None = None,
+        share: float = SHARE,
+        bytes_per_s: float | None = None,
     ) -> None:
-        self._files, self._folder = files, memory
+        self._files, self._folder, self._bytes_per_s = files, memory, bytes_per_s
         self._saving = Saving(every, priority, share)
         self._state: TrainingState | None = None
         self._next = self._samples = 0
@@ -135,6 +143,11 @@ class PartialRecovery:
         """How many steps ranks' rows have forgotten, summed over all ranks and failures of the job."""
         return int(self._steps_lost)
 
+    @property
+    def interval_steps(self) -> int:
+        """See `Method.interval_steps`."""
+        return self._saving.interval
+
     def memory(self) -> Sequence[Path]:
         """The tables' files, and the rest."""
         return [*self._living.paths, *self._slots.paths]
@@ -160,7 +173,7 @@ class PartialRecovery:
     def _open(self, training: Training) -> None:
         self._state, self._samples = TrainingState(training), training.samples
         self._living, self._slots = LivingTensors(self._place()), Slots(self._place())
-        self._saved = SavedRank(self._files, dist.get_rank())
+        self._saved = SavedRank(self._files, dist.get_rank(), self._bytes_per_s)
         self._saver = Saver(self._saved, self._saving)
 
     def _place(self) -> Path:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from baselines import packing
 from baselines.files import made, mapped, sync
+from baselines.pace import Pace
 
 ROWS = "rows of "
 """Before a tensor's key in a record: which of its rows follow."""
@@ -53,6 +54,7 @@ class SavedRank:
     Args:
         folder: of the job's saves; made if missing.
         rank: whose.
+        bytes_per_s: at most so much is written, or read; None: as fast as it goes.
 
     Attributes:
         written_bytes: by this object.
@@ -61,11 +63,12 @@ class SavedRank:
         SavesLost: from all methods that read: a file is damaged.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, bytes_per_s: float | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._image, self._record, self._rest = (
             folder / f"rank-{rank}.{kind}" for kind in ("rows", "record", "rest")
         )
+        self._bytes_per_s = bytes_per_s
         self.written_bytes = 0
 
     @property
@@ -113,17 +116,19 @@ class SavedRank:
     def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """All rows and the rest as last saved; both lie in the files, to be read."""
         self._settle()
-        rest = _opened(self._rest)
+        rows, rest = _opened(self._image), _opened(self._rest)
+        Pace(self._bytes_per_s).wait(packing.size(rows) + packing.size(rest))
         del rest[_MARK]
-        return _opened(self._image), rest
+        return rows, rest
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        size = packing.size(tensors)
+        size, pace = packing.size(tensors), Pace(self._bytes_per_s)
         partial = path.with_name(f"{path.name}.partial")
         packing.pack(tensors, made(partial, size))
         sync(partial)
         partial.rename(path)
         sync(path.parent)
+        pace.wait(size)
         self.written_bytes += size
 
     def _settle(self) -> None:
@@ -131,8 +136,11 @@ class SavedRank:
         if not self._record.exists():
             return
         image, record = _opened(self._image), _opened(self._record)
-        self.written_bytes += put_on(image, record)
+        pace = Pace(self._bytes_per_s)
+        changed_bytes = put_on(image, record)
         sync(self._image)
+        pace.wait(changed_bytes)
+        self.written_bytes += changed_bytes
         self._record.unlink()
 
 

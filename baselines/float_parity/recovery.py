@@ -58,12 +58,13 @@ class FloatParity:
         ValueError: another dtype.
     """
 
-    promise = Promise(bit_identical=False, steps_again=0)
+    interval_steps = 1
 
     def __init__(self, folder: Path, code: ecemb.Code, *, dtype: str = "float32") -> None:
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype is float32 or float64, not {dtype!r}")
         self._code, self._dtype = code, np.dtype(dtype)
+        self.promise = Promise(bit_identical=False, steps_again=0, survives=code.n - code.k)
         self._matrix = vandermonde(code.n - code.k, code.k)
         self._path, self._slots = folder / "rows-and-parity", Slots(folder)
         self._parts: _Parts | None = None

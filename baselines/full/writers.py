@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from baselines.files import sync
+from baselines.pace import Pace
 
 _PARTIAL = ".partial"
 Tensors = Mapping[str, Tensor]
@@ -44,11 +45,25 @@ def place(folder: Path, step: int) -> Path:
 class Writer(ABC):
     """Writes and reads checkpoints in a folder. All ranks, one checkpoint at a time.
 
+    Args:
+        bytes_per_s: a rank writes, or reads, at most so much; None: as fast as it goes.
+
     Attributes:
         behind: saves that may not be complete yet when training goes on.
+
+    Raises:
+        ValueError: a bandwidth that is not above 0.
     """
 
     behind: int = 0
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._pace()  # raises
+
+    def _pace(self) -> Pace:
+        """Begins to write, or to read."""
+        return Pace(self._bytes_per_s)
 
     def save(self, folder: Path, step: int, own: Tensors, shared: Tensors, keep: int) -> None:
         """Saves a checkpoint; on return, it is as good as the writer makes it by then (see `wait`).
@@ -115,10 +130,12 @@ class Files(Writer):
     """A file of each rank by torch.save; rank 0 has one more, for what is shared."""
 
     def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
-        rank = dist.get_rank()
+        rank, pace = dist.get_rank(), self._pace()
         _save(partial / f"rank-{rank}.pt", own)
+        pace.wait(_size(own))
         if rank == 0:
             _save(partial / "shared.pt", shared)
+            pace.wait(_size(shared))
         dist.barrier()
         if rank == 0:
             sync(partial)
@@ -130,8 +147,9 @@ class Files(Writer):
 
     def load(self, path: Path) -> dict[str, Tensor]:
         """See `Writer.load`."""
-        names = (f"rank-{dist.get_rank()}.pt", "shared.pt")
+        names, pace = (f"rank-{dist.get_rank()}.pt", "shared.pt"), self._pace()
         own, shared = (torch.load(path / name, weights_only=True, mmap=True) for name in names)
+        pace.wait(_size(own) + _size(shared))
         return {**own, **shared}
 
 
@@ -139,7 +157,10 @@ class Dcp(Writer):
     """torch.distributed.checkpoint.save: DCP spreads what is shared over the ranks."""
 
     def _write(self, partial: Path, own: Tensors, shared: Tensors, keep: int) -> None:
+        pace = self._pace()
         dcp.save(_named(own, shared), storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+        pace.wait(_share(own, shared))
+        dist.barrier()
         if dist.get_rank() == 0:
             sync(partial)
             self._commit(partial, keep)
@@ -151,12 +172,13 @@ class Dcp(Writer):
     def load(self, path: Path) -> dict[str, Tensor]:
         """See `Writer.load`. DCP's index is a pickle: the folder has to be the job's own."""
         reader = dcp.FileSystemReader(path)
-        prefix = _prefix()
+        prefix, pace = _prefix(), self._pace()
         found: dict[str, Any] = {}
         for key, stored in reader.read_metadata().state_dict_metadata.items():
             if key.startswith((prefix, "shared/")):
                 found[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
         dcp.load(found, storage_reader=reader)
+        pace.wait(_size(found))
         return {key.removeprefix(prefix).removeprefix("shared/"): tensor for key, tensor in found.items()}
 
 
@@ -165,7 +187,8 @@ class AsyncDcp(Dcp):
 
     behind = 1
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        super().__init__(bytes_per_s)
         self._group: dist.ProcessGroup | None = None
         self._saving: Future[None] | None = None
         self._copied_bytes = 0
@@ -184,18 +207,19 @@ class AsyncDcp(Dcp):
         if self._group is None:
             self._group = dist.new_group(backend="gloo")  # the thread's collectives are not the training's
         tensors = _named(own, shared)
-        self._copied_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._copied_bytes = _size(tensors)
         written = dcp.async_save(
             tensors,
             storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
             process_group=self._group,
         )
         self._saving = saving = Future[None]()
-        commits = dist.get_rank() == 0
+        commits, pace, share_bytes = dist.get_rank() == 0, self._pace(), _share(own, shared)
 
         def finish(done: Any) -> None:
             try:
                 done.result()
+                pace.wait(share_bytes)
                 if commits:
                     sync(partial)
                     self._commit(partial, keep)
@@ -220,6 +244,15 @@ def _named(own: Tensors, shared: Tensors) -> dict[str, Tensor]:
     """Under keys that differ by rank, but for what is shared."""
     named = {f"{_prefix()}{key}": tensor for key, tensor in own.items()}
     return named | {f"shared/{key}": tensor for key, tensor in shared.items()}
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _share(own: Tensors, shared: Tensors) -> int:
+    """Bytes that this rank writes where what is shared is spread over all ranks."""
+    return _size(own) + _size(shared) // dist.get_world_size()
 
 
 def _save(path: Path, tensors: Tensors) -> None:

@@ -51,6 +51,11 @@ class Coded(Redundancy):
         if not 1 <= self.k < self.n <= 256:
             raise ValueError(f"a code (n, k) over GF(2^8) has 1 <= k < n <= 256; got ({self.n}, {self.k})")
 
+    @property
+    def survives(self) -> int:
+        """See `Redundancy.survives`."""
+        return self.n - self.k
+
     def plan(self, held: Sequence[Sequence[tuple[str, Stamp]]]) -> Plan | None:
         """See `Redundancy.plan`."""
         return plan_coded(held, Ring(self.n, self.k, len(held)))

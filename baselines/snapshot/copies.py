@@ -35,6 +35,11 @@ class Copies(Redundancy):
         if self.count < 1:
             raise ValueError(f"copies, of each rank's state at others, are at least 1; got {self.count}")
 
+    @property
+    def survives(self) -> int:
+        """See `Redundancy.survives`."""
+        return self.count
+
     def plan(self, held: Sequence[Sequence[tuple[str, Stamp]]]) -> Plan | None:
         """See `Redundancy.plan`."""
         return plan(held)

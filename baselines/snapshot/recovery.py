@@ -51,7 +51,7 @@ class SnapshotRecovery(Rollback):
         every: int | None = None,
         mtbf: timedelta | None = None,
     ) -> None:
-        super().__init__(every, mtbf)
+        super().__init__(every, mtbf, survives=redundancy.survives)
         self._slots, self._redundancy = Slots(folder), redundancy
         self._sent_bytes = self._memory_bytes = 0
 

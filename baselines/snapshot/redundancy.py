@@ -19,6 +19,11 @@ from .plan import Plan
 class Redundancy(ABC):
     """A way to make snapshots outlive machines."""
 
+    @property
+    @abstractmethod
+    def survives(self) -> int:
+        """So many machines may be lost at once, whichever they are."""
+
     @abstractmethod
     def plan(self, held: Sequence[Sequence[tuple[str, Stamp]]]) -> Plan | None:
         """The newest snapshot that can be gone back to.

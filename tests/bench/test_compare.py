@@ -1,19 +1,25 @@
-"""A rank is killed under a rival, and all that it costs is told; broken promises are noticed."""
+"""Ranks are killed under a rival, and all that it costs is told; broken promises are noticed."""
 
 from __future__ import annotations
 
 import dataclasses
+import xml.etree.ElementTree as ElementTree
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
-from bench import compare, tables
-from bench.compare import QUICK, Scale, Told
-from bench.compare_rank import Order
+from bench import compare, compare_picture, compare_rows, tables
+from bench.compare import FULL, QUICK, RULES, Scale
+from bench.compare_rank import Order, learnable
+from bench.compare_rows import Told
 from bench.method import Account, Costs, Done, Life, Promise
-from bench.result import WrongResult
+from bench.methods import METHODS, ScaledJob
+from bench.overhead_models import Batch
+from bench.result import Incomplete, WrongResult
+from bench.torchrun import LaunchFailed
 
-EVERY = 2
 ORDER = Order(
     engine="sparse",
     method="a rival",
@@ -28,10 +34,16 @@ ORDER = Order(
     dense="small",
     batch=3,
     skew=1.0,
-    steps=12,
+    steps=15,
+    held_out=1,
     killed=7,
     victims=(1,),
-    every=EVERY,
+    killed_after_s=1.0,
+    next_victim=0,
+    mtbf_steps=8,
+    step_h=0.5,
+    step_s=1.0,
+    bytes_per_s=1e6,
     twin_steps=6,
     seed=1,
     timeout_s=1.0,
@@ -39,22 +51,24 @@ ORDER = Order(
 METRICS = {metric for sheet in tables.SHEETS["compare"] for metric in sheet}
 
 
-def test_a_rank_is_killed_under_torchrun_and_the_costs_are_told() -> None:
-    scale = dataclasses.replace(QUICK, methods=("cpr mfu",), ranks=2, rows=200, every=3)
+def test_ranks_are_killed_under_torchrun_and_the_costs_are_told() -> None:
+    scale = dataclasses.replace(
+        QUICK, methods=("cpr mfu",), ranks=2, rows=200, steps=26, killed=11, later=5, twin_steps=5
+    )
     rows = compare.measure(scale, "sparse", seed=3)
     found = {row.metric: row for row in rows}
     assert found.keys() == METRICS and len(rows) == len(METRICS)
-    assert all(
-        row.labels == {"engine": "sparse", "every": 3, "setting": scale.setting, "method": "cpr mfu"}
-        for row in rows
-    )
-    assert found["steps_run_again"].value in (0, 1)
-    assert found["samples_lost"].value in (64 * 2, 2 * 64 * 2)
+    labels = compare.labels_of(scale, "sparse", "cpr mfu", 2)
+    assert all(row.labels == labels for row in rows)
+    assert labels["rule"] == "PLS 0.1" and found["interval_steps"].value == 1  # an eighth of 8
+    assert found["steps_run_again"].value in range(5)
+    assert found["samples_lost"].value > 0 and found["samples_lost"].value % (64 * 2) == 0
     assert found["bit_identical"].value == 0 and 0 < found["off_by"].value < 1
-    assert 0 < found["recovery_s"].value <= found["caught_up_s"].value
-    assert 0 < found["prepare_s"].value < found["recovery_s"].value
+    assert found["auc_lost"].value != 0 and found["survives_ranks"].value == 2
+    assert found["recovery_s"].repeats == 2 and found["overhead_cpu_pct"].repeats == 2
+    assert 0 < found["recovery_s"].low <= found["caught_up_s"].low
+    assert 0 < found["prepare_s"].low < found["recovery_s"].low
     assert found["written_bytes_per_step"].value > 0 and found["stored_over_tables"].value > 1
-    assert found["overhead_cpu_pct"].repeats == 4
 
 
 def life(
@@ -81,45 +95,71 @@ def life(
     return Life(started, 1.5, Costs(sent_bytes=40), begun, done, struck_at_s, done[-1].cpu_s, costs)
 
 
-def told(digests: tuple[str, str] = ("a", "b"), again: int = 6, squared: float = 4.0) -> Told:
-    """Of two ranks; steps take 2 s, those of the twin 1 s."""
+def told(
+    digests: tuple[str, str] = ("a", "b"), again: int = 6, squared: float = 4.0, auc: float = 0.7
+) -> Told:
+    """Of two ranks; steps take 2 s, those of the twin 1 s. Rank 1 dies in step 7, rank 0 in step 10."""
     lives = [
-        (life(0, 7, 2.0, cut_off=True, struck_at_s=at), life(again, 12, 2.0, begin_s=120.0))
-        for at in (None, 115.0)
+        (
+            life(0, 7, 2.0, cut_off=True, struck_at_s=first),
+            life(again, 10, 2.0, begin_s=120.0, cut_off=True, struck_at_s=then),
+            life(9, 15, 2.0, begin_s=140.0),
+        )
+        for first, then in ((None, 129.0), (115.0, None))
     ]
-    twin = (life(0, 6, 1.0), life(0, 6, 1.0))
-    ends = [{"digest": one, "squared_distance": squared, "table_bytes": 200} for one in digests]
-    return Told(ORDER, ends, [Account(one) for one in lives], [[Account((one,)) for one in twin]] * 2)
+    ends = [
+        {
+            "digest": one,
+            "squared_distance": squared,
+            "table_bytes": 200,
+            "interval_steps": 2,
+            "log_loss": 1 - auc,
+            "auc": auc,
+        }
+        for one in digests
+    ]
+    twin = Account((life(0, 6, 1.0),))
+    return Told(ORDER, ends, [Account(one) for one in lives], [{0: twin, 2: twin}] * 2)
 
 
 def test_rows_say_what_ledgers_say() -> None:
-    rows = compare.rows_of(told(), told(squared=100.0), {"method": "a rival"})
-    assert {row.metric: row.value for row in rows} == {
-        "steps_run_again": 2,  # 6 and 7
-        "samples_lost": 0,
-        "bit_identical": 1,
-        "off_by": 0.2,
-        "recovery_s": 7,
-        "caught_up_s": 9,
-        "prepare_s": 1.5,
-        "recovery_sent_bytes": 80,
-        "overhead_cpu_pct": 100,
-        "overhead_wall_pct": 100,
-        "step_wall_ms": 2000,
-        "stall_ms_per_step": 500,
-        "sent_bytes_per_step": 20,
-        "written_bytes_per_step": 10,
-        "memory_over_tables": 106 / 200,
-        "stored_over_tables": 300 / 200,
-    }
+    reference = dataclasses.replace(told(squared=100.0, auc=0.75))
+    rows = compare_rows.rows_of(told(), reference, 1, {"method": "a rival"})
+    assert {row.metric: row.value for row in rows} == pytest.approx(
+        {
+            "interval_steps": 2,
+            "steps_run_again": 4,  # 6 and 7, 9 and 10
+            "samples_lost": 0,
+            "given_up_steps": 4,
+            "bit_identical": 1,
+            "off_by": 0.2,
+            "log_loss_added": 0.05,
+            "auc": 0.7,
+            "auc_lost": 0.05,
+            "survives_ranks": 1,
+            "recovery_s": (7 + 13) / 2,
+            "caught_up_s": (9 + 15) / 2,
+            "prepare_s": 1.5,
+            "recovery_sent_bytes": 80,
+            "overhead_cpu_pct": 100,
+            "overhead_wall_pct": 100,
+            "step_wall_ms": 2000,
+            "stall_ms_per_step": 500,
+            "sent_bytes_per_step": 20,
+            "written_bytes_per_step": 10,
+            "memory_over_tables": 109 / 200,
+            "stored_over_tables": 300 / 200,
+            "time_scale": 0.5 * 3600 / 2,
+        }
+    )
+    everybody = {row.metric: row.value for row in compare_rows.rows_of(told(), reference, None, {})}
+    assert everybody["survives_ranks"] == 2
 
 
-def test_stretches_begin_and_end_with_a_save() -> None:
-    found = compare.stretches([life(3, 9, 1.0), life(3, 10, 1.0)], EVERY)
-    assert [[(begin.step + 1, end.step + 1) for begin, end in one] for one in found] == [
-        [(4, 6)] * 2,
-        [(6, 8)] * 2,
-    ]
+def test_the_first_steps_of_a_life_do_not_count() -> None:
+    found = compare_rows.settled([life(3, 9, 1.0), life(3, 10, 1.0)])
+    assert [(begin.step, end.step) for begin, end in found] == [(5, 8)] * 2
+    assert compare_rows.settled([life(0, 3, 1.0), life(0, 9, 1.0)]) == []
 
 
 def test_a_promise_that_is_kept() -> None:
@@ -128,9 +168,9 @@ def test_a_promise_that_is_kept() -> None:
 
 
 def forgetting(one: Told) -> Told:
-    first, second = one.accounts[1].lives
-    costs = dataclasses.replace(second.costs, samples_lost=3.0)
-    account = Account((first, dataclasses.replace(second, costs=costs)))
+    *others, last = one.accounts[1].lives
+    costs = dataclasses.replace(last.costs, samples_lost=3.0)
+    account = Account((*others, dataclasses.replace(last, costs=costs)))
     return dataclasses.replace(one, accounts=[one.accounts[0], account])
 
 
@@ -138,14 +178,19 @@ def never_killed(one: Told) -> Told:
     return dataclasses.replace(one, accounts=[Account(account.lives[:1]) for account in one.accounts])
 
 
+def another_killed(one: Told) -> Told:
+    return dataclasses.replace(one, order=dataclasses.replace(one.order, next_victim=1))
+
+
 @pytest.mark.parametrize(
     ("found", "match"),
     [
         (told(("a", "c")), "a rival ended with other bytes"),
-        (told(again=5), "rank 0: 3 steps were begun again, and not at most 1"),
+        (told(again=3), "rank 0: 7 steps were begun again, and not at most 1 and the one .*, 2 times"),
         (forgetting(told()), "rank 1: 3 samples are lost"),
         (told(squared=float("nan")), "a rival ended with NaN or infinities"),
-        (never_killed(told()), "rank 0: step 7 of the first of two lives was not cut off"),
+        (never_killed(told()), "rank 0: 1 lives, and 3 were to be"),
+        (another_killed(told()), r"life 1: ranks \(0,\) were killed, and not \(1,\)"),
     ],
 )
 def test_a_promise_that_is_broken(found: Told, match: str) -> None:
@@ -153,26 +198,77 @@ def test_a_promise_that_is_broken(found: Told, match: str) -> None:
         compare.check(found, told(), Promise(bit_identical=True, steps_again=1))
 
 
+def test_a_method_that_fails_does_not_take_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    def under(scale: Scale, engine: str, method: str, *_: Any) -> list[Any]:
+        if method == "full files":
+            raise LaunchFailed("full files ended with 1")
+        return [method]
+
+    launches = dataclasses.replace(QUICK, methods=("ecemb (6, 4)", "full files", "cpr vanilla"))
+    monkeypatch.setattr(compare, "launched", lambda *_: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(compare, "under", under)
+    with pytest.raises(Incomplete, match="full files ended with 1") as found:
+        compare.measure(launches, "sparse", 0)
+    assert found.value.rows == ["cpr vanilla", "ecemb (6, 4)"]
+
+
+def test_clicks_can_be_learnt_and_are_the_same_for_all_methods() -> None:
+    ids = torch.arange(9).repeat(400)[None, :, None]
+    batch = Batch(torch.zeros(3600, 13), ids, torch.zeros(3600, 1))
+    (first,), (again,), (other,) = (learnable([batch], ORDER, rank) for rank in (0, 0, 1))
+    assert torch.equal(first.clicks, again.clicks) and not torch.equal(first.clicks, other.clicks)
+    means = [one.clicks.reshape(400, 9).mean(0) for one in (first, other)]
+    assert torch.corrcoef(torch.stack(means))[0, 1] > 0.8 and means[0].std() > 0.05
+
+
+def test_each_method_has_its_own_rule() -> None:
+    job = ScaledJob(mtbf_steps=56, step_s=0.2, step_h=0.25, ranks=4)
+    assert job.mtbf == timedelta(seconds=11.2)
+    assert (job.pls_steps, job.check_n_run_steps) == (45, 2)
+    rules = {method: compare.rule(method) for method in FULL.methods}
+    assert rules["nothing"] == "never" and rules["cpr controlled"] == "controller"
+    assert rules["ecemb (6, 4) window 16"] == "each 16" and rules["replication x2"] == "each step"
+    assert set(RULES.values()) < set(rules.values())
+
+
+def test_the_picture_has_a_number_for_each_method() -> None:
+    rows: list[Any] = []
+    for engine in ("sparse", "torchrec"):
+        for method in ("ecemb (4, 3)", "full files"):
+            labels = {"engine": engine, "method": method}
+            rows += [row.to_json() for row in compare_rows.rows_of(told(), told(), 1, labels)]
+    drawn = compare_picture.draw(rows)
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
+    assert {"1 ecemb (4, 3)", "2 full files", "engine sparse", "engine torchrec"} <= set(texts)
+    assert texts.count("1") >= 4 and drawn == compare_picture.draw(rows)
+
+
 def test_metrics_share_a_table() -> None:
     rows: list[Any] = [
-        row.to_json() for row in compare.rows_of(told(), told(), {"every": 2, "method": "one"})
+        row.to_json() for row in compare_rows.rows_of(told(), told(), 1, {"every": 2, "method": "one"})
     ]
-    rows += [row.to_json() for row in compare.rows_of(told(), told(), {"every": 2, "method": "two"})]
-    shown = tables.sheet([row for row in rows if row["metric"] in ("steps_run_again", "recovery_s")])
+    two = compare_rows.rows_of(told(), told(), 1, {"every": 2, "method": "two"})
+    rows += [row.to_json() for row in two if row.metric != "steps_run_again"]
+    shown = tables.sheet([row for row in rows if row["metric"] in ("steps_run_again", "prepare_s")])
     assert (
         shown
         == """every 2:
 
-| method | `steps_run_again`, steps | `recovery_s`, s |
+| method | `steps_run_again`, steps | `prepare_s`, s |
 | :-- | --: | --: |
-| one | 2 | 7 |
-| two | 2 | 7 |"""
+| one | 4 | 1.5 |
+| two | - | 1.5 |"""
     )
-    with pytest.raises(tables.BadResult, match="two rows of steps_run_again"):
+    with pytest.raises(tables.BadResult, match="two rows of interval_steps"):
         tables.sheet([*rows, rows[0]])
 
 
-def test_the_full_scale_has_every_method() -> None:
-    scale = Scale()
-    assert set(QUICK.methods) < set(scale.methods)
-    assert scale.killed % scale.every == scale.every // 2 and scale.steps > scale.killed + 2 * scale.every
+def test_the_full_scale_has_every_method_and_enough_steps() -> None:
+    assert set(QUICK.methods) | set(FULL.methods) <= set(METHODS)
+    for scale in (FULL, QUICK):
+        assert scale.steps > scale.killed + scale.later + 5
+    assert (FULL.ranks_of("ecemb (6, 4)"), FULL.ranks_of("ecemb (4, 3)"), FULL.ranks_of("full dcp")) == (
+        6,
+        4,
+        4,
+    )

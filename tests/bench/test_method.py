@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,31 @@ def test_two_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert found.steps_again == 2  # steps 2 and 4 were begun twice
     assert found.costs == Costs(7 * 0.5, 7, 70, 7, 98, 6.0)
+
+
+def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda *_: killed.set())
+    arena = tmp_path / "arena"
+    arena.touch()
+    clocks = [
+        Failure(-1, (1,), "clock"),
+        Failure(-1, (1,), "clock", after_s=3600),
+        Failure(-1, (0,), "clock"),
+    ]
+    steps: list[bool] = []
+    live(
+        Scripted(0, arena),
+        Training(nn.Module(), []),
+        lambda _: steps.append(killed.wait(60)),
+        2,
+        rank=1,
+        folder=tmp_path,
+        failures=clocks,
+    )
+    assert steps == [True, True] and not arena.exists()
+    (life,) = account(tmp_path, 1).lives
+    assert life.struck_at_s is not None and life.struck_at_s < life.done[0].at_s
 
 
 def test_of_no_lives_at_all_nothing_was_spent() -> None:

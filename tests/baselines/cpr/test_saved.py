@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kills import cut_off
 from torch import Tensor
 
+from baselines import pace
 from baselines.cpr import saved
 from baselines.cpr.saved import ROWS, Mark, SavedRank, SavesLost
 
@@ -57,6 +59,18 @@ def test_rows_come_back_as_they_were_saved_last(tmp_path: Path) -> None:
     assert steps(rank) == [4] * 6 and rank.mark() == Mark(4, 4)
     assert rank.stored_bytes == rank.written_bytes - before
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "files").iterdir()} == {0o600}
+
+
+def test_storage_may_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append))
+    rank = SavedRank(tmp_path, 0, bytes_per_s=100.0)
+    rank.save(of(0), rest(0), Mark(0, 0))
+    rank.save_rows(some(1, [0, 4]), rest(1), Mark(1, 0))
+    assert sum(slept) == pytest.approx(rank.written_bytes / 100)
+    slept.clear()
+    rank.load()
+    assert slept == [pytest.approx(rank.stored_bytes / 100)]
 
 
 @pytest.mark.parametrize("whole", [True, False])

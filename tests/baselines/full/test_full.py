@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch import nn
 from torchrec_models import one_rank
 
 import ecemb
+from baselines import pace
 from baselines.full import CheckpointUnreadable, FullRecovery, writers
 from baselines.interval import MEASURED, Interval
 from baselines.state import TrainingState
@@ -109,6 +111,22 @@ def save(folder: Path, step: int) -> None:
     writers.Files().save(
         folder, step, {"own": torch.full((3,), step)}, {"shared": torch.tensor(step)}, keep=1
     )
+
+
+@pytest.mark.parametrize("kind", [writers.Files, writers.Dcp])
+def test_storage_may_be_slow(
+    kind: type[writers.Writer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append))
+    writer = kind(100.0)
+    writer.save(tmp_path, 1, {"own": torch.ones(3)}, {"shared": torch.ones(2)}, keep=1)
+    assert max(slept) == pytest.approx(0.2)  # 20 bytes
+    slept.clear()
+    assert writer.load(writers.place(tmp_path, 1)).keys() == {"own", "shared"}
+    assert max(slept) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="bytes_per_s="):
+        kind(0)
 
 
 def test_after_a_kill_at_any_moment_the_newest_is_complete(

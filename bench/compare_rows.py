@@ -1,0 +1,175 @@
+"""What the ledgers of one launch of `bench.compare` say, as rows.
+
+Must not know: how it was launched, what methods are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.compare_rank import Order
+from bench.method import Account, Costs, Done, Life
+from bench.result import Label, Row, once, summary
+
+KILLS = 2
+SETTLED = 3
+"""First steps of a life, which don't count."""
+
+Stretch = Sequence[tuple[Done, Done]]
+"""Each rank's first and last note of the same steps."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a launch has come to.
+
+    Attributes:
+        order: What it was.
+        ends: What each rank told at its end.
+        accounts: Of each rank.
+        twins: Of each rank's twin, by the life that it was trained in.
+    """
+
+    order: Order
+    ends: Sequence[Mapping[str, Any]]
+    accounts: Sequence[Account]
+    twins: Sequence[Mapping[int, Account]]
+
+    @property
+    def step_s(self) -> float:
+        """Of the first life's steps but the first ones, the median."""
+        done = self.accounts[0].lives[0].done[SETTLED:]
+        return statistics.median(after.at_s - before.at_s for before, after in itertools.pairwise(done))
+
+    def is_as(self, other: Told) -> bool:
+        """Whether all ranks have ended with the same bytes."""
+        return [end["digest"] for end in self.ends] == [end["digest"] for end in other.ends]
+
+
+def rows_of(told: Told, reference: Told, survives: int | None, labels: Mapping[str, Label]) -> list[Row]:
+    """Returns all rows of one method.
+
+    Args:
+        told: Of the method.
+        reference: Of the training that nobody disturbed.
+        survives: See `Promise`.
+        labels: Of the method.
+    """
+    moved, off = (sum(end["squared_distance"] for end in ends) for ends in (reference.ends, told.ends))
+    end, undisturbed = told.ends[0], reference.ends[0]
+    ranks = len(told.ends) if survives is None else survives
+    again = max(one.steps_again for one in told.accounts)
+    samples = sum(one.costs.samples_lost for one in told.accounts)
+    given_up = again + samples / (told.order.batch * len(told.ends))
+    every = end["interval_steps"]
+    return [
+        *([] if every is None else [once("interval_steps", "steps", every, **labels)]),
+        once("steps_run_again", "steps", again, **labels),
+        once("samples_lost", "samples", samples, **labels),
+        once("given_up_steps", "steps", given_up, **labels),
+        once("bit_identical", "0 or 1", float(told.is_as(reference)), **labels),
+        once("off_by", "ratio", math.sqrt(off / moved), **labels),
+        once("log_loss_added", "nats", end["log_loss"] - undisturbed["log_loss"], **labels),
+        once("auc", "AUC", end["auc"], **labels),
+        once("auc_lost", "AUC", undisturbed["auc"] - end["auc"], **labels),
+        once("survives_ranks", "ranks", ranks, **labels),
+        *recoveries(told, labels),
+        *normal(told, labels),
+        once("time_scale", "ratio", told.order.step_h * 3600 / reference.step_s, **labels),
+    ]
+
+
+def recoveries(told: Told, labels: Mapping[str, Label]) -> list[Row]:
+    """Returns the rows of what a failure takes, a sample for each."""
+    taken: dict[str, list[float]] = {"recovery_s": [], "caught_up_s": [], "prepare_s": []}
+    sent: list[float] = []
+    for number in range(KILLS):
+        struck = [life for one in told.accounts if (life := one.lives[number]).struck_at_s is not None]
+        struck_s = min(life.struck_at_s for life in struck if life.struck_at_s is not None)
+        cut_off = max(life.begun[-1] for life in struck)
+        later = [one.lives[number + 1 :] for one in told.accounts]
+        taken["recovery_s"].append(max(ended(lives) for lives in later) - struck_s)
+        taken["caught_up_s"].append(max(ended(lives, cut_off) for lives in later) - struck_s)
+        taken["prepare_s"].append(max(lives[0].started_s for lives in later))
+        sent.append(sum(lives[0].start_costs.sent_bytes for lives in later))
+    rows = [summary(metric, "s", samples, **labels) for metric, samples in taken.items()]
+    return [*rows, summary("recovery_sent_bytes", "bytes", sent, **labels)]
+
+
+def ended(lives: Sequence[Life], step: int = 0) -> float:
+    """When a rank had ended this step or a later one, in the first of these lives that came to it."""
+    return next(one.at_s for life in lives for one in life.done if one.step >= step)
+
+
+def normal(told: Told, labels: Mapping[str, Label]) -> list[Row]:
+    """Returns the rows of what a method costs without failures."""
+    pairs: list[tuple[Stretch, Stretch]] = []
+    for number in told.twins[0]:
+        one = settled([account.lives[number] for account in told.accounts])
+        twin = settled([accounts[number].lives[0] for accounts in told.twins])
+        if one and twin:
+            pairs.append((one, twin))
+
+    def each(of: Callable[[Costs], float]) -> list[float]:
+        """Of each life, the mean over ranks, for a step."""
+        return [
+            statistics.fmean((of(end.costs) - of(begin.costs)) / steps_of(one) for begin, end in one)
+            for one, _ in pairs
+        ]
+
+    sizes = [end["table_bytes"] for end in told.ends]
+    costs = [one.costs for one in told.accounts]
+    memory = max(one.memory_bytes / size for one, size in zip(costs, sizes, strict=True))
+    stored = sum(one.stored_bytes for one in costs) / sum(sizes)
+    return [
+        overhead("overhead_cpu_pct", cpu_s, pairs, labels),
+        overhead("overhead_wall_pct", wall_s, pairs, labels),
+        summary("step_wall_ms", "ms", [1000 * wall_s(one) / steps_of(one) for one, _ in pairs], **labels),
+        summary("stall_ms_per_step", "ms", each(lambda one: 1000 * one.stalled_s), **labels),
+        summary("sent_bytes_per_step", "bytes", each(lambda one: one.sent_bytes), **labels),
+        summary("written_bytes_per_step", "bytes", each(lambda one: one.written_bytes), **labels),
+        once("memory_over_tables", "ratio", memory, **labels),
+        once("stored_over_tables", "ratio", stored, **labels),
+    ]
+
+
+def settled(lives: Sequence[Life]) -> Stretch:
+    """A life's steps after the first ones, until the last that all ranks have ended; of none: empty."""
+    notes = [{one.step: one for one in life.done} for life in lives]
+    common = sorted(set.intersection(*map(set, notes)))[SETTLED - 1 :]
+    return [(one[common[0]], one[common[-1]]) for one in notes] if len(common) > 1 else []
+
+
+def overhead(
+    metric: str,
+    spent: Callable[[Stretch], float],
+    pairs: Sequence[tuple[Stretch, Stretch]],
+    labels: Mapping[str, Label],
+) -> Row:
+    """A method's time over its twin's, less 1: of all lives together; of the cheapest and the dearest."""
+    ours = [spent(one) for one, _ in pairs]
+    bare = [spent(twin) / steps_of(twin) * steps_of(one) for one, twin in pairs]
+    single = [100 * (a / b - 1) for a, b in zip(ours, bare, strict=True)]
+    value = 100 * (sum(ours) / sum(bare) - 1)
+    # Rounding may put it beyond both where they are equal.
+    return Row(metric, value, "%", min(*single, value), max(*single, value), len(single), dict(labels))
+
+
+def steps_of(stretch: Stretch) -> int:
+    """How many there are."""
+    return stretch[0][1].step - stretch[0][0].step
+
+
+def cpu_s(stretch: Stretch) -> float:
+    """Processor time of all ranks."""
+    return sum(end.cpu_s - begin.cpu_s for begin, end in stretch)
+
+
+def wall_s(stretch: Stretch) -> float:
+    """Until the last rank was done, since the last one had begun."""
+    return max(end.at_s for _, end in stretch) - max(begin.at_s for begin, _ in stretch)
