@@ -8,6 +8,7 @@ CODE ?= 4,3
 RANKS ?= 4
 QUESTION ?= kernels
 MINUTES ?= 15
+WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -37,7 +38,7 @@ types: $(READY)  ## pyright, strict on ecemb/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest --ignore=tests/test_docs.py $(ARGS)
+	$(BIN)/pytest --ignore=tests/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 docs: $(READY)  ## run the code in README.md and docs/
 	$(BIN)/pytest tests/test_docs.py $(ARGS)
