@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs model failures kills soak bench bench-quick report clean
+.PHONY: help setup demo check lint types test docs model failures kills soak bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -64,6 +64,14 @@ bench-quick: $(READY)  ## ask what `bench all --quick` asks, and make the report
 
 report: $(READY)  ## make docs/results.md and build/results.html from bench/results
 	$(BIN)/python -m bench report
+
+gpu-packages: $(READY)  ## put into build/gpu what `make gpu` needs beyond torch, Triton, numba and pytest
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/gpu \
+		-c constraints.txt galois pytest-timeout
+
+gpu:  ## on a machine with a CUDA device, with its own PYTHON and build/gpu: tests and bench, in build/gpu.json
+	PYTHONPATH=.:build/gpu $(PYTHON) -m pytest tests/contracts/test_kernels.py tests/adapters/test_image.py -k cuda
+	PYTHONPATH=.:build/gpu $(PYTHON) -m bench gpu --json build/gpu.json
 
 clean:  ## remove .venv and all that is generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

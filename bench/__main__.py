@@ -7,14 +7,18 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench import report, suite, tables
-from bench.result import Arguments, BadTrace, Incomplete, Row, document, table, write
+from bench.result import Arguments, BadTrace, Incomplete, Row, Unavailable, document, table, write
+
+if TYPE_CHECKING:
+    from bench import suite
 
 QUESTIONS = {
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
+    "gpu": "how fast kernels and images are on a CUDA device (make gpu)",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
@@ -44,6 +48,9 @@ ON_ALL_ENGINES = ("compare",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
 QUICK = ("compare", "drift", "memory", "quantization", "simulate", "wire")
 """Questions that `all --quick` asks, of one engine: all kinds of processes, and under two minutes."""
+
+ON_GPUS = ("gpu",)
+"""Questions that `all` leaves out: they are asked by `make gpu`."""
 
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
@@ -80,15 +87,12 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
     if given.question == REPORT:
+        from bench import report  # what draws is not everywhere where things are measured
+
         print(report.write(given.json_dir))
         return
     if given.question == ALL:
-        try:
-            suite.ask(
-                asked(quick=given.quick), given.json_dir or tables.RESULTS, given.seed, quick=given.quick
-            )
-        except suite.SuiteFailed as error:
-            sys.exit(str(error))
+        _ask_all(given.json_dir, given.seed, quick=given.quick)
         return
     engines = OF_ENGINES.get(given.question, ("",))
     engine = given.engine or engines[0]
@@ -105,7 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
     failure = ""
     try:
         rows = run(arguments)
-    except BadTrace as error:
+    except (BadTrace, Unavailable) as error:
         parser.error(str(error))
     except Incomplete as error:
         rows, failure = error.rows, str(error)
@@ -116,10 +120,21 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(failure)
 
 
+def _ask_all(folder: Path | None, seed: int, *, quick: bool) -> None:
+    from bench import suite, tables
+
+    try:
+        suite.ask(asked(quick=quick), folder or tables.RESULTS, seed, quick=quick)
+    except suite.SuiteFailed as error:
+        sys.exit(str(error))
+
+
 def asked(*, quick: bool) -> list[suite.Asked]:
     """What `all` asks; the answers' files are named as in bench/results."""
+    from bench import suite
+
     found: list[suite.Asked] = []
-    for question in QUICK if quick else QUESTIONS:
+    for question in QUICK if quick else [one for one in QUESTIONS if one not in ON_GPUS]:
         found.append(suite.Asked(question, (question,)))
         if question in ON_ALL_ENGINES and not quick:
             found += [

@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -40,6 +41,7 @@ PACKAGES = (
     "fbgemm-gpu-cpu",
     "scikit-learn",
     "torchao",
+    "triton",
 )
 
 
@@ -58,6 +60,10 @@ class Incomplete(Exception):
     def __init__(self, rows: list[Row], why: str) -> None:
         super().__init__(why)
         self.rows = rows
+
+
+class Unavailable(Exception):
+    """What is to be measured isn't on this machine, and nothing was; the message says what, and a way out."""
 
 
 class BadTrace(Exception):
@@ -142,12 +148,14 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Label]:
-    """Returns what the numbers depend on: processor, cores that we may use, memory, system."""
+    """Returns what the numbers depend on: processor, cores that we may use, memory, system, GPU if any."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return {
         "processor": _first_field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
+        **({"gpu": cuda.get_device_name()} if cuda is not None and cuda.is_available() else {}),
     }
 
 

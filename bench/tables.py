@@ -182,7 +182,8 @@ def origin(document: Mapping[str, Any]) -> str:
     quick = "A quick run, not for quoting. " if document.get("quick") else ""
     return (
         f"{quick}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; {packages}; "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}"
+        f"{', ' + machine['gpu'] if 'gpu' in machine else ''}; {packages}; "
         f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
     )
 
