@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs model failures kills soak bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test docs site pages package model failures kills soak bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -21,14 +21,14 @@ setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench,torchrec-cpu]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench,docs,torchrec-cpu]'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchrec
 	@touch $@
 
 demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (CODE=4,3 RANKS=4)
 	$(BIN)/python examples/demo.py --code $(CODE) --ranks $(RANKS) $(ARGS)
 
-check: lint types docs test  ## what CI runs
+check: lint types site docs test  ## what CI runs
 
 lint: $(READY)  ## format and lint, without changing a file
 	$(BIN)/ruff format --check .
@@ -42,6 +42,23 @@ test: $(READY)  ## the tests
 
 docs: $(READY)  ## run the code in README.md and docs/
 	$(BIN)/pytest tests/test_docs.py $(ARGS)
+
+site: $(READY)  ## build the site of docs/ into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+pages: $(READY)  ## write the pages and pictures that are made of the source and of bench/results
+	$(BIN)/python docs/scripts/errors.py
+	$(BIN)/python docs/scripts/pictures.py
+	$(BIN)/python -m bench report
+
+package: $(READY)  ## build wheel and sdist into dist/, and try the wheel in a clean environment
+	rm -rf dist build/package
+	$(BIN)/python -m hatchling build
+	$(PYTHON) -m venv build/package
+	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/package/bin/pip check
+	cd build && package/bin/python -m ecemb --version
+	cd build && package/bin/python -c "import baselines, ecemb"
 
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
 	$(BIN)/python tests/model $(ARGS)

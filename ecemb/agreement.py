@@ -140,7 +140,8 @@ def agree(
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
             f"the ranks ask for different codes, windows or overlaps, failure domains or checkpoints: "
-            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }"
+            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }; call ecemb.protect() "
+            f"alike on all ranks"
         )
     if not any(one["tables"] for one in told):
         raise ConfigurationError(

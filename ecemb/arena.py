@@ -423,7 +423,10 @@ def _word(name: str) -> int:
 
 
 def _gone(path: Path) -> ArenaError:
-    return ArenaError(f"{path} is gone, or another file now: removed after it had been found")
+    return ArenaError(
+        f"{path} is gone, or another file now: somebody removed it after it had been found. Start the job "
+        f"again: it counts as lost then"
+    )
 
 
 def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]], deadline: float) -> None:

@@ -171,12 +171,16 @@ def _receipt(
 def _read_items(folder: Path, index: Metadata, piece: Piece) -> list[ReadItem]:
     whole = index.state_dict_metadata.get(piece.key)
     if not isinstance(whole, TensorStorageMetadata):
-        raise CheckpointMismatch(f"{folder} has no tensor {piece.key!r}, which this training needs")
+        raise CheckpointMismatch(
+            f"{folder} has no tensor {piece.key!r}, which this training needs: run the script that saved it, "
+            f"or pass another resume="
+        )
     stored = (whole.properties.dtype, tuple(whole.size))
     if stored != (piece.tensor.dtype, piece.shape):
         raise CheckpointMismatch(
             f"{piece.key!r} in {folder} is {stored[0]} of shape {stored[1]}, and this training needs "
-            f"{piece.tensor.dtype} of shape {piece.shape}"
+            f"{piece.tensor.dtype} of shape {piece.shape}: run the script that saved it, or pass another "
+            f"resume="
         )
     items = create_read_items_for_chunk_list(piece.key, whole, [_chunk(piece)])
     found = sum(math.prod(item.lengths) for item in items)

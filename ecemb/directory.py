@@ -111,7 +111,10 @@ def remove(found: Found | str | Path, *, force: bool = False) -> bool:
     path = found.path if isinstance(found, Found) else Path(os.path.abspath(found))
     place = folder.locate(path)
     if path.suffix != SUFFIX:
-        raise ConfigurationError(f"{path} is not an arena: its name doesn't end in {SUFFIX}")
+        raise ConfigurationError(
+            f"{path} is not an arena: its name doesn't end in {SUFFIX}; `python -m ecemb arenas ls` "
+            f"lists them"
+        )
     status = place.status(path.name)
     if status is None or (isinstance(found, Found) and found.inode != status.st_ino):
         return False

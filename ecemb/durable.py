@@ -183,7 +183,7 @@ def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]
     if differing := {name: said for name, said in whole.items() if len(said) > 1}:
         raise ConfigurationError(
             f"a table must have the same shape and columns on all ranks that have a part of it to be saved; "
-            f"these differ: {differing}"
+            f"these differ: {differing}. Build them alike, or give them names of their own"
         )
     taken = {f"{name}.{column[0]}" for name, (table,) in whole.items() for column in table[3]}
     if both := sorted(taken.intersection(dense)):

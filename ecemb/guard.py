@@ -317,7 +317,7 @@ class Guard:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise UsageError("the guard is closed: the job is finished")
+            raise UsageError("the guard is closed: the job is finished; train again under another job=")
         if self._failed is not None:
             raise StepFailed(
                 f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
@@ -419,7 +419,7 @@ def protect(
     """
     session = current()
     if session.protected:
-        raise UsageError("this process has a guard already: ecemb.protect() is called once")
+        raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
     if failure_domain not in ("auto", "host", "rank"):
         raise ConfigurationError(f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}")
     if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -323,7 +323,7 @@ class Inbox:
         if (label := self._arena.get("inbox_label")) != transaction:
             raise InconsistentArenas(
                 f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
-                f"this behind; the arena's memory is damaged"
+                f"this behind; the arena's memory is damaged. {self._arena.way_out}"
             )
         words = _words(self._arena, "inbox", "inbox_bytes")
         lengths = words.view(np.int64)[: self._senders].tolist()

@@ -212,7 +212,8 @@ class RankMemory:
         if self.committed > transaction:
             raise InconsistentArenas(
                 f"rank {self.rank} has committed transaction {self.committed}, and the survivors stand "
-                f"on {transaction}: no failure leaves this behind; nothing was written"
+                f"on {transaction}: no failure leaves this behind; nothing was written. "
+                f"{self.arena.way_out}"
             )
         if self.arena.get("prepared") > transaction:  # first: a second crash must not roll forward
             self.arena.set("prepared", transaction)

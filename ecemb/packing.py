@@ -21,6 +21,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _SMALL_BYTES = 256
 _SMALL = "ecemb.packing: a small tensor"
 
+WAY_OUT = (
+    "End the job and remove this rank's arena (python -m ecemb arenas ls tells its path): then it counts as "
+    "lost, and is rebuilt"
+)
+"""What to do when packed bytes are damaged, for the end of an error's message."""
+
 
 def plain(value: object, on_tensor: Callable[[torch.Tensor], object] | None = None, at: str = "state") -> Any:
     """A copy of a nested structure, made of types that `load` reads.

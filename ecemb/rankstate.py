@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from . import generators
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
-from .packing import dump, load, plain
+from .packing import WAY_OUT, dump, load, plain
 from .rows import WORD_BYTES, Column, TableLayout
 
 NAME = "<rank state>"
@@ -228,7 +228,7 @@ def read(record: NDArray[np.uint8]) -> bytes:
     if zlib.crc32(record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()) != checksum:
         raise InconsistentArenas(
             f"the record of the rank's state ({size} of {len(record)} bytes) doesn't fit its checksum: the "
-            f"arena's memory is damaged"
+            f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
 

@@ -51,6 +51,7 @@ logger = logging.getLogger("ecemb")
 _POLL_S = 0.005
 _PATIENCE_S = 1800.0  # torch's own default
 _PR_SET_PDEATHSIG = 1
+_OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 
 
 @dataclasses.dataclass
@@ -287,7 +288,7 @@ def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:
             return arena
     raise RendezvousError(
         f"rank {seat.rank} was given arena {seat.arena_id}, which this worker did not see on its host: "
-        f"do two hosts of the job share the name?"
+        f"do two hosts of the job share the name? Give each one its own, init_process_group(host=)"
     )
 
 
@@ -328,7 +329,7 @@ def _agree(store: dist.Store, worker: Worker, index: int, world_size: int, deadl
 def _announced(text: bytes) -> Worker:
     if len(workers := Roster.from_json(text).workers) != 1:
         raise RendezvousError(
-            f"a worker announced itself as {len(workers)}: does somebody else use the store?"
+            f"a worker announced itself as {len(workers)}: does somebody else use the store? {_OWN_STORE}"
         )
     return workers[0]
 
@@ -338,7 +339,10 @@ def _proposed(text: bytes) -> tuple[str, list[str]]:
     try:
         name, nonces = json.loads(text)
     except (ValueError, TypeError) as error:
-        raise RendezvousError(f"the store holds a proposal that no worker of ecemb makes: {error}") from error
+        raise RendezvousError(
+            f"the store holds a proposal that no worker of ecemb makes ({error}): does somebody else use the "
+            f"store? {_OWN_STORE}"
+        ) from error
     return str(name), list(nonces) if isinstance(nonces, list) else []
 
 
@@ -371,7 +375,7 @@ def _number(store: dist.Store, name: str) -> int:
     except ValueError as error:
         raise RendezvousError(
             f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does somebody "
-            f"else use the store?"
+            f"else use the store? {_OWN_STORE}"
         ) from error
 
 
@@ -393,4 +397,4 @@ def _die_with_agent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        raise RendezvousError("torchrun's agent ended while this worker was starting")
+        raise RendezvousError("torchrun's agent ended while this worker was starting: launch the job again")

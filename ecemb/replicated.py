@@ -24,7 +24,7 @@ from torch import nn
 from .arena import Arena
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
 from .members import Members
-from .packing import dump, load, plain
+from .packing import WAY_OUT, dump, load, plain
 
 _ALIGN_BYTES = 64
 _HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
@@ -82,7 +82,8 @@ class Slots:
         if len(found) != 1:
             raise InconsistentArenas(
                 f"the replicated state of transaction {transaction} is not in one of the slots, which hold "
-                f"{list(labels.values())}: no failure leaves this behind; the arena's memory is damaged"
+                f"{list(labels.values())}: no failure leaves this behind; the arena's memory is damaged. "
+                f"{self._arena.way_out}"
             )
         return self._arena.filled(found[0], f"{found[0]}_bytes")
 
@@ -301,7 +302,7 @@ def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tens
     if size != len(memory):
         raise InconsistentArenas(
             f"a slot of replicated state has {len(memory)} bytes, and its outline stands for {size}: the "
-            f"arena's memory is damaged"
+            f"arena's memory is damaged. {WAY_OUT}"
         )
     tensors = [_view(memory, at, one.dtype, one.shape) for one, at in zip(blanks, places, strict=True)]
     return outline, names, tensors
@@ -317,8 +318,8 @@ def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packed = memory[_HEAD.size : _HEAD.size + head]
     if zlib.crc32(packed.tobytes()) != checksum:
         raise InconsistentArenas(
-            "the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is "
-            "damaged"
+            f"the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is "
+            f"damaged. {WAY_OUT}"
         )
     return packed
 

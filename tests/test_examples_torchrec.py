@@ -21,19 +21,20 @@ from ecemb.header import Found
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "torchrec_dlrm.py"
+PAGE = ROOT / "docs" / "torchrec.md"
 BATCH, STEPS, KILL_AFTER = 32, 40, 20
 END = re.compile(r"malformed lines left out: (\d+)\ndigest: ([0-9a-f]{16})\n")
 MOST_LINES = 5
 
 
 def diff() -> list[str]:
-    """The lines of the README's diff; marks first, without headers."""
-    [block] = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The lines of the diff in docs/torchrec.md; marks first, without headers."""
+    [block] = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return block.splitlines()
 
 
 def unprotected() -> str:
-    """The script before the README's diff was applied to it."""
+    """The script before that diff was applied to it."""
     source = SCRIPT.read_text()
     for hunk in "\n".join(diff()).split("\n@@\n"):
         lines = [(line[:1], line[1:] + "\n") for line in hunk.split("\n")]  # an empty one is its own context

@@ -264,7 +264,8 @@ class ShardedEmbeddingBag(nn.Module):
         if not offsets.numel():
             if self.include_last_offset or ids.numel():
                 raise ConfigurationError(
-                    f"{self.name}: offsets are empty, and no bag takes the {ids.numel()} ids"
+                    f"{self.name}: offsets are empty, and no bag takes the {ids.numel()} ids: give "
+                    f"each bag the place of its first id"
                 )
             return
         first, last = _ints(offsets[[0, -1]])
@@ -274,7 +275,8 @@ class ShardedEmbeddingBag(nn.Module):
             )
         if last > ids.numel() or (self.include_last_offset and last != ids.numel()):
             raise ConfigurationError(
-                f"{self.name}: the last offset is {last}, and there are {ids.numel()} ids"
+                f"{self.name}: the last offset is {last}, and there are {ids.numel()} ids: it "
+                f"must not be beyond them, and with include_last_offset=True be their number"
             )
 
     def _range_message(self, bad_id: int, rank: int) -> str:
