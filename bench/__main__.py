@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bench import suite
 
 QUESTIONS = {
+    "check_n_run": "what Check-N-Run's checkpoints write, keep, stall and lose, beside the paper's",
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",

@@ -7,7 +7,7 @@ one more or less likely, by weights that nobody tells the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,6 +68,9 @@ class Data:
     @property
     def steps(self) -> int:
         return len(self.training.clicks) // self.batch
+
+    def step(self, number: int) -> Clicks:
+        return self.training.part(number * self.batch, (number + 1) * self.batch)
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,13 @@ class Model:
         embedded = functional.embedding(clicks.ids, self.weight, sparse=True)
         return self.dense(clicks.integers, embedded).squeeze(1)
 
-    def train(self, clicks: Clicks, servers: Servers) -> None:
-        """One step."""
+    def train(self, clicks: Clicks, touch: Callable[[str, Tensor], object] | None = None) -> None:
+        """One step.
+
+        Args:
+            clicks: Its samples.
+            touch: Called with each table and its rows that are about to change: int64 [m], ascending.
+        """
         self._sparse.zero_grad()
         self._optimizer.zero_grad()
         functional.binary_cross_entropy_with_logits(self.logits(clicks), clicks.clicks).backward()
@@ -161,13 +169,21 @@ class Model:
         if gradient is None:
             raise RuntimeError("backward() has left no gradient of the tables")
         self.weight.grad = gradient.coalesce()
-        touched = self.weight.grad.indices()[0]
-        cuts = torch.searchsorted(touched, torch.tensor(self.bounds)).tolist()
-        for number, (first, end) in enumerate(pairwise(cuts)):
-            servers.touch(f"table {number}", touched[first:end] - self.bounds[number])
+        if touch is not None:
+            touched = self.weight.grad.indices()[0]
+            cuts = torch.searchsorted(touched, torch.tensor(self.bounds)).tolist()
+            for number, (first, end) in enumerate(pairwise(cuts)):
+                touch(f"table {number}", touched[first:end] - self.bounds[number])
         with torch.sparse.check_sparse_tensor_invariants(enable=False):  # torch's default, less a warning
             self._sparse.step()
         self._optimizer.step()
+
+    def judged(self, clicks: Clicks) -> tuple[float, float]:
+        """Log loss and AUC."""
+        with torch.no_grad():
+            logits = self.logits(clicks)
+            loss = functional.binary_cross_entropy_with_logits(logits, clicks.clicks)
+        return float(loss), auc(logits, clicks.clicks)
 
 
 def train(
@@ -196,14 +212,12 @@ def train(
         for failure in failures:
             if failure.step == step:
                 emulated.fail(step, failure.servers)
-        model.train(data.training.part(step * data.batch, (step + 1) * data.batch), emulated)
+        model.train(data.step(step), emulated.touch)
         emulated.end(step + 1)
-    with torch.no_grad():
-        logits = model.logits(data.held_out)
-        loss = functional.binary_cross_entropy_with_logits(logits, data.held_out.clicks)
+    log_loss, area = model.judged(data.held_out)
     return Trained(
-        log_loss=float(loss),
-        auc=auc(logits, data.held_out.clicks),
+        log_loss=log_loss,
+        auc=area,
         pls=emulated.pls,
         priority_bytes=emulated.priority_bytes,
         bookkeeping_s=emulated.touched_s + emulated.saving_s,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    check_n_run_picture,
     compare_picture,
     cpr_picture,
     drift_picture,
@@ -42,6 +43,18 @@ FIRST = "compare"
 """The question that the page begins with."""
 
 SHEETS = {
+    "check_n_run": (
+        ("changed_rows_pct",),
+        ("written_pct", "stored_pct", "intervals_between_full"),
+        ("bandwidth_reduction", "capacity_reduction"),
+        ("log_loss", "auc", "budget_pct"),
+        ("loss_added_pct", "loss_added", "auc_lost", "within_budget"),
+        (
+            *("stall_ms", "stall_over_synchronous", "whole_after_ms"),
+            *("checkpoint_cpu_ms", "checkpoint_bytes", "tracking_pct"),
+        ),
+        ("tracking_ns_per_row",),
+    ),
     "compare": (
         (
             *("interval_steps", "steps_run_again", "samples_lost", "given_up_steps", "bit_identical"),
@@ -53,7 +66,7 @@ SHEETS = {
             *("sent_bytes_per_step", "written_bytes_per_step", "memory_over_tables", "stored_over_tables"),
             "time_scale",
         ),
-    )
+    ),
 }
 """Questions of which several metrics share a table, a column each, and which those are."""
 
@@ -65,6 +78,11 @@ _SHORT_HASH = 12
 PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics that are for a picture, and would make no table that anybody reads."""
 PICTURES = {
+    "check_n_run": (
+        "check-n-run.svg",
+        "What checkpoints write and keep by policy, and what restores from a few bits cost",
+        check_n_run_picture.draw,
+    ),
     "compare": (
         "head-to-head.svg",
         "What each method costs in each step, and what a failure takes under it",
