@@ -1,4 +1,4 @@
-"""Ranks are killed under a rival, and all that it costs is told; broken promises are noticed."""
+"""What ledgers of killed ranks say; broken promises are noticed. `make bench-quick` kills some in earnest."""
 
 from __future__ import annotations
 
@@ -49,26 +49,6 @@ ORDER = Order(
     timeout_s=1.0,
 )
 METRICS = {metric for sheet in tables.SHEETS["compare"] for metric in sheet}
-
-
-def test_ranks_are_killed_under_torchrun_and_the_costs_are_told() -> None:
-    scale = dataclasses.replace(
-        QUICK, methods=("cpr mfu",), ranks=2, rows=200, steps=26, killed=11, later=5, twin_steps=5
-    )
-    rows = compare.measure(scale, "sparse", seed=3)
-    found = {row.metric: row for row in rows}
-    assert found.keys() == METRICS and len(rows) == len(METRICS)
-    labels = compare.labels_of(scale, "sparse", "cpr mfu", 2)
-    assert all(row.labels == labels for row in rows)
-    assert labels["rule"] == "PLS 0.1" and found["interval_steps"].value == 1  # an eighth of 8
-    assert found["steps_run_again"].value in range(5)
-    assert found["samples_lost"].value > 0 and found["samples_lost"].value % (64 * 2) == 0
-    assert found["bit_identical"].value == 0 and 0 < found["off_by"].value < 1
-    assert found["auc_lost"].value != 0 and found["survives_ranks"].value == 2
-    assert found["recovery_s"].repeats == 2 and found["overhead_cpu_pct"].repeats == 2
-    assert 0 < found["recovery_s"].low <= found["caught_up_s"].low
-    assert 0 < found["prepare_s"].low < found["recovery_s"].low
-    assert found["written_bytes_per_step"].value > 0 and found["stored_over_tables"].value > 1
 
 
 def life(
@@ -152,6 +132,7 @@ def test_rows_say_what_ledgers_say() -> None:
             "time_scale": 0.5 * 3600 / 2,
         }
     )
+    assert {row.metric for row in rows} == METRICS
     everybody = {row.metric: row.value for row in compare_rows.rows_of(told(), reference, None, {})}
     assert everybody["survives_ranks"] == 2
 
