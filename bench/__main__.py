@@ -47,8 +47,8 @@ OF_TRACES = ("simulate",)
 
 ON_ALL_ENGINES = ("compare",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
-QUICK = ("compare", "drift", "memory", "quantization", "simulate", "wire")
-"""Questions that `all --quick` asks, of one engine: all kinds of processes, and under two minutes."""
+QUICK = ("compare", "simulate", "wire")
+"""Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""
 
 ON_GPUS = ("gpu",)
 """Questions that `all` leaves out: they are asked by `make gpu`."""

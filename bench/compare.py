@@ -175,8 +175,8 @@ class Scale:
 
 FULL = Scale()
 QUICK = Scale(
-    ("ecemb (3, 2)", "full files", "cpr vanilla"),
-    ranks=3,
+    ("replication x2", "full files", "cpr vanilla"),
+    ranks=2,
     tables=4,
     rows=2000,
     dim=16,

@@ -26,10 +26,10 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: py
     def run(words: list[str], *, stdout: Any, **_: Any) -> Any:
         asked.append(words[3:])
         stdout.write(f"of {words[3]}\n".encode())
-        return SimpleNamespace(returncode=int(words[3] == "drift"))
+        return SimpleNamespace(returncode=int(words[3] == "simulate"))
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(SystemExit, match=r"^drift ended with 1:\nof drift$"):
+    with pytest.raises(SystemExit, match=r"^simulate ended with 1:\nof simulate$"):
         command.main(["all", "--quick", "--seed", "3", "--json-dir", str(tmp_path / "new")])
     assert [words[0] for words in asked] == list(command.QUICK)
     name = command.QUICK[-1]
