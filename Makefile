@@ -21,7 +21,8 @@ setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench,docs,torchrec-cpu]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[test,bench,docs,metrics,top,lightning,torchrec-cpu]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchrec
 	@touch $@
 

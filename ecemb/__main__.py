@@ -1,4 +1,4 @@
-"""The command line: `python -m ecemb plan`, `python -m ecemb arenas ls` and `python -m ecemb arenas rm`.
+"""The command line: `python -m ecemb plan`, `python -m ecemb top`, and `python -m ecemb arenas ls` and `rm`.
 
 Owns what is printed, and the exit codes: 0 done, 1 refused or nothing there, 2 not understood.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from . import __version__, top
 from .code import Code
 from .directory import arenas, remove
 from .errors import EcembError
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "plan":
             return _plan(options)
+        if options.command == "top":
+            return _top(options)
         if options.command == "ls":
             return _list(options.arena_dir, options.job, as_json=options.json)
         if options.paths:
@@ -86,9 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ecemb", description="Tools of ecemb.")
-    parser.add_argument("--version", action="version", version=f"ecemb {_version()}")
+    parser.add_argument("--version", action="version", version=f"ecemb {__version__}")
     parts = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_plan(parts.add_parser("plan", help=_PLAN, description=_PLAN.capitalize() + ".", epilog=_PLAN_SHOWS))
+    _add_top(parts.add_parser("top", help=_TOP, description=_TOP.capitalize() + ".", epilog=_TOP_SHOWS))
     about = "memory that workers left behind on this machine, or hold"
     commands = parts.add_parser("arenas", help=about, description=about.capitalize() + ".")
     kinds = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -189,11 +193,44 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("ecemb")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+_TOP = "watch running jobs: a live view of their arenas on this machine"
+_TOP_SHOWS = """
+Of each arena of this user: the step that is next to be committed; how many steps it is behind the furthest
+rank of its job that is seen here; how many steps are open, that is, run without being in parity yet; the age
+of parity, which is the time since the last commit; memory; the process; and the last recovery. It reads
+headers alone, and changes nothing.
+"""
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="top")
+    _add_arena_dir(parser)
+    parser.add_argument("--job", help="only this job's")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (1)")
+    parser.add_argument("--once", action="store_true", help="look once, as plain text; so does a pipe")
+    parser.add_argument("--json", action="store_true", help="look once, as a JSON list")
+
+
+def _top(options: argparse.Namespace) -> int:
+    def look() -> list[top.Line]:
+        found = (one for one in arenas(options.arena_dir) if options.job in (None, one.job))
+        return top.lines(found, time.time_ns())
+
+    if not (options.once or options.json) and sys.stdout.isatty():
+        top.watch(look, f"ecemb top: {options.arena_dir}", max(0.1, options.interval))
+        return 0
+    shown = look()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(one) for one in shown], indent=2))
+    elif shown:
+        print(top.text(shown))
+    else:
+        print(_none_in(options.arena_dir, options.job), file=sys.stderr)
+    return 0 if shown else 1
+
+
+def _none_in(arena_dir: Path, job: str | None) -> str:
+    return f"no arenas of this user{f' and job {job!r}' if job else ''} in {arena_dir}"
 
 
 def _add_arena_dir(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +245,7 @@ def _list(arena_dir: Path, job: str | None, *, as_json: bool) -> int:
     elif rows:
         print(_table(rows))
     else:
-        print(f"no arenas of this user{f' and job {job!r}' if job else ''} in {arena_dir}")
+        print(_none_in(arena_dir, job))
     return 0
 
 
@@ -262,18 +299,13 @@ def _row(found: Found) -> Row:
 
 def _table(rows: Sequence[Row]) -> str:
     titles = ("job", "host", "rank", "state", "committed", "prepared", "pid", "alive", "MiB")
-    lines: list[tuple[str, ...]] = [(*titles, "path")]
+    lines: list[list[str]] = []
     for row in rows:
         values = (row.job, row.host, row.rank, row.state, row.committed, row.prepared, row.pid)
         shown = ["-" if value is None else str(value) for value in values]
         alive = "yes" if row.alive else "no"
-        lines.append((*shown, alive, f"{row.size_bytes / 2**20:.1f}", row.path))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-    texts: list[str] = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        texts.append("  ".join([*cells, line[-1]]))
-    return "\n".join([*texts, *(row.damage for row in rows if row.damage)])
+        lines.append([*shown, alive, f"{row.size_bytes / 2**20:.1f}", row.path])
+    return top.aligned((*titles, "path"), lines, [row.damage for row in rows if row.damage])
 
 
 if __name__ == "__main__":

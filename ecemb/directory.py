@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from . import folder, lock
@@ -161,6 +161,7 @@ def _look(place: Folder, name: str) -> Found | None:
 def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) -> Found:
     path, status = place.path / name, os.fstat(fd)
     header, damage, torn = None, None, False
+    words: Mapping[str, int] = {}
     try:
         constants, _, words = headers.load(fd, path)
         header = headers.snapshot(constants, words)
@@ -178,6 +179,7 @@ def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) 
         size_bytes=status.st_blocks * 512,
         job=place.job,
         host=place.host,
+        words=words if header else {},
     )
 
 

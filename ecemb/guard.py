@@ -246,11 +246,11 @@ class Guard:
         """Counts and sizes of this rank as a plain dict.
 
         Returns:
-            `next_step`; `steps` that ended in this process, of them `aborted_steps`; `window`, the steps of a
-            transaction; `captured_rows`, each once in a transaction; `sent_bytes` over the network
-            for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found, of them
-            `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the protected
-            tensors themselves; journals and `inbox` grow with the rows of a transaction).
+            `job` and `rank`; `next_step`; `steps` that ended in this process, of them `aborted_steps`;
+            `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
+            over the network for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found,
+            of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the
+            protected tensors themselves; journals and `inbox` grow with the rows of a transaction).
         """
         tables = [table.layout for table in self._tables.tables]
         reserved = {
@@ -259,6 +259,8 @@ class Guard:
         }
         size = sum(t.rows * column.row_bytes for t in tables for column in t.columns)
         return {
+            "job": self._session.job,
+            "rank": self._session.rank,
             "next_step": self.next_step,
             "steps": self._steps,
             "aborted_steps": self._aborted,

@@ -42,29 +42,16 @@ CONSTANTS_OFFSET = 2 * PAGE_BYTES
 MAX_REGIONS = 256
 MAX_CONSTANTS_BYTES = 1 << 26
 
-WORDS = (
-    "state",
-    "joined",
-    "generation_id",
-    "opened",
-    "committed",
-    "prepared",
-    "pid",
-    "pid_start",
-    "rows_label",
-    "rows_bytes",
-    "parity_label",
-    "inbox_label",
-    "inbox_bytes",
-    "slot0_label",
-    "slot0_bytes",
-    "slot1_label",
-    "slot1_bytes",
-    "undeclared",
-    "next_label",
-    "next_bytes",
-)
-"""The mutable words in the order of the file; at index `RESERVED` follow the regions' reserved bytes."""
+_WORDS = """
+state joined generation_id opened committed prepared pid pid_start rows_label rows_bytes parity_label
+inbox_label inbox_bytes slot0_label slot0_bytes slot1_label slot1_bytes undeclared next_label next_bytes
+committed_ns recovered_ns recovery_us recovery_step recovery_kind
+"""
+WORDS = tuple(_WORDS.split())
+"""The mutable words in the order of the file; at index `RESERVED` follow the regions' reserved bytes.
+
+Those from `committed_ns` on tell people about the job: nothing is decided by them.
+"""
 RESERVED = 64
 
 _PREAMBLE = struct.Struct("<8sQQ16s")
@@ -219,6 +206,7 @@ class Found:
         size_bytes: memory that it takes.
         job: by the folder; None for what is reported in place of an untrusted folder above it.
         host: likewise.
+        words: those of its header by name; empty if it can't be read.
     """
 
     path: Path
@@ -231,6 +219,7 @@ class Found:
     size_bytes: int = 0
     job: str | None = None
     host: str | None = None
+    words: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int], compare=False)
 
 
 # The bytes of the file
@@ -243,7 +232,7 @@ def preamble(payload: bytes) -> bytes:
 
 def initial_words() -> dict[str, int]:
     """Values of all words of a new arena; `state` is 0 until the creation is complete."""
-    counts = {"state", "pid", "pid_start", "undeclared"}
+    counts = {"state", "pid", "pid_start", "undeclared", *WORDS[WORDS.index("committed_ns") :]}
     return {name: 0 if name in counts or name.endswith("_bytes") else NONE for name in WORDS}
 
 

@@ -33,7 +33,7 @@ from .memory import Geometry, RankMemory
 from .parity import parity_words
 from .plan import RecoveryPlan
 from .rankstate import RankState
-from .recovery import RecoveryReport, Stopwatch, fill, join, recover
+from .recovery import RecoveryReport, Stopwatch, fill, join, recover, tell
 from .rendezvous import Session
 from .replicated import ReplicatedState
 from .rows import WORD_BYTES, arrange
@@ -133,6 +133,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     saver.keep_in_mind(request.reader)
     if session.rank == 0 and world.stored is not None:
         _tell_of_resumption(session, request, world, world.stored)
+    tell(memory, report)
     return Opened(memory, transport, tables, replicated, rank_state, saver, report)
 
 

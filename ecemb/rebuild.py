@@ -23,6 +23,8 @@ from .memory import RankMemory
 from .parity import class_words
 from .placement import Placement
 from .plan import Rebuild, RecoveryPlan
+from .progress import Progress
+from .rows import WORD_BYTES
 from .transport import Transport
 
 Words = NDArray[np.uint64]
@@ -55,14 +57,19 @@ def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, k
     if placement is None or memory.parity is None:
         return 0
     chains = [_Chain(task, placement, memory, transport, kernels) for task in plan.rebuild]
+    mine = [chain for chain in chains if chain.place is not None]
     every = _chunks(max((chain.words for chain in chains), default=0))
-    while together := list(itertools.islice(every, _TOGETHER)):
-        turns = itertools.product(together, (chain for chain in chains if chain.place is not None))
-        parts = (
-            (chain, start, min(stop, chain.words)) for (start, stop), chain in turns if start < chain.words
-        )
-        received += _work_through(parts)
-        transport.barrier("the rebuild of lost blocks")
+    size = sum(chain.words for chain in mine) * WORD_BYTES
+    with Progress("rebuilding lost memory, this rank's part", size, shown=memory.rank == 0) as progress:
+        while together := list(itertools.islice(every, _TOGETHER)):
+            turns = itertools.product(together, mine)
+            parts = (
+                (chain, start, min(stop, chain.words))
+                for (start, stop), chain in turns
+                if start < chain.words
+            )
+            received += _work_through(parts, progress)
+            transport.barrier("the rebuild of lost blocks")
     return received
 
 
@@ -70,7 +77,7 @@ def _chunks(words: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + CHUNK_WORDS, words)) for start in range(0, words, CHUNK_WORDS))
 
 
-def _work_through(parts: Iterator[tuple[_Chain, int, int]]) -> int:
+def _work_through(parts: Iterator[tuple[_Chain, int, int]], progress: Progress) -> int:
     """Does this rank's parts, with `_AHEAD` of them begun at a time; returns the bytes that it keeps."""
     # Twice as many, so that the one that is taken need not have been sent from just now.
     buffers = [_Buffer() for _ in range(2 * _AHEAD)]
@@ -86,6 +93,7 @@ def _work_through(parts: Iterator[tuple[_Chain, int, int]]) -> int:
         chain, start, buffer, arrived = begun.popleft()
         arrived()
         received += chain.go_on(start, buffer)
+        progress.advance(buffer.words.nbytes)
     for buffer in buffers:
         buffer.sent()
     return received

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import get_args
 
 from .errors import InconsistentArenas
 from .header import State
@@ -21,7 +22,7 @@ from .rebuild import copy_replicated, rebuild_lost
 from .stripes import chunks, collect, compare, longest_block
 from .transport import Transport
 
-__all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover"]
+__all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover", "tell"]
 
 logger = logging.getLogger("ecemb")
 
@@ -51,17 +52,23 @@ class RecoveryReport:
     rebuilt_bytes: int
     seconds: dict[str, float]
 
+    @property
+    def total_s(self) -> float:
+        """Wall time of all phases on this rank, in seconds."""
+        return sum(self.seconds.values())
+
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        total = f"{self.total_s:.2f} s"
         if self.kind == "fresh":
-            return f"fresh start: parity of the initial state is in place ({phases})"
+            return f"fresh start: parity of the initial state is in place ({total}: {phases})"
         if self.kind == "checkpoint":
-            return f"resumed from a checkpoint; training goes on from step {self.step} ({phases})"
+            return f"resumed from a checkpoint; training goes on from step {self.step} ({total}: {phases})"
         what = "no memory was lost"
         if self.lost:
             what = f"ranks {list(self.lost)} lost their memory and were rebuilt from parity"
         return (
-            f"recovered, {what}; training goes on from step {self.step} (this rank: "
+            f"recovered, {what}; training goes on from step {self.step} ({total}; this rank: "
             f"{self.undone_rows} rows undone, {'a' if self.redone else 'no'} step redone, "
             f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
         )
@@ -159,6 +166,17 @@ def recover(
         memory.arena.set("prepared", plan.transaction)
     memory.arena.set("state", State.LIVE)
     return RecoveryReport(plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds)
+
+
+def tell(memory: RankMemory, report: RecoveryReport) -> None:
+    """Writes the report's facts to the arena's header, for people who watch the job from outside."""
+    for word, value in (
+        ("recovery_kind", 1 + get_args(Kind).index(report.kind)),
+        ("recovery_step", report.step),
+        ("recovery_us", round(report.total_s * 1e6)),
+        ("recovered_ns", time.time_ns()),
+    ):
+        memory.arena.set(word, value)
 
 
 def _encode(memory: RankMemory, transport: Transport) -> None:

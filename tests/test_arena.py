@@ -94,7 +94,8 @@ class TestCreate:
         for word in WORDS:
             expected = {"state": State.INIT, "pid": os.getpid()}
             if word != "pid_start":
-                default = 0 if word.endswith("_bytes") or word == "undeclared" else NONE
+                counts = word.endswith(("_bytes", "_ns", "_us")) or word.startswith("recovery_")
+                default = 0 if counts or word == "undeclared" else NONE
                 assert arena.get(word) == expected.get(word, default), word
         assert arena.path == directory.path / f"{arena.constants.arena_id}.arena"
         assert arena.path.stat().st_mode & 0o777 == 0o600

@@ -128,6 +128,7 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert (training.weights[0][8] == 4.0).all()
 
     stats = guard.stats()
+    assert (stats["job"], stats["rank"]) == ("guard", 0)
     assert (stats["next_step"], stats["steps"], stats["sent_bytes"]) == (1, 1, 0)
     assert 2 <= stats["captured_rows"] <= 9 + 1 + 1
     assert set(stats["seconds"]) == {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
@@ -217,6 +218,11 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
     assert (report.rebuilt_bytes > 0) is (rank == 0)
     assert {"agree", "attach", "decide", "rebuild", "replicated", "verify", "restore"} <= set(report.seconds)
     assert "[0] lost their memory" in str(report) and "from step 2" in str(report)
+    assert f"({report.total_s:.2f} s; this rank: " in str(report)
+    word = guard._memory.arena.get
+    assert (word("recovery_kind"), word("recovery_step")) == (3, 2)
+    assert word("recovery_us") == round(report.total_s * 1e6)
+    assert word("recovered_ns") > word("committed_ns") > 0
     assert training.snapshot() == before[rank]
     with guard.step() as step:
         assert step.number == 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from holders import create, hold, holding
 
+import ecemb
 from ecemb.__main__ import main
 from ecemb.directory import Directory
 from ecemb.header import State
@@ -182,9 +183,12 @@ def test_commands_that_do_not_exist(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
+HEAVY = {"galois", "numba", "scipy", "pandas", "matplotlib", "rich", "tensorboard", "torchrec", "fbgemm_gpu"}
+MOST_MODULES = 160  # imported after torch, by all of ecemb and its command line
+
+
 def test_as_a_program(arena_dir: Path) -> None:
     path = leave(arena_dir)
-    command = [sys.executable, "-m", "ecemb"]
     options: dict[str, Any] = {
         "capture_output": True,
         "text": True,
@@ -192,9 +196,16 @@ def test_as_a_program(arena_dir: Path) -> None:
         "cwd": Path(__file__).parents[1],
         "env": {**os.environ, "PYTHONWARNINGS": "error"},
     }
-    ls = [*command, "arenas", "ls", "--json", "--arena-dir", str(arena_dir)]
-    done = subprocess.run(ls, check=True, **options)
+    arguments = ["arenas", "ls", "--json", "--arena-dir", str(arena_dir)]
+    timed = "import runpy, torch; runpy.run_module('ecemb', run_name='__main__', alter_sys=True)"
+    started = [sys.executable, "-X", "importtime", "-c", timed, *arguments]
+    done = subprocess.run(started, check=True, **options)
     assert [row["path"] for row in json.loads(done.stdout)] == [str(path)]
+    imports = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    beyond = imports[imports.index("torch") + 1 :]
+    assert not HEAVY & {name.partition(".")[0] for name in beyond}
+    assert len(beyond) <= MOST_MODULES, beyond
+    ls = [sys.executable, "-m", "ecemb", *arguments]
     reader, writer = os.pipe()
     os.close(reader)  # as `... | head` does
     cut = subprocess.run(ls, check=False, **{**options, "capture_output": False}, stdout=writer)
@@ -206,4 +217,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith("ecemb ")
+    assert capsys.readouterr().out == f"ecemb {ecemb.__version__}\n"

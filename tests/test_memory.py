@@ -201,7 +201,7 @@ def test_prepared_is_stored_after_the_inbox_is_complete(tmp_path: Path, job: Job
             mine.commit(1)
     order = ["rows_bytes", "rows_label", "inbox_label", "inbox_bytes", "inbox_label", "prepared"]
     assert stores[: len(order)] == order
-    assert stores[len(order) :] == ["parity_label", "committed"]
+    assert stores[len(order) :] == ["parity_label", "committed_ns", "committed"]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64, 10**6])

@@ -1,0 +1,195 @@
+"""What `guard.stats()` and `guard.recovery` say, for TensorBoard and for Prometheus.
+
+    from ecemb import metrics
+    board = metrics.TensorBoard(guard, "runs/ctr")
+    server = metrics.Prometheus(guard, port=9400 + local_rank)
+
+Each rank tells of itself. `pip install 'ecemb[metrics]'` brings what the two need; it is imported when one of
+them is made. Counts are of this process: they begin at 0 after a restart.
+
+Must not know: where the guard has its numbers from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigurationError
+from .guard import Guard
+
+__all__ = ["Prometheus", "TensorBoard", "values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """One metric.
+
+    Attributes:
+        name: without prefix.
+        about: what it says.
+        grows: whether it is a count, which only grows.
+        label: what tells its values apart; empty if there is one only.
+        values: by the label's value.
+    """
+
+    name: str
+    about: str
+    grows: bool
+    label: str
+    values: Mapping[str, float]
+
+
+_COUNTS = {
+    "steps": "Steps that ended in this process.",
+    "aborted_steps": "Steps that step.abort() undid on all ranks.",
+    "captured_rows": "Rows saved before they changed, each once in a transaction.",
+    "sent_bytes": "Bytes sent over the network for protection.",
+    "scrubbed_words": "8-byte words of every block that scrubs compared.",
+    "wrong_words": "Words that scrubs found wrong.",
+    "repaired_words": "Wrong words that scrubs put right.",
+}
+_RECOVERY = {
+    "recovery_step": "The step that this start went on from.",
+    "recovery_seconds": "Wall time of ecemb.protect() at this start.",
+    "recovery_rebuilt_bytes": "Bytes that this rank received to rebuild what was lost.",
+    "recovery_lost_ranks": "Ranks whose memory was rebuilt at this start.",
+}
+
+
+def values(guard: Guard) -> dict[str, float]:
+    """All numbers of this rank by name, such as "steps", "phase_seconds/exchange" and "memory_bytes/parity".
+
+    This rank, at any time, from any thread.
+
+    Args:
+        guard: open or closed.
+    """
+    return {
+        "/".join(filter(None, (family.name, at))): value
+        for family in _families(guard)
+        for at, value in family.values.items()
+    }
+
+
+class TensorBoard:
+    """Writes a guard's numbers to TensorBoard, as `ecemb/` and their names in `values`.
+
+    The recovery is told as a text beside them. Steps that are run again after a failure replace what was
+    written of them before.
+
+    Args:
+        guard: what to tell of.
+        target: a folder, in which each rank writes to rank{r}; or a SummaryWriter of torch.utils.tensorboard,
+            which stays open when this is closed.
+
+    Raises:
+        ConfigurationError: tensorboard is not installed.
+    """
+
+    def __init__(self, guard: Guard, target: str | os.PathLike[str] | Any) -> None:
+        self._guard = guard
+        self._owned = isinstance(target, (str, os.PathLike))
+        self._writer: Any = target
+        if self._owned:
+            try:
+                from torch.utils.tensorboard.writer import SummaryWriter
+            except ImportError as error:
+                raise _missing("TensorBoard", "tensorboard") from error
+            folder = Path(target) / f"rank{guard.stats()['rank']}"
+            self._writer = SummaryWriter(str(folder), purge_step=guard.next_step)
+        self._writer.add_text("ecemb/recovery", str(guard.recovery), guard.next_step)
+
+    def write(self) -> None:
+        """Writes all numbers as they are now, at step `guard.next_step`. This rank, between steps."""
+        step = self._guard.next_step
+        for name, value in values(self._guard).items():
+            self._writer.add_scalar(f"ecemb/{name}", value, step)
+
+    def close(self) -> None:
+        """Writes out what is buffered, and ends the writer if the folder was given. May be called twice."""
+        self._writer.flush()
+        if self._owned:
+            self._writer.close()
+
+
+class Prometheus:
+    """Serves a guard's numbers over HTTP, as `ecemb_` and their names, with labels `job` and `rank`.
+
+    A thread of this process answers; it reads, and never waits for a step.
+
+    Args:
+        guard: what to tell of.
+        port: where to listen; 0 for any free port. The ranks of a host need one each.
+        addr: the interface to listen on; "0.0.0.0" for all. There is no password.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        ConfigurationError: prometheus-client is not installed, or the port can't be had.
+    """
+
+    def __init__(self, guard: Guard, port: int, *, addr: str = "127.0.0.1") -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise _missing("Prometheus", "prometheus-client") from error
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_Collector(guard))  # pyright: ignore[reportArgumentType]
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr, registry)
+        except OSError as error:
+            raise ConfigurationError(
+                f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({error.strerror}): give "
+                f"each rank of a host a port of its own, such as 9400 + local rank, or port=0 for any"
+            ) from error
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Ends the server. May be called twice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Collector:
+    """What prometheus_client asks at each scrape."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics as they are now."""
+        from prometheus_client import core
+
+        stats = self._guard.stats()
+        owner = [stats["job"], str(stats["rank"])]
+        for family in _families(self._guard):
+            kind = core.CounterMetricFamily if family.grows else core.GaugeMetricFamily
+            names = ["job", "rank", *filter(None, [family.label])]
+            metric = kind(f"ecemb_{family.name}", family.about, labels=names)
+            for at, value in family.values.items():
+                metric.add_metric([*owner, *filter(None, [at])], value)
+            yield metric
+
+
+def _families(guard: Guard) -> Iterator[_Family]:
+    stats, report = guard.stats(), guard.recovery
+    yield _Family("next_step", "The step to run next.", False, "", {"": stats["next_step"]})
+    for name, about in _COUNTS.items():
+        yield _Family(name, about, True, "", {"": stats[name]})
+    yield _Family("phase_seconds", "Wall time of protection by phase.", True, "phase", stats["seconds"])
+    yield _Family("memory_bytes", "Memory by what it holds.", False, "region", stats["bytes"])
+    told = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
+    for (name, about), value in zip(_RECOVERY.items(), told, strict=True):
+        yield _Family(name, about, False, "kind", {report.kind: value})
+
+
+def _missing(name: str, package: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"ecemb.metrics.{name} needs {package}, which is not installed: pip install 'ecemb[metrics]'"
+    )
