@@ -378,17 +378,19 @@ class SparseTables:
     def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:
         return [(i, table) for i, table in enumerate(self.tables) if table.optimizer is optimizer]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._hooks.is_open():
             raise UsageError(
                 f"{type(optimizer).__name__}.step() changes protected tables outside of a step: put it "
                 f"inside `with guard.step():`"
             )
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
-            raise UnsupportedOptimizer(
-                f"{type(optimizer).__name__}.step(closure) computes gradients after the touched rows "
-                f"are captured: call backward() first and step() without a closure"
-            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        loss = None
+        if closure is not None:  # its gradients say which rows change: the step gets only what it returned
+            with torch.enable_grad():
+                loss = closure()
         for index, table in self._of(optimizer):
             table.check_options()
             if index not in self._touched:
@@ -397,6 +399,7 @@ class SparseTables:
             self._gradients[index] = table.weight.grad, table.gradient()  # held: no other gets its id
             if ids is not None and len(ids):
                 self._hooks.capture(index, ids)
+        return None if closure is None else (args[:1], {"closure": lambda: loss})
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         for index, table in self._of(optimizer):

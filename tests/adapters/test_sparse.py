@@ -10,6 +10,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -450,17 +451,32 @@ def test_one_parameter_in_two_optimizers(kinds: tuple[str, str]) -> None:
         SparseTables({"user": table}, optimizers)
 
 
-def test_closures() -> None:
-    watched, module, optimizer = watch()
-    before = watched.rows()
-    for call in (
-        lambda: optimizer.step(lambda: 0.0),
-        lambda: optimizer.step(closure=lambda: 0.0),
-    ):
-        module.weight.grad = gradient([1], module.weight)
-        with refused(UnsupportedOptimizer, "SGD.step(closure)", "backward() first"), watched.step():
-            call()
-    assert watched.captured == [] and (watched.rows() == before).all()
+@every_optimizer
+def test_a_closure_is_called_once_before_rows_are_captured(kind: str) -> None:
+    watched, module, optimizer = watch(kind)
+    plain, other, alone = watch(kind)
+    with torch.no_grad():
+        other.weight.copy_(module.weight)
+    plain.tables.note()
+    calls: list[list[int]] = []
+
+    def closure(rows: list[int], loss: float) -> float:
+        assert torch.is_grad_enabled()
+        calls.append(rows)
+        module.weight.grad = gradient(rows, module.weight)
+        return loss
+
+    for rows, give in (([1, 5], "by place"), ([2], "by name")):
+        with watched.step(), torch.no_grad():
+            call = partial(closure, rows, len(rows) / 2)
+            told = optimizer.step(call) if give == "by place" else optimizer.step(closure=call)
+        other.weight.grad = module.weight.grad.clone()
+        with plain.step():
+            alone.step()
+        assert told == len(rows) / 2
+        assert (watched.rows() == plain.rows()).all()
+    assert calls == [[1, 5], [2]]
+    assert watched.captured == plain.captured == [(0, [1, 5]), (0, [2])]
 
 
 # --- changes that nobody declared ---------------------------------------------------------------
