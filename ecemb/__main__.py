@@ -136,6 +136,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     needed.add_argument(
         "--step-ms", type=float, required=True, metavar="MS", help="of a step without protection"
     )
+    needed.add_argument(
+        "--dense-mb", type=float, default=0, metavar="MB", help="dense parameters and optimizer state (0)"
+    )
     machines = plan.add_argument_group("the machines")
     machines.add_argument("--network-gbit", type=float, default=100, metavar="GBIT", help="of a host (100)")
     machines.add_argument("--restart-s", type=float, default=30, metavar="S", help="of all processes (30)")
@@ -179,6 +182,7 @@ def _plan(options: argparse.Namespace) -> int:
         replace_s=options.replace_s,
         mtbf_h=options.mtbf_hours,
         rack_hosts=options.rack_hosts,
+        dense_bytes=options.dense_mb * 1e6,
     )
     estimates, refused = compare(job, options.code or ())
     if options.json:

@@ -36,6 +36,12 @@ MESSAGE_ROUNDS = 3
 CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8), Code(8, 5))
 """Compared when none are asked for."""
 _SHOWN_CODES = 4
+MOST, LEAST = 1e18, 1e-9
+"""The largest number that is taken, and the smallest of those that aren't 0."""
+MOST_RANKS = 1 << 20
+"""Of a job: more would take minutes."""
+SPARE = 1.25
+"""Journals and inbox grow by a quarter when they do (`Arena.reserve`)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Job:
         ranks_per_host: Ranks on each.
         table_bytes: Of all tables on all ranks, optimizer state included.
         touched_rows: That a rank's shard changes in a step.
-        row_bytes: Of one row, optimizer state included.
+        row_bytes: Of one row, optimizer state included; records are padded to whole words of 8.
         step_s: Seconds of a step without protection.
         network_bytes_per_s: Of a host, each way.
         memory_bytes_per_s: Of a rank, when rows are gathered and parity is updated (chosen).
@@ -59,6 +65,7 @@ class Job:
         host_share: Of those faults, the ones that take a host's memory.
         burst_share: Of those, the part in which several hosts go at once, in `BURST_SIZES`.
         rack_hosts: Hosts that share a rack, and that a burst takes its hosts from; 0: a burst takes any.
+        dense_bytes: Of what is the same on all ranks: dense parameters, and their optimizer's state.
 
     Raises:
         ConfigurationError: A number is outside of its range.
@@ -80,23 +87,31 @@ class Job:
     host_share: float = HOST_SHARE
     burst_share: float = BURST_SHARE
     rack_hosts: int = 0
+    dense_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                continue
-            low = 1 if field.name in ("hosts", "ranks_per_host") else 0
-            high = 1 if field.name in ("host_share", "burst_share", "rebuild_over_network") else math.inf
-            may_be_low = field.name not in _ABOVE_ZERO
-            if not (math.isfinite(value) and low <= value <= high and (may_be_low or value > low)):
-                bounds = f"{'from' if may_be_low else 'above'} {low}" + (f" to {high}" if high == 1 else "")
-                raise ConfigurationError(f"a job's {field.name} is a number {bounds}; it is {value}")
+            low, high = _BOUNDS.get(field.name, (0, MOST))
+            if value is not None and not low <= value <= high:
+                raise ConfigurationError(
+                    f"a job's {field.name} is a number from {low:g} to {high:g}; it is {value}"
+                )
+        if self.ranks > MOST_RANKS:
+            raise ConfigurationError(
+                f"a job has at most {MOST_RANKS:,} ranks here, whose placement is worked out one by one; "
+                f"{self.hosts:,} hosts with {self.ranks_per_host:,} ranks on each are {self.ranks:,}"
+            )
 
     @property
     def ranks(self) -> int:
         """On all hosts."""
         return self.hosts * self.ranks_per_host
+
+    @property
+    def record_bytes(self) -> float:
+        """Of one row as it is journaled and sent."""
+        return 8 * math.ceil(self.row_bytes / 8)
 
     @property
     def host_faults_per_h(self) -> float:
@@ -124,15 +139,16 @@ class Job:
         return [host for host in hosts for _ in range(self.ranks_per_host)]
 
 
-_ABOVE_ZERO = (
-    "table_bytes",
-    "row_bytes",
-    "step_s",
-    "network_bytes_per_s",
-    "memory_bytes_per_s",
-    "rebuild_over_network",
-    "mtbf_h",
-)
+_BOUNDS = {
+    **dict.fromkeys(("hosts", "ranks_per_host"), (1, MOST)),
+    **dict.fromkeys(("host_share", "burst_share"), (0, 1)),
+    "rebuild_over_network": (LEAST, 1),
+    **dict.fromkeys(
+        ("table_bytes", "row_bytes", "step_s", "network_bytes_per_s", "memory_bytes_per_s", "mtbf_h"),
+        (LEAST, MOST),
+    ),
+}
+"""Attribute -> its range, where it isn't from 0 to `MOST`."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +160,7 @@ class Estimate:
         k: Data blocks among them.
         spread: "rank", "host" or "rack": what every stripe has n different ones of; see `placed`.
         survives: Of those, so many may be lost at once, whichever. 0 of ranks that share hosts.
-        memory_bytes: Of a rank beyond its tables: parity, and room for journals and inbox.
+        memory_bytes: Of a rank beyond its tables: parity, room for journals and inbox, replicated state.
         memory_over_tables: The same, over the rank's tables.
         step_bytes: That a rank sends in a step.
         overhead: Of a step's time, with neither `window` nor `overlap`.
@@ -205,7 +221,8 @@ def placed(job: Job, code: Code, spread: str) -> tuple[Placement, list[int]]:
 def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Works out one code.
 
-    - memory: r/k of the tables for parity; journals and inbox hold a step's rows 1 + 2 r times.
+    - memory: r/k of the tables for parity; journals and inbox hold a step's rows 1 + 2 r times, with their
+      numbers, and up to `SPARE` times that; two copies of what is the same on all ranks.
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
       rows and 3 times what keepers get; and `MESSAGE_ROUNDS` rounds of messages. Nothing of it overlaps.
@@ -223,10 +240,11 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     placement, hosts = placed(job, code, spread)
     odds = Odds(placement, hosts, job.rack_hosts)
     rank_bytes = job.table_bytes / job.ranks
-    touched = job.touched_rows * job.row_bytes
-    step_bytes = code.r * job.touched_rows * (job.row_bytes + ROW_HEAD_BYTES)
-    buffers = touched + 2 * step_bytes
-    memory_bytes = rank_bytes * code.r / code.k + buffers
+    touched = job.touched_rows * job.record_bytes
+    named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
+    step_bytes = code.r * named
+    buffers = SPARE * (1 + 2 * code.r) * named
+    memory_bytes = rank_bytes * code.r / code.k + buffers + 2 * job.dense_bytes
     step_s = (
         step_bytes * job.ranks_per_host / job.network_bytes_per_s
         + (5 + 3 * code.r) * touched / job.memory_bytes_per_s

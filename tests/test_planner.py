@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ecemb.__main__ import main
 from ecemb.code import Code
 from ecemb.errors import ConfigurationError, PlacementError
-from ecemb.planner import HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed, size
+from ecemb.planner import HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed, size, table
 
 JOB = Job(
     hosts=8,
@@ -30,7 +33,10 @@ JOB = Job(
 def test_costs_by_hand() -> None:
     one = estimate(JOB, Code(4, 3))
     assert one.step_bytes == 10_000 * 520
-    assert one.memory_bytes == pytest.approx(1e11 / 3 + 10_000 * (512 + 2 * 520))
+    assert one.memory_bytes == pytest.approx(1e11 / 3 + 1.25 * 10_000 * 3 * 520)
+    dense = estimate(replace(JOB, dense_bytes=1e9), Code(4, 3))
+    assert dense.memory_bytes - one.memory_bytes == pytest.approx(2e9)
+    assert estimate(replace(JOB, row_bytes=505), Code(4, 3)).step_bytes == one.step_bytes
     sent_s, memory_s = 4 * one.step_bytes / 1e10, 8 * 10_000 * 512 / 5e9
     assert one.overhead == pytest.approx((sent_s + memory_s + 6e-4) / 0.2)
     assert one.host_recovery_s == pytest.approx(150 + 4e11 * (4 / 3) / 4.5e9)
@@ -80,16 +86,90 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("hosts", 0, "hosts is a number from 1; it is 0"),
-        ("step_s", 0.0, "step_s is a number above 0"),
-        ("mtbf_h", math.nan, "mtbf_h is a number above 0"),
+        ("hosts", 0, r"hosts is a number from 1 to 1e\+18; it is 0"),
+        ("hosts", 10**400, "hosts is a number from 1"),
+        ("ranks_per_host", 1 << 18, "at most 1,048,576 ranks here.*262,144 ranks on each are 2,097,152"),
+        ("step_s", 0.0, "step_s is a number from 1e-09"),
+        ("mtbf_h", math.nan, "mtbf_h is a number from 1e-09"),
+        ("table_bytes", math.inf, r"table_bytes is a number from 1e-09 to 1e\+18; it is inf"),
         ("burst_share", 1.5, "burst_share is a number from 0 to 1"),
-        ("touched_rows", -1.0, "touched_rows is a number from 0; it is -1"),
+        ("touched_rows", -1.0, r"touched_rows is a number from 0 to 1e\+18; it is -1"),
     ],
 )
 def test_a_job_that_cannot_be(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         replace(JOB, **{name: value})
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> None:
+    size = st.floats(1e-9, 1e18)
+    job = Job(
+        hosts=data.draw(st.integers(1, 40)),
+        ranks_per_host=data.draw(st.integers(1, 4)),
+        table_bytes=data.draw(size),
+        touched_rows=data.draw(st.floats(0, 1e18)),
+        row_bytes=data.draw(size),
+        step_s=data.draw(size),
+        network_bytes_per_s=data.draw(size),
+        restart_s=data.draw(st.floats(0, 1e18)),
+        mtbf_h=data.draw(st.one_of(st.none(), size)),
+        host_share=data.draw(st.floats(0, 1)),
+        rack_hosts=data.draw(st.one_of(st.just(0), st.integers(0, 50))),
+    )
+    code = data.draw(st.sampled_from([Code(2, 1), Code(4, 3), Code(6, 4), Code(16, 8)]))
+    try:
+        estimates, _ = compare(job, [code])
+    except PlacementError:
+        return
+    for one in estimates:
+        numbers = [value for value in asdict(one).values() if isinstance(value, float)]
+        assert all(math.isfinite(value) and value >= 0 for value in numbers), one
+        assert one.loss_per_month_alone <= one.loss_per_month <= 1
+    assert table(job, estimates)
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+
+def measured(question: str, metric: str, **labels: object) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / f"{question}.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["metric"] == metric and labels.items() <= row.items()]
+
+
+@pytest.mark.parametrize("code", [Code(4, 3), Code(6, 4), Code(10, 8)])
+def test_memory_is_what_a_small_job_measures(code: Code) -> None:
+    job = replace(JOB, hosts=code.n, ranks_per_host=1, touched_rows=0)
+    (parity,) = measured("memory", "arena_part_over_tables", code=f"({code.n}, {code.k})", part="parity")
+    assert estimate(job, code).memory_over_tables == pytest.approx(parity["value"], rel=0.01)
+
+
+@pytest.mark.parametrize("batch", [2048, 8192])
+@pytest.mark.parametrize("table_bytes", [16 << 20, 128 << 20])
+def test_room_for_a_step_is_what_a_small_job_measures(table_bytes: int, batch: int) -> None:
+    """What grows does so in quarters: as much as is reckoned at the most, and that less a fifth."""
+    (touched,) = measured("memory", "step_touched_bytes", batch=batch, table_bytes=table_bytes)
+    buffers = measured("memory", "step_buffers_over_touched", batch=batch, table_bytes=table_bytes)
+    assert len(buffers) == 3
+    job = replace(JOB, hosts=4, ranks_per_host=1, table_bytes=4e-9, touched_rows=touched["value"] / 512)
+    reckoned = estimate(job, Code(4, 3)).memory_bytes / touched["value"]
+    assert 0.8 < sum(row["value"] for row in buffers) / reckoned < 1.05
+
+
+@pytest.mark.parametrize("code", [Code(4, 3), Code(4, 2)])
+def test_bytes_of_a_step_are_what_a_small_job_measures(code: Code) -> None:
+    """Of TorchRec's tables with row-wise Adagrad: 64 floats and one, beside heads and a rank's own state."""
+    labels = {"engine": "torchrec", "code": f"({code.n}, {code.k})", "window": 1, "overlap": "none"}
+    for sent in measured("overhead", "bytes_sent_per_step", method="protected", **labels):
+        if not sent["setting"].startswith("dlrm"):
+            continue
+        same = {"method": "protected", "setting": sent["setting"], **labels}
+        (touched,) = measured("overhead", "touched_rows_per_step", **same)
+        job = replace(JOB, touched_rows=touched["value"], row_bytes=260)
+        assert estimate(job, code).step_bytes == pytest.approx(sent["value"], rel=0.02)
+        return
+    pytest.fail("overhead.json has no such row")
 
 
 def test_spread_over_nothing() -> None:
@@ -136,6 +216,9 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *WORDS, "--code", "3,3"])
     assert "a code is N,K with 1 <= K < N <= 256, for example 4,3; got '3,3'" in capsys.readouterr().err
+    for option, value in (("--table-gb", "1e300"), ("--touched-rows", "nan"), ("--mtbf-hours", "0")):
+        assert main(["plan", *WORDS, option, value]) == 1
+        assert "is a number from" in capsys.readouterr().err
 
 
 def test_racks_take_turns() -> None:
