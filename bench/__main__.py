@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.result import Arguments, BadTrace, Incomplete, Row, Unavailable, document, table, write
+from bench.result import Arguments, BadFile, Incomplete, Row, Unavailable, document, table, write
 
 if TYPE_CHECKING:
     from bench import suite
@@ -24,6 +24,7 @@ QUESTIONS = {
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
+    "quality": "what quality a model ends with after failures, under each way of surviving them (--data)",
     "quantization": "what rows lose in being stored in a few bits, and how fast they are",
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
     "scaling": "what protection costs a rank when there are more ranks",
@@ -44,6 +45,9 @@ OF_SETTINGS = {"overhead": ("dlrm", "sparse-heavy")}
 
 OF_TRACES = ("simulate",)
 """Questions that can be asked of a real cluster's faults."""
+
+OF_DATA = {"quality": ("criteo", "movielens")}
+"""Questions that can be asked of a file of clicks, and of which formats."""
 
 ON_ALL_ENGINES = ("compare",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
@@ -84,6 +88,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help=f"faults of a real cluster, for {', '.join(OF_TRACES)}"
     )
+    parser.add_argument(
+        "--data",
+        nargs=2,
+        metavar=("FORMAT", "PATH"),
+        help="clicks of a file, for " + "; ".join(f"{q}: {' or '.join(of)}" for q, of in OF_DATA.items()),
+    )
     given = parser.parse_args(words)
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
@@ -104,13 +114,21 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"{given.question} has no setting {given.setting!r}: {list(settings)}")
     if given.trace is not None and given.question not in OF_TRACES:
         parser.error(f"{given.question} is not asked of a trace; {', '.join(OF_TRACES)} is")
+    data = None
+    if given.data is not None:
+        formats = OF_DATA.get(given.question, ())
+        if given.data[0] not in formats:
+            parser.error(
+                f"{given.question} is not asked of data in the format {given.data[0]!r}: {list(formats)}"
+            )
+        data = given.data[0], Path(given.data[1])
 
     run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
-    arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace)
+    arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace, data)
     failure = ""
     try:
         rows = run(arguments)
-    except (BadTrace, Unavailable) as error:
+    except (BadFile, Unavailable) as error:
         parser.error(str(error))
     except Incomplete as error:
         rows, failure = error.rows, str(error)

@@ -17,8 +17,10 @@ import torch
 from baselines.check_n_run.choose_bits import bits_for, capacity, scheme_for
 from baselines.check_n_run.codec import loaded, stored
 from baselines.check_n_run.quantize_scheme import BITS, Scheme
+from bench.click_training import DIM, Model
+from bench.clicks import Data
 from bench.cpr_quality import mean
-from bench.cpr_training import DIM, Data, Model, draw
+from bench.data_planted import draw
 from bench.result import Label, Row, once, summary
 
 RESTORES: Final = (1, 3, 20)
@@ -129,7 +131,7 @@ def trained(data: Data, seed: int, restores: int = 0, choice: Choice | None = No
         restores: From checkpoints.
         choice: How these are stored.
     """
-    model = Model(seed)
+    model = Model.of(data, seed)
     due = moments(data.steps, restores)
     for step in range(data.steps):
         if choice is not None and step in due:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import ecemb
-from bench.cpr_training import WEIGHTS, auc
+from bench.click_training import auc
+from bench.data_planted import WEIGHTS
 from bench.method import Failure, Method, Training, live
 from bench.methods import METHODS, Place, ScaledJob
 from bench.order import Written

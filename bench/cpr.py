@@ -45,7 +45,7 @@ from baselines.cpr.priority import PRIORITIES, large_tables
 from baselines.cpr.servers import Servers
 from bench.cpr_overhead import overheads, pls
 from bench.cpr_quality import Size, of_failures, quality
-from bench.cpr_training import KAGGLE_ROWS
+from bench.data_planted import KAGGLE_ROWS
 from bench.result import Arguments, Row, WrongResult, once
 
 RUNS, QUICK_RUNS = 1000, 200

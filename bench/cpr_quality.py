@@ -18,8 +18,11 @@ from baselines.cpr.job import Job
 from baselines.cpr.pls import expected_pls, expected_pls_of_job, interval_for_pls
 from baselines.cpr.priority import PRIORITIES, SHARE
 from baselines.cpr.setups import EMULATED, FAILURES, PLS_TARGETS, PRODUCTION
+from bench.click_training import Failure
+from bench.clicks import Data
 from bench.cpr_overhead import FORMULA, WHOLE
-from bench.cpr_training import Data, Failure, Trained, draw, train
+from bench.cpr_training import Trained, train
+from bench.data_planted import draw
 from bench.result import Label, Row, WrongResult, once, summary
 
 VANILLA = "vanilla"

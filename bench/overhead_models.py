@@ -106,19 +106,25 @@ class Dense(nn.Module):
         dim: Of the embeddings.
         bottom: Widths of the perceptron's layers, but for the last one, which is `dim`.
         top: Widths of the layers after the products, but for the last one, which is 1.
+        integers: Of each sample.
     """
 
     def __init__(
-        self, tables: int, dim: int, bottom: Sequence[int] = BOTTOM, top: Sequence[int] = TOP
+        self,
+        tables: int,
+        dim: int,
+        bottom: Sequence[int] = BOTTOM,
+        top: Sequence[int] = TOP,
+        integers: int = INTEGERS,
     ) -> None:
         super().__init__()
         pairs = torch.triu_indices(tables + 1, tables + 1, 1)
         self.register_buffer("pairs", pairs, persistent=False)
-        self.bottom = perceptron(INTEGERS, *bottom, dim)
+        self.bottom = perceptron(integers, *bottom, dim)
         self.top = nn.Sequential(perceptron(dim + pairs.shape[1], *top), nn.Linear(top[-1], 1))
 
     def forward(self, integers: Tensor, embedded: Tensor) -> Tensor:
-        """Logits [batch, 1] of integers [batch, INTEGERS] and embeddings [batch, tables, dim]."""
+        """Logits [batch, 1] of integers [batch, integers] and embeddings [batch, tables, dim]."""
         bottom = self.bottom(integers)
         vectors = torch.cat([bottom.unsqueeze(1), embedded], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.cpr_training import DENSE_LR, LAYERS, ROWS, TABLES_LR, draw
+from bench.click_training import DENSE_LR, LAYERS, TABLES_LR
+from bench.data_planted import ROWS, draw
 from bench.overhead_models import Dense
 
 MET = 20
@@ -25,7 +26,7 @@ def uniform(rows: int, dim: int, seed: int) -> Tensor:
 
 
 def trained(rows: int, dim: int, seed: int, *, steps: int, batch: int) -> Tensor:
-    """Rows of tables that a small DLRM was trained with, by Adagrad, on the clicks of `bench.cpr_training`.
+    """Rows of tables that a small DLRM was trained with, by Adagrad, on the clicks of `bench.data_planted`.
 
     Args:
         rows: At most; those are drawn from that were looked up often.

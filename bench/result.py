@@ -66,8 +66,8 @@ class Unavailable(Exception):
     """What is to be measured isn't on this machine, and nothing was; the message says what, and a way out."""
 
 
-class BadTrace(Exception):
-    """What was given as a trace is none that is known; the message names it, and what is."""
+class BadFile(Exception):
+    """A file that was given can't be used, as a trace or as data; the message names it, why, and what can."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Arguments:
         engine: Of the tables, if the question is asked of one.
         setting: The only one to be measured, or "" for all.
         trace: Faults of a real cluster, if the question can be asked of one.
+        data: A format of clicks and a file of it, if the question can be asked of one.
     """
 
     quick: bool = False
@@ -87,6 +88,7 @@ class Arguments:
     engine: str = ""
     setting: str = ""
     trace: Path | None = None
+    data: tuple[str, Path] | None = None
 
 
 @dataclass(frozen=True)

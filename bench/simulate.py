@@ -22,6 +22,7 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   anywhere, or in one rack of 8. The trace doesn't say.
 - `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
   best that isn't of its kind. All methods meet the same faults.
+- `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
 - `assumed`: what all of this stands on.
 """
 
@@ -54,7 +55,7 @@ TRACE_SIZES = (64, 400)
 RACK_HOSTS = 8
 SHAPES = {"exponential": 1.0, "gamma 0.5": 0.5}
 SHAPED = 256
-"""Hosts of the job whose faults also come in swarms, and from the trace."""
+"""Hosts of the job whose faults also come in swarms, and, as many as fit, from the trace."""
 MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TABLES_TB = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 MAP_HOSTS = 128
@@ -75,7 +76,7 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question.
 
     Raises:
-        BadTrace: `--trace` is no trace that is known, or has too few nodes.
+        BadFile: `--trace` is no trace that is known, or has too few nodes.
         WrongResult: The simulation is too far from a formula.
     """
     quick = arguments.quick
@@ -84,9 +85,24 @@ def run(arguments: Arguments) -> list[Row]:
     rows += trainings(trace, quick=quick, seed=arguments.seed)
     rows += losses(QUICK_SIZES if quick else SIZES)
     if trace is not None:
+        rows.append(said(trace))
         rows += losses_of_trace(trace, QUICK_REPLAYS if quick else REPLAYS, arguments.seed)
     rows += best(QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed)
     return rows + rows_of(costs(), JOB)
+
+
+def said(trace: Trace) -> Row:
+    """What a trace has."""
+    days = round(trace.hours / 24, 1)
+    return once(
+        "trace_faults",
+        "faults",
+        len(trace.losses),
+        trace=trace.name,
+        nodes=trace.nodes,
+        days=days,
+        skipped=trace.skipped,
+    )
 
 
 def sized(hosts: int) -> Job:
@@ -98,10 +114,12 @@ def trainings(trace: Trace | None, *, quick: bool, seed: int) -> list[Row]:
     """ETTR, steps run again and lost samples of all methods, by number of hosts and kind of faults."""
     months = QUICK_MONTHS if quick else MONTHS
     rows: list[Row] = []
-    for hosts in QUICK_SIZES if quick else SIZES:
+    sizes = QUICK_SIZES if quick else SIZES
+    replayed_on = max(size for size in sizes if trace is None or size <= min(SHAPED, trace.nodes))
+    for hosts in sizes:
         job = sized(hosts)
         kinds = list(SHAPES) if hosts == SHAPED else ["exponential"]
-        if trace is not None and hosts == SHAPED and hosts <= trace.nodes:
+        if trace is not None and hosts == replayed_on:
             kinds.append(trace.name)
         ways = methods(job, costs())
         for arrivals in kinds:
@@ -163,7 +181,7 @@ def losses(sizes: Sequence[int]) -> Iterator[Row]:
 def losses_of_trace(trace: Trace, replays: int, seed: int) -> Iterator[Row]:
     """The same, counted over replays of a trace on hosts drawn from it."""
     for strike in ("anywhere", "one rack"):
-        for hosts in (size for size in TRACE_SIZES if size <= trace.nodes):
+        for hosts in [size for size in TRACE_SIZES if size <= trace.nodes] or [racks(trace.nodes)]:
             job = replace(sized(hosts), rack_hosts=RACK_HOSTS)
             window_h = max(host_recovery_s(job, code) for code in CODES) / 3600
             rng = np.random.default_rng((seed, hosts))
@@ -186,6 +204,11 @@ def losses_of_trace(trace: Trace, replays: int, seed: int) -> Iterator[Row]:
                     broken = sum(int(odds.broken(lost).sum()) for lost in sets.values())
                     chance = 100 * abs(math.expm1(-broken / months))
                     yield _loss("data_lost_on_trace_pct", code, spread, hosts, strike, chance)
+
+
+def racks(nodes: int) -> int:
+    """The most nodes that are whole racks."""
+    return nodes // RACK_HOSTS * RACK_HOSTS
 
 
 def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance: float) -> Row:

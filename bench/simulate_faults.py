@@ -8,7 +8,7 @@ Two forms of trace are read, told apart by their beginning:
 - LANL's failures of 1996 to 2005 as CSV (LA-UR-05-7318), by the names of its columns: `System`, `nodes`,
   `nodenumz`, `Prob Started`. Of its systems the one with the most failures is taken.
 
-Lines that can't be read are counted, never a crash; a file without any that can is refused.
+Events and lines that can't be read are counted, and never a crash; a file without any that can is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.result import BadTrace
+from bench.result import BadFile
 from ecemb.odds import different
 from ecemb.planner import BURST_SIZES, Job
 
@@ -34,6 +34,12 @@ TOGETHER_H = 1 / 6
 """Faults this close to the one before are one burst (chosen: as in `ecemb.planner.BURST_SIZES`)."""
 _LANL = ("System", "nodes", "nodenumz", "Prob Started")
 _DATES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M")
+MOST_NODES = 1 << 20
+"""Of a cluster."""
+MOST_HOURS = 24 * 366 * 100
+"""From the beginning of a trace, or for dates from 1990, to its last event."""
+LEAST_NODES = 16
+"""Of a trace: fewer are no job."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Trace:
         nodes: How many there are, those that never fail included.
         hours: From the first event to the last.
         losses: (hour, node), ascending.
-        skipped: Lines that could not be read.
+        skipped: Events or lines that could not be read.
     """
 
     name: str
@@ -116,10 +122,10 @@ def replayed(trace: Trace, job: Job, rng: np.random.Generator, *, one_rack: bool
             of it; the trace doesn't say where nodes are. Else nodes keep their identity.
 
     Raises:
-        BadTrace: The job has more hosts than the trace has nodes.
+        BadFile: The job has more hosts than the trace has nodes.
     """
     if job.hosts > trace.nodes:
-        raise BadTrace(
+        raise BadFile(
             f"{trace.name} has {trace.nodes} nodes; a job of {job.hosts} hosts can't be replayed from it"
         )
     host_of = dict(zip(rng.permutation(trace.nodes)[: job.hosts].tolist(), range(job.hosts), strict=True))
@@ -146,17 +152,22 @@ def read(path: Path) -> Trace:
     """Reads a trace of one of the two forms.
 
     Raises:
-        BadTrace: It can't be read, or has no fault in it that can.
+        BadFile: It can't be read, has no fault in it that can, or is of too few nodes or too short.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
-        raise BadTrace(f"--trace {path}: {error.strerror or error}; give the path of a file") from error
+        raise BadFile(f"--trace {path}: {error.strerror or error}; give the path of a file") from error
     found = _infinitehbd(path, text) if text.lstrip()[:1] in ("[", "{") else _lanl(path, text)
     if not found.losses:
-        raise BadTrace(
+        raise BadFile(
             f"--trace {path} has no fault that can be read ({found.skipped} lines can't): give InfiniteHBD's "
             f"fault_trace.json, or LANL's failures as CSV with the columns {', '.join(_LANL)}"
+        )
+    if found.nodes < LEAST_NODES or not found.hours:
+        raise BadFile(
+            f"--trace {found.name} has {found.nodes} nodes and goes over {found.hours:g} hours; a job that "
+            f"is replayed from it takes {LEAST_NODES} nodes or more, and some time"
         )
     return found
 
@@ -164,15 +175,18 @@ def read(path: Path) -> Trace:
 def _infinitehbd(path: Path, text: str) -> Trace:
     try:
         events = json.loads(text)
-    except ValueError as error:
-        raise BadTrace(f"--trace {path} begins like JSON and isn't: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"--trace {path} begins like JSON and isn't: {error}") from error
     starts: list[tuple[float, str]] = []
     last = 0.0
     skipped = 0
     for event in cast(list[Any], events) if isinstance(events, list) else [events]:
         try:
             hour, kind, node = 24 * float(event["event_time"]), event["event_type"], str(event["node_id"])
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, OverflowError):
+            skipped += 1
+            continue
+        if kind not in ("fault_start", "fault_end") or not 0 <= hour <= MOST_HOURS:
             skipped += 1
             continue
         last = max(last, hour)
@@ -182,34 +196,48 @@ def _infinitehbd(path: Path, text: str) -> Trace:
 
 
 def _lanl(path: Path, text: str) -> Trace:
-    lines = csv.DictReader(text.splitlines())
-    columns = [
-        next((name for name in lines.fieldnames or () if name.startswith(start)), None) for start in _LANL
+    rows = _rows(text)
+    heads = [name.strip().lower() for name in next(rows, None) or ()]
+    places = [
+        next((i for i, name in enumerate(heads) if name.startswith(start.lower())), None) for start in _LANL
     ]
-    if None in columns:
-        missing = [start for start, column in zip(_LANL, columns, strict=True) if column is None]
-        raise BadTrace(
+    missing = [start for start, place in zip(_LANL, places, strict=True) if place is None]
+    if missing:
+        raise BadFile(
             f"--trace {path} is neither JSON nor LANL's CSV: it has no column {', '.join(missing)}; give "
             "InfiniteHBD's fault_trace.json, or LANL's failures"
         )
     by_system: dict[str, list[tuple[float, str]]] = {}
     nodes: Counter[str] = Counter()
     skipped = 0
-    for line in lines:
+    for row in rows:
         try:
-            system, many, node, date = (line[column].strip() for column in cast(list[str], columns))
-            hour = _hours(date)
-            nodes[system] = max(nodes[system], int(many))
-        except (AttributeError, ValueError):
+            system, many, node, date = (row[place].strip() for place in cast(list[int], places))
+            hour, count, number = _hours(date), int(many), int(node)
+        except (IndexError, ValueError):
             skipped += 1
             continue
-        by_system.setdefault(system, []).append((hour, node))
+        if not (0 <= number < MOST_NODES and 0 < count <= MOST_NODES):
+            skipped += 1
+            continue
+        nodes[system] = max(nodes[system], count)
+        by_system.setdefault(system, []).append((hour, str(number)))
     if not by_system:
         return Trace(path.name, 0, 0.0, (), skipped)
     system = max(by_system, key=lambda name: len(by_system[name]))
     first = min(hour for hour, _ in by_system[system])
     starts = [(hour - first, node) for hour, node in by_system[system]]
     return _trace(f"{path.name}, system {system}", starts, nodes[system], max(starts)[0], skipped)
+
+
+def _rows(text: str) -> Iterator[list[str]]:
+    """Each line by itself, so that a quote that nothing closes costs one; those that are no CSV are empty."""
+    for line in text.splitlines():
+        if line.strip():
+            try:
+                yield next(csv.reader([line]))
+            except csv.Error:
+                yield []
 
 
 def _trace(name: str, starts: list[tuple[float, str]], nodes: int, hours: float, skipped: int) -> Trace:
@@ -221,9 +249,11 @@ def _trace(name: str, starts: list[tuple[float, str]], nodes: int, hours: float,
 def _hours(date: str) -> float:
     for form in _DATES:
         try:
-            return (datetime.strptime(date, form) - datetime(1990, 1, 1)).total_seconds() / 3600
+            hours = (datetime.strptime(date, form) - datetime(1990, 1, 1)).total_seconds() / 3600
         except ValueError:
             continue
+        if 0 <= hours <= MOST_HOURS:
+            return hours
     raise ValueError(f"no date: {date!r}")
 
 

@@ -67,6 +67,10 @@ SHEETS = {
             "time_scale",
         ),
     ),
+    "quality": (
+        ("auc", "auc_lost", "log_loss", "loss_added", "bit_identical", "steps_run_again", "pls"),
+        ("samples", "malformed_lines"),
+    ),
 }
 """Questions of which several metrics share a table, a column each, and which those are."""
 

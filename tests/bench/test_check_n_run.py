@@ -18,7 +18,8 @@ from bench.check_n_run_access import LOCALITY, LONG, Law, Pattern, binned, patte
 from bench.check_n_run_quality import moments, restore, trained
 from bench.check_n_run_stall import Block, Order, Told
 from bench.check_n_run_volumes import STATES, Look, Volumes, alone, checkpointed
-from bench.cpr_training import Model, draw
+from bench.click_training import Model
+from bench.data_planted import draw
 from bench.result import Arguments, Row, WrongResult, document, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own
@@ -163,7 +164,7 @@ def test_restores_change_what_they_lose_and_exact_ones_nothing() -> None:
     data = draw(6, 32, 500, seed=2)
     assert trained(data, 2, 2, lambda _: EXACT) == trained(data, 2)
     assert trained(data, 2, 2, lambda _: Scheme("adaptive", 2)) != trained(data, 2)
-    model = Model(2)
+    model = Model.of(data, 2)
     before = model.weight.detach().clone()
     restore(model, Scheme("asymmetric", 8))
     steps = (before.amax(1) - before.amin(1)) / 255

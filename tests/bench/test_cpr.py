@@ -12,9 +12,11 @@ import torch
 
 from baselines.cpr.priority import PRIORITIES
 from baselines.cpr.setups import KAGGLE, sweeps
-from bench import cpr, cpr_overhead, cpr_picture, cpr_quality, cpr_training, tables
+from bench import click_training, cpr, cpr_overhead, cpr_picture, cpr_quality, tables
+from bench.click_training import Failure
 from bench.cpr_quality import PRODUCTIVE, SETTINGS, Pair, mean, slopes_of
-from bench.cpr_training import ROWS, Failure, draw, train
+from bench.cpr_training import train
+from bench.data_planted import ROWS, draw
 from bench.result import Arguments, Row, WrongResult, document, write
 
 
@@ -119,9 +121,9 @@ def test_failures_cost_quality_and_saves_alone_dont() -> None:
 
 def test_auc() -> None:
     clicks = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    assert cpr_training.auc(torch.tensor([1.0, 2.0, 3.0, 4.0]), clicks) == 1
-    assert cpr_training.auc(torch.tensor([1.0, 3.0, 3.0, 4.0]), clicks) == 0.875
-    assert cpr_training.auc(torch.zeros(4), clicks) == 0.5
+    assert click_training.auc(torch.tensor([1.0, 2.0, 3.0, 4.0]), clicks) == 1
+    assert click_training.auc(torch.tensor([1.0, 3.0, 3.0, 4.0]), clicks) == 0.875
+    assert click_training.auc(torch.zeros(4), clicks) == 0.5
 
 
 def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:

@@ -6,16 +6,19 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baselines.cpr.emulation import emulate
 from baselines.cpr.job import Job as CprJob
 from baselines.cpr.overhead import Costs, Policy
 from bench import __main__ as command
 from bench import simulate, simulate_checks, simulate_methods, simulate_picture
-from bench.result import Arguments, BadTrace, Row, WrongResult
+from bench.result import Arguments, BadFile, Row, WrongResult
 from bench.simulate_faults import Fault, drawn, episodes, read, replayed, sets_by_size
 from bench.simulate_training import Method, train
 from ecemb.code import Code
@@ -98,13 +101,20 @@ def infinitehbd(tmp_path: Path) -> Path:
     return path
 
 
-LANL = """System,machine type,nodes,nodenum,nodenumz,Prob Started (mm/dd/yy hh:mm),Prob Fixed
-2,cluster,49,0,0,6/21/2005 10:54,6/21/2005 11:00
-20,cluster,256,7,6,06/21/05 10:00,06/21/05 11:00
-20,cluster,256,8,7,06/22/05 10:00,
-20,cluster,256,8,7,soon,
-20,short
+LANL = """System,machine type,nodes,procstot,procsinnode,nodenum,nodenumz,node install,node prod,node decom,\
+fru type,mem,cputype,memtype,num intercon,purpose,Prob Started,Prob Fixed,Down Time,Facilities,Hardware,\
+Human Error,Network,Undetermined,Software,Same Event
+2,cluster,49,6152,80,0,0,5-Apr,5-Jun,current,part,80,1,1,0,graphics.fe,6/21/2005 10:54,6/21/2005 11:00,6,,\
+Graphics Accel Hdwr,,,,,No
+20,cluster,256,1024,4,7,6,1-Jan,2-Jan,current,part,80,1,1,0,compute,06/21/05 10:00,06/21/05 11:00,60,,,,,,,No
+20,cluster,256,1024,4,8,7,1-Jan,2-Jan,current,part,80,1,1,0,compute,06/22/05 10:00,,,,,,,,,
+20,cluster,256,1024,4,8,7,1-Jan,2-Jan,current,part,80,1,1,0,compute,soon,,,,,,,,,
+20,cluster,256,1024,4,8,,1-Jan,2-Jan,current,part,80,1,1,0,compute,06/22/05 10:00,,,,,,,,,
+20,cluster,999999999999,1024,4,8,7,1-Jan,2-Jan,current,part,80,1,1,0,compute,06/22/05 10:00,,,,,,,,,
+20,"short
 """
+"""The columns are the published ones."""
+EVENT = '[{{"event_time": {}, "event_type": "fault_start", "node_id": 1}}]'
 
 
 def test_infinitehbds_form(tmp_path: Path) -> None:
@@ -113,11 +123,15 @@ def test_infinitehbds_form(tmp_path: Path) -> None:
     assert trace.losses == ((24.0, 0), (24.0, 1), (120.0, 2))
 
 
-def test_lanls_form(tmp_path: Path) -> None:
+OTHERWISE = "\ufeff" + LANL.replace("Prob Started", "prob started (mm/dd/yy hh:mm)")
+
+
+@pytest.mark.parametrize("text", [LANL, OTHERWISE], ids=["published", "otherwise"])
+def test_lanls_form(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lanl.csv"
-    path.write_text(LANL)
+    path.write_text(text, encoding="utf-8")
     trace = read(path)
-    assert (trace.name, trace.nodes, trace.hours, trace.skipped) == ("lanl.csv, system 20", 256, 24.0, 2)
+    assert (trace.name, trace.nodes, trace.hours, trace.skipped) == ("lanl.csv, system 20", 256, 24.0, 4)
     assert trace.losses == ((0.0, 0), (24.0, 1))
 
 
@@ -128,12 +142,16 @@ def test_lanls_form(tmp_path: Path) -> None:
         ("[]", "has no fault that can be read"),
         ("a,b\n1,2\n", "neither JSON nor LANL's CSV: it has no column System"),
         (LANL.splitlines()[0], "has no fault that can be read"),
+        ("\n".join(LANL.splitlines()[:2]), "system 2 has 49 nodes and goes over 0 hours; a job that is"),
+        ("[" * 100_000, "begins like JSON and isn't"),
+        (EVENT.format("NaN"), r"can be read \(1 lines can't\)"),
+        (EVENT.format("1e99"), r"can be read \(1 lines can't\)"),
     ],
 )
 def test_no_traces(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(BadTrace, match=said):
+    with pytest.raises(BadFile, match=said):
         read(path)
 
 
@@ -146,7 +164,7 @@ def test_a_trace_on_a_job(tmp_path: Path) -> None:
     together, alone = replayed(trace, job, np.random.default_rng(0), one_rack=True)
     assert len({host // 4 for host in together.hosts}) == 1 and len(together.hosts) == 2
     assert len(alone.hosts) == 1
-    with pytest.raises(BadTrace, match="400 nodes; a job of 401 hosts can't be"):
+    with pytest.raises(BadFile, match="400 nodes; a job of 401 hosts can't be"):
         replayed(trace, replace(JOB, hosts=401), np.random.default_rng(0), one_rack=False)
 
 
@@ -176,6 +194,44 @@ def test_methods_that_fit() -> None:
     assert not {name for name in names if "(6, 4)" in name}
 
 
+NONSENSE = st.one_of(
+    st.binary(max_size=200),
+    st.lists(st.sampled_from([*LANL.splitlines(), '"', ",,,", "\0", "20"]), max_size=8).map(
+        lambda lines: "\n".join([LANL.splitlines()[0], *lines]).encode()
+    ),
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["node_id", "event_time", "event_type"]),
+            st.one_of(st.floats(), st.none(), st.integers(), st.sampled_from(["fault_start", "1", []])),
+        ),
+        max_size=6,
+    ).map(lambda events: json.dumps(events).encode()),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(content=NONSENSE)
+def test_no_bytes_are_a_crash(content: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "trace")
+        path.write_bytes(content)
+        try:
+            trace = read(path)
+        except BadFile:
+            return
+        assert 16 <= trace.nodes <= 1 << 20 and 0 < trace.hours <= 24 * 366 * 100
+        assert all(0 <= hour <= trace.hours and 0 <= node < trace.nodes for hour, node in trace.losses)
+
+
+def test_a_small_cluster_is_replayed_in_whole_racks(tmp_path: Path) -> None:
+    line = "2,cluster,49,6152,80,0,{node},5-Apr,5-Jun,current,part,80,1,1,0,compute,6/{day}/2005 10:54"
+    path = tmp_path / "lanl.csv"
+    lines = [line.format(node=node, day=1 + node // 2) for node in range(49)]
+    path.write_text("\n".join([LANL.splitlines()[0], *lines]))
+    found = list(simulate.losses_of_trace(read(path), 2, 0))
+    assert {row.labels["hosts"] for row in found} == {48}
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     trace = infinitehbd(tmp_path_factory.mktemp("trace"))
@@ -190,10 +246,14 @@ def test_the_answer(rows: list[Row]) -> None:
         "samples_lost_pct",
         "data_lost_pct",
         "data_lost_on_trace_pct",
+        "trace_faults",
         "best_ettr",
         "assumed",
     }
     assert all(0 < row.value <= 1 for row in rows if row.unit == "ratio" and "ettr" in row.metric)
+    (said,) = (row for row in rows if row.metric == "trace_faults")
+    assert (said.value, said.labels["nodes"], said.labels["skipped"]) == (3, 400, 2)
+    assert {row.labels["hosts"] for row in rows if row.labels.get("faults") == "trace.json"} == {64}
     lost = {
         (row.labels["spread"], row.labels["code"]): row.value
         for row in rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baselines.cpr.priority import PRIORITIES, SHARE, Mfu, RowPriority, Scar, Ssu, large_tables
-from bench.cpr_training import KAGGLE_ROWS
+from bench.data_planted import KAGGLE_ROWS
 
 ALL = pytest.mark.parametrize("make", PRIORITIES.values(), ids=PRIORITIES.keys())
 
