@@ -130,6 +130,7 @@ class Remote(Store):
 
     def get(self, path: str) -> bytes:
         """See `Store.get`."""
+        self._files.invalidate_cache()  # what others have put since it listed a folder would not be there
         return self._files.cat_file(self._place(path))
 
     def paths(self) -> list[str]:

@@ -1,0 +1,105 @@
+"""Checkpoints in object storage: the same objects, and the same tier, on a local server that speaks S3.
+
+Needs s3fs and moto, `pip install s3fs 'moto[server]'`, in an environment of its own: their botocore wants an
+older python-dateutil than constraints.txt has. test_store.py does the same on fsspec's file systems.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baselines.check_n_run.durable import DurableTier
+from baselines.check_n_run.store import Store, store_at
+from ecemb.checkpoint import Piece
+
+WHY = "is not installed, and doesn't fit constraints.txt: botocore wants python-dateutil < 3"
+server = pytest.importorskip("moto.server", reason=f"moto {WHY}")
+pytest.importorskip("s3fs", reason=f"s3fs {WHY}")
+
+ROWS, DIM = 6, 3
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, Any]]:
+    """Of s3fs, for a server that lives as long as these tests; keys are anybody's."""
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}
+    running.stop()
+
+
+@pytest.fixture
+def url(options: dict[str, Any]) -> str:
+    """A folder of a new bucket."""
+    import s3fs
+
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    s3fs.S3FileSystem(**options).mkdir(bucket)
+    return f"s3://{bucket}/job"
+
+
+def test_objects(url: str, options: dict[str, Any]) -> None:
+    store = store_at(url, options)
+    assert store.paths() == []
+    with pytest.raises(FileNotFoundError):
+        store.get("a/b")
+    store.put("a/b", b"one")
+    store.put("c", memoryview(b"two"))
+    store.put("a/d", b"")
+    store.put("a/b", b"three")
+    assert store.paths() == ["a/b", "a/d", "c"]
+    assert [store.get(path) for path in ("a/b", "c", "a/d")] == [b"three", b"two", b""]
+    assert another(url, options).paths() == ["a/b", "a/d", "c"]
+    store.remove(["c", "a/d", "no/such"])
+    assert store.paths() == ["a/b"]
+
+
+def another(url: str, options: dict[str, Any]) -> Store:
+    """As another process sees it: without this one's caches."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    return store_at(url, options)
+
+
+def test_a_tier(url: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Full and differential checkpoints of one rank, and what is removed."""
+    weight = torch.arange(ROWS * DIM, dtype=torch.float32).reshape(ROWS, DIM)
+
+    def pieces() -> list[Piece]:
+        return [
+            Piece("t.weight", (ROWS, DIM), 0, weight[:4], "t"),
+            Piece("t.weight", (ROWS, DIM), 4, weight[4:], "t"),
+            Piece("head", (2,), 0, torch.ones(2)),
+        ]
+
+    tier = DurableTier(url, tmp_path, policy="one_shot", options=options)
+    assert tier.newest() is None and tier.finished("job") is None
+    tier.follow({"t": range(ROWS)})
+    for step in range(3):
+        tables = [[["t", ROWS, None, [["weight", "float32", DIM]]]]]
+        facts = {"step": step, "lineage": "one", "job": "job", "world_size": 1, "tables": tables}
+        token = tier.prepare(step, facts)
+        tier.take(token, 0, pieces())
+        tier.write(token, 0, 1, [])
+        tier.commit(token, facts, [""])
+        tier.retain(1)
+        wanted = weight.clone()
+        tier.touched("t", torch.tensor([step, 4]))
+        weight[[step, 4]] += 1.0
+    assert len([path for path in another(url, options).paths() if path.endswith(".manifest")]) == 2
+    again = DurableTier(url, tmp_path / "again", policy="one_shot", options=options)
+    stored = again.newest()
+    assert stored is not None and stored.step == 2
+    weight.zero_()
+    again.read(stored, pieces())
+    assert torch.equal(weight, wanted)
+    tier.finish("job", 3)
+    assert again.finished("job") == f"{url}/finished-job"
