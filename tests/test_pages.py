@@ -41,6 +41,14 @@ def test_every_kind_says_what_to_do() -> None:
     assert kinds and not [kind.name for kind in kinds.values() if "\n\n" not in kind.docstring]
 
 
+PROPERTY = """
+class C:
+    @property
+    def way_out(self):
+        return "way of just five words"
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [
@@ -52,6 +60,8 @@ def test_every_kind_says_what_to_do() -> None:
         ('def f():\n    text = "so"\n    raise E(text) from None', ["so"]),
         ('def f():\n    return E("made here")', ["made here"]),
         ('RULE = f"of {x}"\nraise E(f"the rule {RULE}")', ["the rule of {x}"]),
+        (PROPERTY + 'raise E(f"a {way_out}")', ["a {way_out}"]),
+        (PROPERTY + 'raise E(f"a {self.way_out}")', ["a way of just five words"]),
         ("raise E(nobody(knows))\nraise E()\nraise F('another')", []),
     ],
 )

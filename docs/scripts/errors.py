@@ -171,11 +171,12 @@ class Source:
         if isinstance(part, ast.Constant):
             return str(part.value)
         value = part.value if isinstance(part, ast.FormattedValue) else part
-        return self.sentences.get(_last_name(value)) or "{" + _value_name(value) + "}"
+        name = ("." if isinstance(value, ast.Attribute) else "") + _last_name(value)
+        return self.sentences.get(name) or "{" + _value_name(value) + "}"
 
 
 def sentences(modules: Iterable[ast.Module]) -> dict[str, str]:
-    """Text that messages of several modules end with, by the name under which they take it in."""
+    """Text that messages of several modules end with, by name; that of a property begins with a dot."""
     found: dict[str, str] = {}
     for module in modules:
         for node in module.body:
@@ -187,7 +188,7 @@ def sentences(modules: Iterable[ast.Module]) -> dict[str, str]:
             if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list):
                 for text in Source({}, found).returned(node):
                     if len(text.split()) >= _SENTENCE_WORDS:
-                        found[node.name] = text
+                        found[f".{node.name}"] = text
     return found
 
 
