@@ -42,7 +42,7 @@ from .rows import TableLayout, cut
 from .transport import Transport
 from .window import Window
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 FailureDomain = Literal["auto", "host", "rank"]
 

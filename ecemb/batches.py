@@ -21,7 +21,7 @@ from .loaders import Source, find_source
 from .packing import dump, load
 from .rankstate import RankState
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 
 class Batches(Iterator[Any]):
@@ -41,8 +41,8 @@ class Batches(Iterator[Any]):
         self.source = source
         self._is_open = is_open
         self._generators = generators.owned(source.parts)
-        self.epoch = 0
-        self.name = f"loader {number} of guard.batches() ({source.description})"
+        self.epoch: int = 0
+        self.name: str = f"loader {number} of guard.batches() ({source.description})"
         self._iterator: Iterator[Any] | None = None
         self._stale = False  # the iterator is not where the position is
         self._drawn = 0  # batches of this epoch

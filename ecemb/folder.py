@@ -45,9 +45,9 @@ class Folder:
 
     def __init__(self, arena_dir: Path, job: str, host: str) -> None:
         self.arena_dir = arena_dir
-        self.job = check_name("job", job)
-        self.host = check_name("host", host)
-        self.path = home(arena_dir) / job / host
+        self.job: str = check_name("job", job)
+        self.host: str = check_name("host", host)
+        self.path: Path = home(arena_dir) / job / host
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Generator[int, None, None]:

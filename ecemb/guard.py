@@ -30,7 +30,7 @@ from .step import Step
 from .transaction import Transactions, lost_name
 from .window import Window
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 
 class Guard:

@@ -206,8 +206,9 @@ class Indexes:
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
         self._drawn: collections.deque[int | None] = collections.deque()  # read ahead, not given out
-        self.skip = 0
-        self.closed = self.short = False
+        self.skip: int = 0
+        self.closed: bool = False
+        self.short: bool = False
         self.latest: Iterator[Any] | None = None
         self.last: int | None = None
 

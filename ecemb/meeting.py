@@ -51,7 +51,7 @@ class Listener:
     """Where neighbours call: open before this worker is announced, closed as soon as all have called."""
 
     def __init__(self) -> None:
-        self.socket = listen()
+        self.socket: socket.socket = listen()
         self.port: int = self.socket.getsockname()[1]
 
     def __enter__(self) -> Listener:

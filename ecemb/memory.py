@@ -60,14 +60,14 @@ class RankMemory:
     ) -> None:
         self.arena = arena
         self.geometry = geometry
-        self.rank = arena.header().constants.rank
+        self.rank: int = arena.header().constants.rank
         rows = arena.region("rows")
         starts, _ = arrange(layouts)
         tables, named = (
             [Table(layout, rows, at, kernels) for layout, at in zip(each, starts, strict=True)]
             for each in (layouts, joined(layouts))
         )
-        self.space = RowSpace(tables, geometry.generator.shape[1], named)
+        self.space: RowSpace = RowSpace(tables, geometry.generator.shape[1], named)
         self.parity: ParityBlocks | None = None
         if geometry.placement is not None:
             self.parity = ParityBlocks(
@@ -79,10 +79,10 @@ class RankMemory:
                 kernels,
             )
         self._journals = [RowJournal(arena, self.space, kernels, region) for region in ROW_JOURNALS]
-        self.journal = self._journals[0]
-        self.inbox = Inbox(arena, len(geometry.block_words))
-        self.parity_journal = ParityJournal(arena)
-        self.slots = Slots(arena)
+        self.journal: RowJournal = self._journals[0]
+        self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
+        self.parity_journal: ParityJournal = ParityJournal(arena)
+        self.slots: Slots = Slots(arena)
         self._messages = Scratch()
 
     @property

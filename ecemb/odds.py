@@ -55,7 +55,7 @@ class Odds:
     def __init__(self, placement: Placement, hosts: Sequence[int], rack_hosts: int = 0) -> None:
         self._placement = placement
         self._spread = placement.spread(hosts)
-        self.count = max(hosts) + 1
+        self.count: int = max(hosts) + 1
         held = np.bincount(np.asarray(hosts), minlength=self.count)
         if held.min() != held.max():
             raise PlacementError(

@@ -40,7 +40,7 @@ from .rows import WORD_BYTES, arrange
 from .saver import Saver, name_of, shared
 from .transport import Transport
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 _SLOT_SLACK_BYTES = 1 << 28
 

@@ -24,7 +24,7 @@ from .transport import Transport
 
 __all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover", "tell"]
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 SAMPLE_WORDS = 1 << 12
 

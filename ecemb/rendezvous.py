@@ -46,7 +46,7 @@ from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
 from .watch import Watch
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 _POLL_S = 0.005
 _PATIENCE_S = 1800.0  # torch's own default

@@ -250,7 +250,7 @@ class Addresses:
     def __init__(self, layouts: Sequence[TableLayout], k: int) -> None:
         self._layouts = list(layouts)
         self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
-        self.bounds = cut(layouts, k)
+        self.bounds: tuple[int, ...] = cut(layouts, k)
 
     def mask(self, block: int, offsets: Ids) -> Words:
         """The bits of words that lie in rows, the rest being padding, or beyond the block's end.
@@ -297,12 +297,13 @@ class RowSpace:
         names = [table.layout.name for table in tables]
         if len(set(names)) != len(names):
             raise ConfigurationError(f"tables need distinct names; got {names}: rename one in tables=")
-        self.tables = list(tables)
-        self.named = list(named or tables)
+        self.tables: list[Table] = list(tables)
+        self.named: list[Table] = list(named or tables)
         layouts = [table.layout for table in tables]
         addresses = Addresses(layouts, k)
-        self.bases, self.bounds = addresses.bases, addresses.bounds
-        self.words = self.bases[-1]
+        self.bases: list[int] = addresses.bases
+        self.bounds: tuple[int, ...] = addresses.bounds
+        self.words: int = self.bases[-1]
         self._cuts = [
             [self._first_row(one.layout, base, bound) for bound in self.bounds]
             for one, base in zip(self.named, self.bases, strict=False)

@@ -37,7 +37,7 @@ from .replicated import ReplicatedState
 from .store import SIGHT_S, CheckpointFolder
 from .transport import Transport
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 _POLL_S = 0.2
 

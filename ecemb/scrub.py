@@ -41,7 +41,7 @@ from .rows import Addresses, TableLayout
 from .stripes import chunks, compare, longest_block
 from .transport import Transport
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
@@ -156,7 +156,9 @@ class Scrubber:
     """
 
     def __init__(self, memory: RankMemory, transport: Transport) -> None:
-        self.scrubbed_words = self.wrong_words = self.repaired_words = 0
+        self.scrubbed_words: int = 0
+        self.wrong_words: int = 0
+        self.repaired_words: int = 0
         self._memory = memory
         self._transport = transport
         self._cursor = self._calls = 0

@@ -7,7 +7,7 @@ import logging
 from .errors import UsageError
 from .transaction import Transactions
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 
 class Step:

@@ -35,7 +35,7 @@ from typing import Any
 from .checkpoint import Piece, Stored, is_stored
 from .errors import CheckpointFailed, CheckpointInsecure, EcembError
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 FACTS = "ecemb.json"
 _NAME = re.compile(r"step-(\d{12,})")
@@ -53,7 +53,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.abspath(os.fspath(path)))
+        self.path: Path = Path(os.path.abspath(os.fspath(path)))
 
     def __str__(self) -> str:
         return str(self.path)

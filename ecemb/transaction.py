@@ -43,7 +43,7 @@ from .window import Window
 
 Words = NDArray[np.uint64]
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 DIGEST_EVERY = 1000
 _FINE, _FAILED, _ABORTED = range(3)
@@ -104,14 +104,14 @@ class Transactions:
         self._rank_state = rank_state
         self._window = window or Window(1)
         self.in_flight: int | None = None
-        self.aborting = False
+        self.aborting: bool = False
         self._steps = 0  # of the transaction, that have ended
         self._savepoint, self._packed = Savepoint(), b""
         self._commits = 0
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
         self._handed = 0  # the transaction that is pending, if one is
-        self.captured_rows = 0
+        self.captured_rows: int = 0
         self.seconds: dict[str, float] = {}
 
     @property

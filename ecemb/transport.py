@@ -25,7 +25,7 @@ Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 _MOST_BYTES = 1 << 30  # of one rank in `gather`: more is nonsense, and is not waited for
 _TELL = 1  # tag of what `tell` and `leave` send
@@ -41,13 +41,13 @@ class Transport:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
         self._last_words: object = None
         self._exchanges = 0
-        self.sent_bytes = 0
+        self.sent_bytes: int = 0
 
     def all_to_all(self, send: Ints, what: str) -> Ints:
         """Sends row p of `send` to rank p. All ranks.

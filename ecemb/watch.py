@@ -28,7 +28,7 @@ from multiprocessing.util import Finalize
 
 from .links import Link, drop, pair
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
 _WRITING_S = 2.0  # for the main thread to finish an error file that it has begun

@@ -20,7 +20,7 @@ from typing import Literal
 from .errors import ConfigurationError
 from .transport import Transport
 
-logger = logging.getLogger("ecemb")
+logger: logging.Logger = logging.getLogger("ecemb")
 
 MOST = 1000
 """Steps that "auto" makes a window at most: the journal holds all rows that they change."""
@@ -55,9 +55,9 @@ class Window:
             )
         if mtbf is not None and not timedelta(0) < mtbf:
             raise ConfigurationError(f"mtbf is a time above 0; it is {mtbf!r}")
-        self.asked = [steps, str(mtbf)]
+        self.asked: list[int | str] = [steps, str(mtbf)]
         self._mtbf = mtbf  # None once there is nothing to choose
-        self.size = 1 if steps == "auto" else steps
+        self.size: int = 1 if steps == "auto" else steps
         self._began: list[float] = []
         self._committing_s: list[float] = []
 

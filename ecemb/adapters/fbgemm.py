@@ -140,14 +140,16 @@ class Batch:
         self.module: Any = kernel.emb_module
         self.configs: list[Any] = own(own(kernel, "_config"), "embedding_tables")
         names = ", ".join(repr(config.name) for config in self.configs)
-        self.what = f"{path} ({names})"
+        self.what: str = f"{path} ({names})"
         states = _states(self.what, self.module)
         kinds = ("weights", *states)
         where = "dev" if own(self.module, "weights_dev").numel() else "host"
         self._check_buffers(kinds, where)
-        self.buffers = [f"{kind}_{where}" for kind in kinds]
+        self.buffers: list[str] = [f"{kind}_{where}" for kind in kinds]
         self._is_apart = is_apart(getattr(self.module, self.buffers[0]))
-        self.tables = [self._table(path, number, config, i) for i, config in enumerate(self.configs)]
+        self.tables: list[FusedTable] = [
+            self._table(path, number, config, i) for i, config in enumerate(self.configs)
+        ]
         self.base = 0
         self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers, or those that stay apart
         self._versions: list[int] = []

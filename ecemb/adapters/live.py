@@ -60,8 +60,8 @@ class LiveTable:
     def __init__(self, of: Tables, index: int) -> None:
         self._of, self._index = of, index
         self._table = of.tables[index]
-        self.name = self._table.name
-        self.rows = self._table.layout.rows
+        self.name: str = self._table.name
+        self.rows: int = self._table.layout.rows
 
     @property
     def whole(self) -> tuple[int, int] | None:

@@ -93,7 +93,7 @@ class ShardedEmbeddingBag(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.name = name or f"ShardedEmbeddingBag({num_embeddings}, {embedding_dim})"
+        self.name: str = name or f"ShardedEmbeddingBag({num_embeddings}, {embedding_dim})"
         if num_embeddings < 1 or embedding_dim < 1:
             raise ConfigurationError(
                 f"{self.name}: num_embeddings and embedding_dim must be at least 1, "
@@ -106,6 +106,8 @@ class ShardedEmbeddingBag(nn.Module):
         self.mode = mode
         self.include_last_offset = include_last_offset
         self.group = group
+        self.rank: int
+        self.world_size: int
         self.rank, self.world_size = _place(group)
         if self.rank < 0:
             raise ConfigurationError(
@@ -114,7 +116,7 @@ class ShardedEmbeddingBag(nn.Module):
             )
         self._block_rows = -(-num_embeddings // self.world_size)
         start = min(self.rank * self._block_rows, num_embeddings)
-        self.rows = range(start, min(start + self._block_rows, num_embeddings))
+        self.rows: range = range(start, min(start + self._block_rows, num_embeddings))
         self._init = init
         self._seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
 

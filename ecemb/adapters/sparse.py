@@ -255,7 +255,7 @@ class SparseTables:
                     f"tables {other!r} and {name!r} share one weight: name it once in tables="
                 )
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
-        self.parameters = [table.weight for table in self.tables]
+        self.parameters: list[nn.Parameter] = [table.weight for table in self.tables]
         self.aside: list[nn.Module] = []
         self.averaged: list[nn.parallel.DistributedDataParallel] = []
         weights = {id(weight) for weight in self.parameters}

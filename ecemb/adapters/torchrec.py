@@ -122,7 +122,8 @@ class Collection:
     """
 
     def __init__(self, path: str, module: Any) -> None:
-        self.path, self.module = path, module
+        self.path: str = path
+        self.module: Any = module
         if (kind := type(module).__name__) not in _COLLECTIONS:
             raise UnsupportedTable(
                 f"{path or 'the model'} is a {kind}: ecemb protects {' and '.join(_COLLECTIONS)}, and other "
@@ -136,7 +137,7 @@ class Collection:
         }
         kernels = list(self._kernels())
         self._check_kernels(kernels)
-        self.batches = [Batch(prefix, kernel, number) for number, kernel in enumerate(kernels)]
+        self.batches: list[Batch] = [Batch(prefix, kernel, number) for number, kernel in enumerate(kernels)]
 
     def _kernels(self) -> Iterator[Any]:
         """TorchRec's modules around FBGEMM's, but for those of data-parallel tables."""
@@ -200,9 +201,9 @@ class FusedTables:
         for batch in self._batches:
             batch.base = len(self.tables)
             self.tables += batch.tables
-        self.parameters = [parameter for one in collections for parameter in one.parameters]
+        self.parameters: list[Any] = [parameter for one in collections for parameter in one.parameters]
         self.aside: list[nn.Module] = [one.module for one in collections]
-        self.averaged = [module for one in collections for module in one.averaged]
+        self.averaged: list[Any] = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []
         self._touched: set[int] = set()  # numbers of batches
         self._turn = 0  # odd in a step, even between steps, and one more at each turn

@@ -38,7 +38,7 @@ class Cpu(Kernels):
 
     def __init__(self, products: Products | None = None, threads: int = 1) -> None:
         super().__init__(threads)
-        self.products = products or available()[0]
+        self.products: Products = products or available()[0]
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes

@@ -25,7 +25,8 @@ class Team:
     """
 
     def __init__(self, threads: int, least_bytes: int = LEAST_BYTES) -> None:
-        self.threads, self._least_bytes = threads, least_bytes
+        self.threads: int = threads
+        self._least_bytes = least_bytes
         self._pool = ThreadPoolExecutor(threads - 1, "ecemb-kernel") if threads > 1 else None
 
     def share(self, items: int, item_bytes: int, act: Callable[[int, int], object]) -> None:
