@@ -557,7 +557,9 @@ def test_a_stream_without_state_is_refused_when_it_shows() -> None:
         rank.step()
 
 
-@pytest.mark.parametrize("loader", [[], map_loader(dataset=Numbers(3), drop_last=True)], ids=str)
+@pytest.mark.parametrize(
+    "loader", [[], map_loader(dataset=Numbers(3), drop_last=True)], ids=["a list", "a DataLoader"]
+)
 def test_a_loader_that_gives_nothing_is_an_error(loader: Any) -> None:
     with pytest.raises(ConfigurationError, match="loader 0 of guard.batches.*gives no batches in epoch 0"):
         Rank([loader]).step()

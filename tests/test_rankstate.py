@@ -132,7 +132,9 @@ def test_an_object_without_the_two_methods_is_refused() -> None:
             state_of(item)
 
 
-@pytest.mark.parametrize("value", [object(), {1}, np.zeros(2), lambda: 0], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), {1}, np.zeros(2), lambda: 0], ids=["object", "set", "array", "function"]
+)
 def test_a_state_that_weights_only_refuses_fails_at_once(value: object) -> None:
     """D6: no pickle is loaded, and a type it refuses is found in protect()."""
     with pytest.raises(ConfigurationError, match=r"Counter.state_dict\(\)\['x'\].*weights_only=True"):
