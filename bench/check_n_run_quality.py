@@ -17,6 +17,7 @@ import torch
 from baselines.check_n_run.choose_bits import bits_for, capacity, scheme_for
 from baselines.check_n_run.codec import loaded, stored
 from baselines.check_n_run.quantize_scheme import BITS, Scheme
+from bench import click_training
 from bench.click_training import DIM, Model
 from bench.clicks import Data
 from bench.cpr_quality import mean
@@ -35,21 +36,14 @@ Choice = Callable[[int], Scheme]
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is trained.
+class Size(click_training.Size):
+    """The same, and more.
 
     Attributes:
-        steps: Of each training.
-        batch: Samples in a step.
-        held_out: Samples.
-        seeds: Pairs of each.
         restores: Of the trainings.
         longer: Steps of further trainings, with the bits that the rule chooses.
     """
 
-    steps: int = 500
-    batch: int = 256
-    held_out: int = 50_000
     seeds: int = 4
     restores: tuple[int, ...] = RESTORES
     longer: tuple[int, ...] = (2000,)

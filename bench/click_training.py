@@ -21,6 +21,23 @@ TABLES_LR, DENSE_LR = 0.03, 1e-3
 
 
 @dataclass(frozen=True)
+class Size:
+    """How much is trained.
+
+    Attributes:
+        steps: Of each training.
+        batch: Samples in a step.
+        held_out: Samples.
+        seeds: Of each training, or pair of trainings.
+    """
+
+    steps: int = 500
+    batch: int = 256
+    held_out: int = 50_000
+    seeds: int = 5
+
+
+@dataclass(frozen=True)
 class Failure:
     """Servers that fail together.
 

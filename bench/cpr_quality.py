@@ -18,6 +18,7 @@ from baselines.cpr.job import Job
 from baselines.cpr.pls import expected_pls, expected_pls_of_job, interval_for_pls
 from baselines.cpr.priority import PRIORITIES, SHARE
 from baselines.cpr.setups import EMULATED, FAILURES, PLS_TARGETS, PRODUCTION
+from bench import click_training
 from bench.click_training import Failure
 from bench.clicks import Data
 from bench.cpr_overhead import FORMULA, WHOLE
@@ -86,21 +87,9 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is trained.
+class Size(click_training.Size):
+    """The same, and `settings`, which are emulated."""
 
-    Attributes:
-        steps: Of each training.
-        batch: Samples in a step.
-        held_out: Samples.
-        seeds: Pairs of each.
-        settings: That are emulated.
-    """
-
-    steps: int
-    batch: int
-    held_out: int
-    seeds: int
     settings: tuple[Setting, ...] = SETTINGS
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from baselines.cpr.servers import Servers
 from baselines.cpr.setups import EMULATED, FAILURES, PLS_TARGETS
-from bench.click_training import Judged, Model, train
+from bench.click_training import Judged, Model, Size, train
 from bench.clicks import Data, Format, Tally, take
 from bench.cpr_quality import Setting, mean
 from bench.data_criteo import CRITEO
@@ -60,23 +60,6 @@ SETTING = Setting(
     PLS_TARGETS[-1],
     (),
 )
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is trained.
-
-    Attributes:
-        steps: Of each training.
-        batch: Samples in a step.
-        held_out: Samples.
-        seeds: Of each.
-    """
-
-    steps: int = 500
-    batch: int = 256
-    held_out: int = 50_000
-    seeds: int = 5
 
 
 FULL = Size()

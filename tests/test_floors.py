@@ -18,7 +18,8 @@ kernels.checks kernels.rowset kernels.emit kernels.team kernels.triton_loops
 code placement kernels header lock mapping folder space
 kernels.products directory odds
 kernels.loops planner
-kernels.reference kernels.cpu kernels.cuda
+kernels.reference kernels.cpu
+kernels.cuda
 rows arena delta packing generators members
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp window

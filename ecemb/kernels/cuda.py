@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from ecemb.errors import KernelUnavailable
 from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, RowSet, Words
-from ecemb.kernels.rowset import ROWS_PER_WORD
 
 from . import triton_loops as loops
+from .reference import distinct, forget_
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs on the CPU: as it was when this module was imported."""
@@ -198,16 +198,10 @@ class Cuda(Kernels):
                 )
 
     def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
-        place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
-        new = torch.from_numpy(ids[rows.seen[place] & bit == 0])
-        found = (new if INTERPRETED else new.cuda()).unique().cpu().numpy()
-        np.bitwise_or.at(rows.seen, place, bit)
-        out[: found.size] = found
-        return found.size
+        return distinct(ids, rows, out)  # the set is in host memory, and so are the ids
 
     def _forget(self, rows: RowSet, ids: Indices) -> None:
-        bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
-        np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
+        forget_(rows, ids)
 
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         with _Reached() as reached:

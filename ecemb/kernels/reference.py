@@ -30,6 +30,21 @@ def product(weight: int, words: Words) -> Words:
     return result.view(np.uint64)
 
 
+def distinct(ids: Indices, rows: RowSet, out: Indices) -> int:
+    """See `Kernels.distinct`."""
+    place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+    new = np.unique(ids[rows.seen[place] & bit == 0])
+    np.bitwise_or.at(rows.seen, place, bit)
+    out[: new.size] = new
+    return new.size
+
+
+def forget_(rows: RowSet, ids: Indices) -> None:
+    """See `Kernels.forget_`."""
+    bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
+    np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
+
+
 @final
 class Reference(Kernels):
     """Plain numpy, obvious and slow."""
@@ -50,15 +65,10 @@ class Reference(Kernels):
             out[i, column:end] = table[row] ^ old[i, column:end]
 
     def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
-        place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
-        new = np.unique(ids[rows.seen[place] & bit == 0])
-        np.bitwise_or.at(rows.seen, place, bit)
-        out[: new.size] = new
-        return new.size
+        return distinct(ids, rows, out)
 
     def _forget(self, rows: RowSet, ids: Indices) -> None:
-        bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
-        np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
+        forget_(rows, ids)
 
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
         for offset, row in zip(offsets, out, strict=True):
