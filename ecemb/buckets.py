@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from .errors import ConfigurationError
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -94,6 +96,32 @@ class GradientBuckets:
 def found_in(model: nn.Module) -> list[DistributedDataParallel]:
     """The modules of a model that are a DistributedDataParallel."""
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Parameter]) -> None:
+    """Refuses modules that average what is each rank's own.
+
+    Args:
+        modules: of one model.
+        own: parameters that are not the same on all ranks.
+
+    Raises:
+        ConfigurationError: one has such a parameter.
+    """
+    known = {id(parameter) for parameter in own}
+    for module in modules:
+        names = module.parameters_to_ignore
+        mixed = [
+            name
+            for name, parameter in module.module.named_parameters()
+            if id(parameter) in known and name not in names
+        ]
+        if mixed:
+            raise ConfigurationError(
+                f"DistributedDataParallel holds {mixed}, each rank having other rows: it has overwritten "
+                f"them with rank 0's, and would average gradients of different rows. Build the model anew, "
+                f"and wrap its dense parts alone"
+            )
 
 
 def _counting(module: DistributedDataParallel) -> int:

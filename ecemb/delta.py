@@ -96,6 +96,11 @@ class Scratch:
     def __init__(self) -> None:
         self._words = np.empty(0, np.uint64)
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return self._words.nbytes
+
     def room(self, words: int) -> Words:
         """uint64 [words] of any content; what an earlier call gave is overwritten with it."""
         if words > len(self._words):

@@ -69,7 +69,7 @@ class PlacementError(ConfigurationError):
 class UnsupportedTable(ConfigurationError):
     """A table that can't be protected.
 
-    Build it as the message says (sparse, on the CPU or the meta device, of a supported dtype).
+    Build it as the message says (sparse, on the CPU, a CUDA device or the meta device).
     """
 
 

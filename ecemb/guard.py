@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .adapters.engine import Hooks
-from .adapters.tables import listed, optimizers_of
+from .adapters.tables import listed, modules_of, optimizers_of
 from .agreement import FailureDomain, Request
 from .batches import Batches, bind
 from .checkpoint import CheckpointReader, CheckpointWriter
@@ -120,7 +120,7 @@ class Guard:
             rows: integer tensor of any shape, row numbers of this rank's shard.
 
         Raises:
-            UsageError: no such table or row, or no step is open.
+            UsageError: no such table or row, no row numbers, or no step is open.
             NotEnoughSpace: the journal can't grow; don't write.
         """
         self._tables.touch(table, rows)
@@ -250,7 +250,7 @@ class Guard:
             `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
             over the network for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found,
             of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the
-            protected tensors themselves; journals and `inbox` grow with the rows of a transaction).
+            protected tensors themselves; journals, `inbox`, `messages` grow with the rows of a transaction).
         """
         tables = [table.layout for table in self._tables.tables]
         reserved = {
@@ -271,7 +271,7 @@ class Guard:
             "wrong_words": self._scrubber.wrong_words,
             "repaired_words": self._scrubber.repaired_words,
             "seconds": dict(self._transactions.seconds),
-            "bytes": {"tables": size, **reserved},
+            "bytes": {"tables": size, **reserved, **self._transactions.held_bytes},
         }
 
     def close(self) -> None:
@@ -380,8 +380,8 @@ def protect(
     they were after step `guard.next_step` - 1.
 
     Args:
-        model: the whole model; what is not a protected table must be the same on all ranks. Wrap it in
-            DistributedDataParallel or TorchRec's DistributedModelParallel before.
+        model: the whole model; what is not a protected table must be the same on all ranks. Before,
+            wrap it in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
         optimizers: all optimizers of the training, or the only one; those that have dense parameters are the
             same on every rank, with the same options, others may differ. Tables need
             torch.optim.SGD, Adagrad or SparseAdam (TorchRec's: its fused SGD, row-wise Adagrad or Adagrad);
@@ -431,7 +431,7 @@ def protect(
     request = Request(
         model=model,
         optimizers=optimizers_of(optimizers),
-        modules=dict(tables or {}),
+        modules=modules_of(tables),
         code=code,
         state=listed(state),
         window=Window(window, mtbf),

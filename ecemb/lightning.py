@@ -1,19 +1,26 @@
 """A callback for PyTorch Lightning: what it does between two updates by the optimizer is a step of a guard.
 
-    ecemb.init_process_group("gloo", job="ctr")
+    ecemb.init_process_group("gloo", job="ctr")  # before the Trainer is made
     protection = Protection(code=ecemb.Code(4, 3))
-    trainer = Trainer(devices=4, strategy="ddp", callbacks=[protection], use_distributed_sampler=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=4,  # of a host: as many as --nproc-per-node
+        strategy="ddp",
+        callbacks=[protection],  # before all other callbacks
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(module, protection.batches(loader))
-    trainer.save_checkpoint("final.ckpt")
+    protection.guard.save("final")  # whole tables; Lightning's own checkpoints have rank 0's rows alone
     protection.close()
 
 Lightning's place in the training (epochs, batches, optimizer steps), its learning rate schedules and the
-scaler of its precision are state of the guard: a restart goes on as from a checkpoint that was saved after
-the last committed batch, in the middle of an epoch or not. `pip install 'ecemb[lightning]'`.
+scaler of its precision are state of the guard: a restart goes on after the last committed step, in the middle
+of an epoch or not. `pip install 'ecemb[lightning]'`.
 
 Tables' gradients are summed over the ranks, and DistributedDataParallel averages dense ones: what is the mean
-over the global batch there has N times its size here. Keep tables on the CPU, not on the meta device:
-Lightning moves its module before the guard is made.
+over the global batch there has N times its size here. Keep tables on the CPU: Lightning moves its module
+before the guard is made, and back at the end of the fit.
 
 Must not know: how a guard works.
 """
@@ -30,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from . import generators
-from .adapters.tables import listed
+from .adapters.tables import listed, modules_of
 from .code import Code
 from .errors import ConfigurationError, UsageError
 from .guard import Guard, Step, protect
@@ -65,9 +72,14 @@ else:
 class Protection(_Callback):
     """Protects the sharded tables of a LightningModule while `Trainer.fit` runs.
 
-    Call `ecemb.init_process_group` before the Trainer is made. Other callbacks come after it in `callbacks=`:
-    what they change in their `on_train_batch_end` is not part of the step. Random draws between steps, such
-    as those of a validation, leave the training's generators as they were.
+    Call `ecemb.init_process_group` before the Trainer is made; other callbacks come after this one in
+    `callbacks=`. A step begins when its first batch is drawn, and commits before whatever else runs at the
+    end of its last batch. What follows is in no step, and a restart doesn't do it again: `on_train_batch_end`
+    of the module and of other callbacks, validation, and all hooks at the end of an epoch. What the training
+    depends on, such as a moving average, belongs into `training_step` or `on_before_zero_grad`.
+
+    Draws from torch's CPU generator, numpy's and python's global ones between steps, such as those of a
+    validation, leave the training's as they were; draws from CUDA generators do not.
 
     Args:
         code: the (n, k) code.
@@ -89,7 +101,8 @@ class Protection(_Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._code, self._state, self._tables, self._options = code, listed(state), tables or {}, options
+        self._code, self._state, self._options = code, listed(state), options
+        self._tables = modules_of(tables)
         self._guard: Guard | None = None
         self._loader: _Loader | None = None
         self._batches: Iterator[Any] = iter(())
@@ -140,8 +153,8 @@ class Protection(_Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Lightning's hook: keeps DistributedDataParallel away from the tables."""
-        tables = [one for one in pl_module.modules() if isinstance(one, ShardedEmbeddingBag)]
-        weights = {id(one) for table in (*tables, *self._tables.values()) for one in table.parameters()}
+        tables = self._protected(pl_module).values()
+        weights = {id(one) for table in tables for one in table.parameters()}
         pl_module._ddp_params_and_buffers_to_ignore = [  # where DistributedDataParallel looks for it
             name for name, parameter in pl_module.named_parameters() if id(parameter) in weights
         ]
@@ -150,7 +163,8 @@ class Protection(_Callback):
         """Lightning's hook: a fresh start, or a recovery, happens here.
 
         Raises:
-            ConfigurationError: the fit's loader is not from `batches`.
+            ConfigurationError: the fit's loader is not from `batches`, a table is not on the CPU, or a
+                schedule follows a metric.
             UsageError: this is the second fit.
             EcembError: what `ecemb.protect` raises.
         """
@@ -158,6 +172,7 @@ class Protection(_Callback):
             raise ConfigurationError("Trainer.fit takes protection.batches(loader) for its train_dataloaders")
         if self._guard is not None:
             raise UsageError("a Protection is for one Trainer.fit: a process has one guard")
+        self._check(trainer, pl_module)
         self._progress = _Progress(trainer)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._guard = protect(
@@ -199,22 +214,57 @@ class Protection(_Callback):
         """Lightning's hook: the step commits, if this batch's gradients are not to be added to."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
-        self._is_open = False
-        self._step.close()
-        self._drawn = generators.process_states()
+        self._commit()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning's hook: a fit that was stopped amid an accumulation leaves its step here.
+
+        Its gradients update nothing, as without protection.
+        """
+        if self._is_open:
+            self._commit()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning's hook: the step in work is undone."""
         self._is_open = False
         self._step.__exit__(type(exception), exception, exception.__traceback__)
 
+    def _protected(self, pl_module: Any) -> dict[str, nn.Module]:
+        """The tables, by name."""
+        found = pl_module.named_modules()
+        return {**{name: one for name, one in found if isinstance(one, ShardedEmbeddingBag)}, **self._tables}
+
+    def _check(self, trainer: Any, pl_module: Any) -> None:
+        """Refuses what Lightning would change outside of all steps.
+
+        Raises:
+            ConfigurationError: there is such a table, or such a schedule.
+        """
+        for name, table in self._protected(pl_module).items():
+            for weight in table.parameters():
+                if weight.device.type != "cpu":
+                    raise ConfigurationError(
+                        f"table {name!r} is on {weight.device}, and Lightning moves it to the CPU at the end "
+                        f"of the fit, behind the guard: keep tables on the CPU, by Trainer(accelerator='cpu')"
+                    )
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                raise ConfigurationError(
+                    f"the schedule {type(config.scheduler).__name__} follows a metric (reduce_on_plateau): "
+                    f"Lightning steps it after the training step has committed, and a failure would lose "
+                    f"that; take one that goes by steps or epochs, or keep this one out of "
+                    f"configure_optimizers, step it in on_before_zero_grad, and give it in state="
+                )
+
+    def _commit(self) -> None:
+        """Leaves the step."""
+        self._is_open = False
+        self._step.close()
+        self._drawn = generators.process_states()
+
     def _place(self) -> int:
         """The batch of its epoch that is drawn next."""
-        if self._progress is None or self._loader is None:
-            return 0
-        together = self._progress.trainer.accumulate_grad_batches
-        steps = -(-len(self._loader) // together)
-        return self.guard.next_step % steps * together
+        return 0 if self._progress is None else self._progress.place
 
     def _draw(self) -> Any:
         """The next batch, inside a step."""
@@ -228,7 +278,7 @@ class Protection(_Callback):
 
 
 class _Loader:
-    """A loader as Lightning sees it: an epoch goes on where the guard stands when a batch is drawn."""
+    """A loader as Lightning sees it: it goes through the rest of the epoch that Lightning is in."""
 
     def __init__(self, loader: Any, place: Callable[[], int], draw: Callable[[], Any]) -> None:
         self.loader = loader
@@ -259,12 +309,50 @@ class _Progress:
         self.trainer = trainer
         self.runs = False
 
+    @property
+    def place(self) -> int:
+        """Batches of its epoch that Lightning has trained."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
     def state_dict(self) -> dict[str, Any]:
         trainer = self.trainer
-        return {"loop": trainer.fit_loop.state_dict(), "precision": trainer.precision_plugin.state_dict()}
+        return {
+            "ranks": trainer.world_size,
+            "loop": trainer.fit_loop.state_dict(),
+            "precision": trainer.precision_plugin.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the place.
+
+        Raises:
+            ConfigurationError: it is a place in epochs of another length.
+        """
+        if state["ranks"] != self.trainer.world_size:
+            raise ConfigurationError(
+                f"Lightning's place in its epochs was saved by {state['ranks']} ranks, and these are "
+                f"{self.trainer.world_size}, whose epochs have another number of batches: resume with "
+                f"{state['ranks']} ranks"
+            )
         if not self.runs:
             self.trainer.fit_loop.load_state_dict(state["loop"])
+            self._settle()
         if state["precision"]:
             self.trainer.precision_plugin.load_state_dict(state["precision"])
+
+    def _settle(self) -> None:
+        """Puts the counters where they are between two batches, or between two epochs.
+
+        Lightning counts a batch, and its epoch, after their step has committed, and calls an epoch over that
+        was stopped halfway.
+        """
+        loop = self.trainer.fit_loop
+        epoch, batch = loop.epoch_progress, loop.epoch_loop.batch_progress
+        halfway = epoch.current.ready > 0 and not batch.is_last_batch
+        for count in (epoch.total, epoch.current):
+            count.processed = count.completed = count.ready - halfway
+        if batch.is_last_batch and batch.current.completed < batch.current.processed:
+            batch.increment_completed()
+            loop.epoch_loop._batches_that_stepped += 1
+        loop.restarting = True  # looks at the counters
+        loop.epoch_loop.restarting = halfway  # which max_steps would keep it from

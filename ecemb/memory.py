@@ -95,6 +95,11 @@ class RankMemory:
         """The bytes of the rank state's record, uint8, a view."""
         return self.space.tables[-1].columns[0][0]
 
+    @property
+    def message_bytes(self) -> int:
+        """Memory for messages to keepers, in this process."""
+        return self._messages.size_bytes
+
     def arm(self, transaction: int) -> None:
         """Begins a transaction, in a row journal that no undecided one needs."""
         self.journal = next(one for one in self._journals if one.label <= self.committed)

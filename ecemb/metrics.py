@@ -142,9 +142,10 @@ class Prometheus:
         registry.register(_Collector(guard))  # pyright: ignore[reportArgumentType]
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, addr, registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigurationError(
-                f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({error.strerror}): give "
+                f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({reason}): give "
                 f"each rank of a host a port of its own, such as 9400 + local rank, or port=0 for any"
             ) from error
         self.port: int = self._server.server_port

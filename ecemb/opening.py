@@ -21,7 +21,7 @@ from . import durable, kernels, rankstate
 from .adapters.tables import Tables, find
 from .agreement import Request, World, agree
 from .arena import Arena
-from .buckets import GradientBuckets, found_in
+from .buckets import GradientBuckets, check_apart, found_in
 from .checkpoint import CheckpointReader, Stored
 from .code import Code
 from .directory import remove
@@ -95,9 +95,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     else:
         report = recover(memory, transport, world.plan, cpu, watch)
         with watch.phase("restore"):
-            transport.together(
-                "pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False)
-            )
+            transport.together("pointing to the tables", lambda: _put(tables, memory))
             transport.together(
                 "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
             )
@@ -137,6 +135,11 @@ def open_memory(session: Session, request: Request) -> Opened:
     return Opened(memory, transport, tables, replicated, rank_state, saver, report)
 
 
+def _put(tables: Tables, memory: RankMemory) -> None:
+    tables.place(memory.space.tables, fresh=False)
+    tables.put()
+
+
 def _control_group(session: Session) -> Transport:
     patience = datetime.timedelta(seconds=session.patience_s)
     group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
@@ -145,7 +148,9 @@ def _control_group(session: Session) -> Transport:
 
 def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
-    buckets = GradientBuckets([*found_in(request.model), *tables.averaged])
+    averaged = found_in(request.model)
+    check_apart(averaged, tables.parameters)
+    buckets = GradientBuckets([*averaged, *tables.averaged])
     replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)
 
     def scalars() -> dict[str, Any]:

@@ -99,6 +99,11 @@ class Savepoint:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return len(self._memory)
+
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
         """See `StateStore.open`."""
         if len(self._memory) != size_bytes:

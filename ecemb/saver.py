@@ -103,9 +103,9 @@ class Saver:
         writer = CheckpointFolder(path) if isinstance(path, (str, os.PathLike)) else path
         if not isinstance(writer, CheckpointWriter):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"guard.save() takes a path or a CheckpointWriter; it got {path!r}")
-        if isinstance(keep, bool) or keep < 1:
+        if type(keep) is not int or keep < 1:
             raise ConfigurationError(
-                f"keep= is the number of checkpoints to keep, at least 1; it is {keep!r}"
+                f"keep= is the number of checkpoints to keep, an int of at least 1; it is {keep!r}"
             )
         facts = self._agree([name_of(writer), keep, asynchronous])
         self._follow(writer)
@@ -170,12 +170,13 @@ class Saver:
         for name, store in sorted(self._stores.items()):
             try:
                 store.finish(self._job.name, self._memory.committed)
-            except (EcembError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - a store's own; an outage must not keep a job open
                 logger.warning(
                     "%s can't be told that job %s is finished: with resume= it would go on from its newest "
-                    "checkpoint (%s)",
+                    "checkpoint (%s: %s)",
                     name,
                     self._job.name,
+                    type(error).__name__,
                     error,
                 )
 
@@ -288,8 +289,8 @@ class Saver:
 def _discard(writer: CheckpointWriter, token: str) -> None:
     try:
         writer.discard(token)
-    except (EcembError, OSError) as error:
-        logger.warning("what a failed save left behind can't be removed: %s", error)
+    except Exception as error:  # noqa: BLE001 - a store's own; what the save failed of is to be raised
+        logger.warning("what a failed save left behind can't be removed: %s: %s", type(error).__name__, error)
 
 
 def shared(transport: Transport, what: str, act: Callable[[], str]) -> list[str]:

@@ -33,11 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import Piece, Stored, is_stored
-from .errors import CheckpointFailed, CheckpointInsecure, EcembError
+from .errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
 FACTS = "ecemb.json"
+_INDEX = ".metadata"  # dcp.INDEX, without importing it
+_MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
 _NAME = re.compile(r"step-(\d{12,})")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -62,16 +64,16 @@ class CheckpointFolder:
         """See `CheckpointWriter`.
 
         Raises:
-            CheckpointMismatch: the folder holds another training's checkpoints, or later steps.
+            CheckpointMismatch: the folder holds another training's checkpoints, later steps, or other things.
             CheckpointInsecure: others can write to the folder.
             CheckpointFailed: the folder can't be made or written to.
         """
         with _told(self.path, "written"):
             self._make()
-            for entry in self._hidden():
-                _remove(entry)
             if is_stored(self.path, self.newest(), step, facts):
                 return ""
+            for entry in self._hidden():  # not before: if it is another job's folder, so are they
+                _remove(entry)
             token = f".step-{step:012d}.{secrets.token_hex(8)}"
             os.mkdir(self.path / token)
             _close_to_others(self.path / token)
@@ -143,6 +145,7 @@ class CheckpointFolder:
         Raises:
             CheckpointInsecure: others could have written it.
             CheckpointFailed: its facts can't be read.
+            CheckpointMismatch: the folder is one checkpoint itself, or holds those of another store.
         """
         with _told(self.path, "read"):
             if not os.path.lexists(self.path):
@@ -150,6 +153,7 @@ class CheckpointFolder:
             _check_ours(self.path, folder=True)
             names = self._complete()
             if not names:
+                self._check_no_others()
                 return None
             folder = self.path / names[-1]
             _check_ours(folder, folder=True)
@@ -184,6 +188,20 @@ class CheckpointFolder:
         """Names of the complete checkpoints, by step."""
         names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
         return sorted(names, key=lambda name: int(name.removeprefix("step-")))
+
+    def _check_no_others(self) -> None:
+        """Raises CheckpointMismatch if there are checkpoints, of another kind: training would begin anew."""
+        inside = sorted(os.listdir(self.path))
+        if FACTS in inside or _INDEX in inside:
+            raise CheckpointMismatch(
+                f"{self.path} is one checkpoint itself, and no folder of checkpoints: pass the folder above "
+                f"it, {self.path.parent}"
+            )
+        if manifests := [name for name in inside if _MANIFEST.fullmatch(name)]:
+            raise CheckpointMismatch(
+                f"{self.path} holds {manifests[-1]}, another store's checkpoints: pass the object that has "
+                f"written them (such as baselines.check_n_run.durable.DurableTier), or another folder"
+            )
 
     def _hidden(self) -> list[Path]:
         return [self.path / name for name in os.listdir(self.path) if _HIDDEN.fullmatch(name)]

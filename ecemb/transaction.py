@@ -124,6 +124,11 @@ class Transactions:
         """How many steps a transaction takes."""
         return self._window
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Memory beside the arena, by what it holds."""
+        return {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+
     def begin(self) -> int:
         """Begins a step: arms the journal for the next transaction, or extends the one whose window is open.
 

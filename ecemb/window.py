@@ -53,8 +53,8 @@ class Window:
                 f"mtbf, the mean time between failures of the job, goes with window='auto'; they are "
                 f"{mtbf!r} and {steps!r}: e.g. window='auto', mtbf=timedelta(hours=3)"
             )
-        if mtbf is not None and not timedelta(0) < mtbf:
-            raise ConfigurationError(f"mtbf is a time above 0; it is {mtbf!r}")
+        if mtbf is not None and not (isinstance(mtbf, timedelta) and timedelta(0) < mtbf):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"mtbf is a time above 0, e.g. timedelta(hours=3); it is {mtbf!r}")
         self.asked: list[int | str] = [steps, str(mtbf)]
         self._mtbf = mtbf  # None once there is nothing to choose
         self.size: int = 1 if steps == "auto" else steps

@@ -1,7 +1,8 @@
 """The short scripts in examples/: killed in mid-training, each ends as it does when it is left alone.
 
 All lives of all scripts are forked from one process that has imported what they need. Rank 1 is killed after
-the body of a step, and its memory removed; then both ranks are started again, as torchrun does.
+the body of a step, and its memory removed; then both ranks are started again, as torchrun does. So on for
+each of the steps that are given.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,10 +30,15 @@ from ecemb.transaction import Transactions
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
-SCRIPTS = {  # arguments, the step that rank 1 dies in, what it imports
-    "amp": ("--steps 6 --parts 2 --rows 50 --batch 8", 3, "torch.distributed.fsdp.sharded_grad_scaler"),
-    "loaders": ("--steps 12 --lines 60 --rows 50 --batch 6 --workers 0", 7, "torchdata.stateful_dataloader"),
-    "lightning_bags": ("--epochs 3 --lines 38 --rows 50 --batch 4", 4, "pytorch_lightning"),
+SCRIPTS = {  # arguments, the steps that rank 1 dies in, what it imports
+    "amp": ("--steps 6 --parts 2 --rows 50 --batch 8", [3], "torch.distributed.fsdp.sharded_grad_scaler"),
+    "loaders": (
+        "--steps 12 --lines 60 --rows 50 --batch 6 --workers 0",
+        [7],
+        "torchdata.stateful_dataloader",
+    ),
+    # 5 batches of an epoch, 2 of a step: steps 3 and 6 are the first ones of their epochs
+    "lightning_bags": ("--epochs 3 --lines 38 --rows 50 --batch 4", [3, 4, 6, 7], "pytorch_lightning"),
 }
 
 
@@ -130,16 +137,19 @@ def test_a_killed_example_ends_as_one_that_is_left_alone(name: str, lives: Lives
         pytest.skip(f"{SCRIPTS[name][2]} is not installed")
     codes, said = lives.run(name, "alone", tmp_path)
     assert codes == [0, 0], "\n".join(said)
-    codes, said_dying = lives.run(name, "killed", tmp_path, dies=SCRIPTS[name][1])
-    assert codes[1] == -signal.SIGKILL and codes[0] != 0, "\n".join(said_dying)
-    for one in arenas(tmp_path):
-        if one.header is not None and one.header.constants.rank == 1:
-            one.path.unlink()
-    codes, said_again = lives.run(name, "killed", tmp_path)
-    assert codes == [0, 0], "\n".join(said_again)
-    told = "\n".join(said_again)
-    assert "ranks [1] lost their memory" in told and f"goes on from step {SCRIPTS[name][1]}" in told, told
-    assert digests(said_again) == digests(said)
+    for before, step in pairwise([None, *SCRIPTS[name][1], None]):
+        codes, said_again = lives.run(name, "killed", tmp_path, dies=step)
+        told = "\n".join(said_again)
+        if before is not None:
+            assert "ranks [1] lost their memory" in told and f"goes on from step {before}" in told, told
+        if step is None:
+            assert codes == [0, 0], told
+            assert digests(said_again) == digests(said)
+        else:
+            assert codes[1] == -signal.SIGKILL and codes[0] != 0, told
+            for one in arenas(tmp_path):
+                if one.header is not None and one.header.constants.rank == 1:
+                    one.path.unlink()
     assert not list(arenas(tmp_path))
 
 

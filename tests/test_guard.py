@@ -91,12 +91,16 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
         ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
+        ({"tables": [table]}, ("tables=", "a mapping", "list")),
+        ({"window": "auto", "mtbf": 3600}, ("mtbf", "timedelta(hours=3)", "3600")),
         ({"state": [object()]}, ("state=", "object", "load_state_dict")),
     ):
         with refused(ConfigurationError, *words):
             ecemb.protect(model, **{**given, **options})
     with refused(ConfigurationError, "repeats keys", "'table.tiny'"):
         ecemb.protect(Bags(), **{**given, "tables": {"table.tiny": table}})
+    with refused(ConfigurationError, "DistributedDataParallel holds", "table.tiny", "wrap its dense parts"):
+        ecemb.protect(nn.parallel.DistributedDataParallel(Bags(device="cpu")), code=ecemb.Code(2, 1))
     assert headers(folder) == {}
 
     training = bags()

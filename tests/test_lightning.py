@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import SimpleNamespace
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from raised import refused
 from torch import nn
 from without_lightning import lightning
@@ -19,13 +22,64 @@ TAKES = "Trainer.fit takes protection.batches(loader)"
 
 
 @pytest.fixture(scope="module")
-def kind() -> Any:
-    return lightning().Protection
+def module() -> ModuleType:
+    return lightning()
+
+
+@pytest.fixture(scope="module")
+def kind(module: ModuleType) -> Any:
+    return module.Protection
 
 
 @pytest.fixture
 def protection(kind: Any) -> Any:
     return kind(code=ecemb.Code(2, 1))
+
+
+def trainer_of(*schedules: Any, ranks: int = 2) -> Any:
+    """What a callback sees of a Trainer that begins to fit, with two batches of a step."""
+    return SimpleNamespace(
+        num_training_batches=3,
+        accumulate_grad_batches=2,
+        is_last_batch=False,
+        world_size=ranks,
+        strategy=SimpleNamespace(model=nn.Module()),
+        optimizers=[],
+        lr_scheduler_configs=schedules,
+        precision_plugin=SimpleNamespace(state_dict=dict),
+        fit_loop=SimpleNamespace(
+            state_dict=dict,
+            epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))),
+        ),
+    )
+
+
+class Watched:
+    """Stands for a guard: it remembers how its steps went, and the state that it was given."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.state: list[Any] = []
+
+    def protect(self, model: nn.Module, *, state: list[Any], **_: Any) -> Watched:
+        self.state = state
+        return self
+
+    def batches(self, loader: list[int]) -> Iterator[int]:
+        return iter(loader)
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        self.told.append("begins")
+        yield
+        self.told.append("commits")
+
+
+@pytest.fixture
+def watched(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    guard = Watched()
+    monkeypatch.setattr(module, "protect", guard.protect)
+    return guard
 
 
 def test_before_the_fit(protection: Any) -> None:
@@ -40,7 +94,8 @@ def test_before_the_fit(protection: Any) -> None:
 
 
 def test_a_fit_of_another_loader(protection: Any) -> None:
-    trainer: Any = SimpleNamespace(num_training_batches=2)
+    trainer = trainer_of()
+    trainer.num_training_batches = 2
     with refused(ConfigurationError, TAKES):
         protection.on_fit_start(trainer, nn.Module())
     with refused(ConfigurationError, TAKES):
@@ -50,12 +105,61 @@ def test_a_fit_of_another_loader(protection: Any) -> None:
         protection.on_train_start(trainer, nn.Module())
 
 
+def test_tables_have_keys(kind: Any) -> None:
+    with refused(ConfigurationError, "tables= takes a mapping", "list"):
+        kind(code=ecemb.Code(2, 1), tables=[nn.Embedding(3, 2, sparse=True)])
+
+
 def test_distributed_data_parallel_leaves_tables_alone(kind: Any) -> None:
     by_hand = nn.Embedding(3, 2, sparse=True)
     model = nn.Module()
     model.table, model.by_hand, model.head = ecemb.nn.ShardedEmbeddingBag(4, 2), by_hand, nn.Linear(2, 1)
     kind(code=ecemb.Code(2, 1), tables={"by hand": by_hand}).setup(None, model, "fit")
-    assert set(model._ddp_params_and_buffers_to_ignore) == {"table.weight", "by_hand.weight"}
+    ignored: Any = model._ddp_params_and_buffers_to_ignore
+    assert set(ignored) == {"table.weight", "by_hand.weight"}
+
+
+def test_what_lightning_would_move_behind_the_guard(kind: Any) -> None:
+    model = nn.Module()
+    model.table = ecemb.nn.ShardedEmbeddingBag(4, 2, device="meta")
+    by_hand = nn.Embedding(3, 2, sparse=True, device="meta")
+    for module, name in ((model, "table"), (nn.Module(), "by hand")):
+        protection = kind(code=ecemb.Code(2, 1), tables={"by hand": by_hand} if name == "by hand" else None)
+        protection.batches([1, 2, 3])
+        with refused(ConfigurationError, f"table '{name}' is on meta", "Trainer(accelerator='cpu')"):
+            protection.on_fit_start(trainer_of(), module)
+
+
+def test_a_schedule_that_is_stepped_after_the_commit(protection: Any) -> None:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)]))
+    protection.batches([1, 2, 3])
+    with refused(ConfigurationError, "ReduceLROnPlateau follows a metric", "on_before_zero_grad", "state="):
+        protection.on_fit_start(
+            trainer_of(SimpleNamespace(scheduler=schedule, reduce_on_plateau=True)), nn.Module()
+        )
+
+
+def test_a_fit_that_stops_amid_an_accumulation_leaves_no_step_open(protection: Any, watched: Watched) -> None:
+    trainer, model = trainer_of(), nn.Module()
+    batches = iter(protection.batches([1, 2, 3]))
+    protection.on_fit_start(trainer, model)
+    for batch_idx, told in enumerate((["begins"], ["begins", "commits"], ["begins", "commits", "begins"])):
+        batch = next(batches)
+        protection.on_train_batch_start(trainer, model, batch, batch_idx)
+        protection.on_train_batch_end(trainer, model, None, batch, batch_idx)
+        assert watched.told == told
+    for _ in range(2):
+        protection.on_train_end(trainer, model)
+        assert watched.told == ["begins", "commits"] * 2
+
+
+def test_a_place_in_epochs_of_another_length(protection: Any, watched: Watched) -> None:
+    protection.batches([1, 2, 3])
+    protection.on_fit_start(trainer_of(ranks=2), nn.Module())
+    saved = watched.state[0].state_dict()
+    other = type(watched.state[0])(trainer_of(ranks=4))
+    with refused(ConfigurationError, "saved by 2 ranks, and these are 4", "resume with 2 ranks"):
+        other.load_state_dict(saved)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

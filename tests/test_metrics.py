@@ -118,6 +118,12 @@ def test_tensorboards_own_reader(found: dict[str, Any]) -> None:
     assert read["ecemb/memory_bytes/tables"][3] == pytest.approx(last)
 
 
+@pytest.mark.skipif(find_spec("prometheus_client") is None, reason="pip install 'ecemb[metrics]'")
+def test_what_is_no_port_is_refused() -> None:
+    with refused(ConfigurationError, "can't listen on port 70000", "0-65535", "port=0 for any"):
+        metrics.Prometheus(cast("Any", None), 70000)
+
+
 @pytest.mark.parametrize(
     ("make", "module"),
     [

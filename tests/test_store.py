@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from kills import cut_off
+from raised import refused
 from torch import Tensor
 
 from ecemb.checkpoint import Piece
@@ -98,6 +99,37 @@ def test_what_others_can_write_is_not_loaded(tmp_path: Path) -> None:
     with mock.patch("os.lstat", of_another), pytest.raises(CheckpointInsecure, match="belongs to user 4711"):
         load(folder)
     assert not (tmp_path / "was here").exists()
+
+
+def test_what_is_no_folder_of_checkpoints_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """Training would begin anew, and save beside what is there."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    save(folder, 3)
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "000000000001-0a1b2c3d.manifest").touch()
+    itself = ("is one checkpoint itself", "pass the folder above it")
+    another = ("0a1b2c3d.manifest", "another store's", "pass the object", "DurableTier", "another folder")
+    for path, words in (
+        (folder.path / "step-000000000003", (*itself, str(folder))),
+        (tmp_path / "dcp", itself),
+        (tmp_path / "tier", another),
+    ):
+        one = CheckpointFolder(path)
+        with refused(CheckpointMismatch, str(path), *words):
+            one.newest()
+        with refused(CheckpointMismatch, str(path), *words):
+            one.prepare(4, facts(4))
+
+
+def test_another_jobs_save_in_flight_is_left_alone(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    save(folder, 3)
+    token = folder.prepare(4, facts(4))
+    with refused(CheckpointMismatch, "another training"):
+        folder.prepare(5, facts(5, "two"))
+    assert (folder.path / token).is_dir()
 
 
 def test_a_folder_is_of_one_training(tmp_path: Path) -> None:

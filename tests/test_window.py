@@ -127,7 +127,10 @@ def test_what_is_no_window_is_refused(steps: Any) -> None:
         Window(steps)
 
 
-@pytest.mark.parametrize(("steps", "mtbf"), [("auto", None), (4, timedelta(hours=1)), ("auto", timedelta(0))])
-def test_auto_goes_with_a_time_between_failures(steps: Any, mtbf: timedelta | None) -> None:
+@pytest.mark.parametrize(
+    ("steps", "mtbf"),
+    [("auto", None), (4, timedelta(hours=1)), ("auto", timedelta(0)), ("auto", 3600), ("auto", "3 h")],
+)
+def test_auto_goes_with_a_time_between_failures(steps: Any, mtbf: Any) -> None:
     with pytest.raises(ConfigurationError, match="mtbf"):
         Window(steps, mtbf)

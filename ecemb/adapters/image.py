@@ -143,6 +143,7 @@ class _Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         self._buffer = _staging(_CHUNK_BYTES, device)
         self._to: torch.Tensor | None = None  # where what the device has written to the buffer goes
@@ -173,7 +174,7 @@ class _Lane:
 
     def _began(self) -> None:
         if self._done is not None:
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(self._device))  # another device may be current
 
 
 class Fetcher:

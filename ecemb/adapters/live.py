@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .engine import Ids
-from .tables import Tables, find, optimizers_of, protected
+from .tables import Tables, find, modules_of, optimizers_of, protected
 
 TouchHook = Callable[[torch.Tensor], None]
 
@@ -42,10 +42,10 @@ def tables(
 
     Raises:
         UnsupportedTable, UnsupportedOptimizer: as `ecemb.protect`: which rows change can't be told.
-        ConfigurationError: two tables have one name, or `optimizers` are none.
+        ConfigurationError: two tables have one name, `optimizers` are none, or `tables` have no keys.
     """
     if (found := protected(model)) is None:
-        found, _ = find(model, dict(tables or {}), optimizers_of(optimizers))
+        found, _ = find(model, modules_of(tables), optimizers_of(optimizers))
     return [LiveTable(found, index) for index in range(len(found.tables))]
 
 

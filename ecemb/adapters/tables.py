@@ -47,6 +47,20 @@ def optimizers_of(given: Any) -> list[Optimizer]:
     return several
 
 
+def modules_of(given: Any) -> dict[str, nn.Module]:
+    """The tables sharded by hand that a caller has named by keys.
+
+    Raises:
+        ConfigurationError: they have no keys.
+    """
+    if given is not None and not isinstance(given, (Mapping, nn.ModuleDict)):
+        raise ConfigurationError(
+            f"tables= takes a mapping of tables by keys of your choice, e.g. {{'user': table}}; it is a "
+            f"{type(given).__name__}"
+        )
+    return dict(given or {})  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+
+
 def listed(given: Any) -> list[Any]:
     """What a caller has given as nothing, one object, several, or a mapping's values."""
     if given is None:
@@ -150,7 +164,10 @@ class Tables:
         return [module for engine in self._engines for module in engine.averaged]
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves the tables into the arena; see `Engine.place`. Images are filled, or put into the tables."""
+        """Moves the tables into the arena; see `Engine.place`.
+
+        Images are filled if `fresh`; else they hold what `put` will bring into the tables, once it is whole.
+        """
         at = 0
         for engine in self._engines:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
@@ -160,8 +177,6 @@ class Tables:
         if fresh:
             for image in self._images.values():
                 image.fill()
-        else:
-            self.put()
 
     def put(self) -> None:
         """Overwrites tables that lie apart with their images, all rows, and takes that as declared."""
@@ -254,12 +269,16 @@ class Tables:
         """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
 
         Raises:
-            UsageError: no such table, no open step, or a row that the shard doesn't have.
+            UsageError: no such table, no open step, no row numbers, or a row that the shard doesn't have.
         """
         if name not in self._by_name:
             raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
         if self._hooks is None or not self._hooks.is_open():
             raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
+        if (kind := _no_row_numbers(rows)) is not None:
+            raise UsageError(
+                f"guard.touch({name!r}, …) takes row numbers, an integer tensor; it was given a {kind}"
+            )
         index = self._by_name[name]
         ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
         count = self.tables[index].layout.rows
@@ -299,3 +318,14 @@ class Tables:
             )
         for engine in self._engines:
             engine.set_state(state[engine.name])
+
+
+def _no_row_numbers(rows: Any) -> str | None:
+    """What a caller has given in place of row numbers; None if it has given row numbers."""
+    if not isinstance(rows, torch.Tensor):
+        return f"{type(rows).__name__}: pass torch.tensor(rows)"
+    if rows.dtype == torch.bool:
+        return "bool tensor: of a mask, pass mask.nonzero()"
+    if rows.is_floating_point() or rows.is_complex():
+        return f"{str(rows.dtype).removeprefix('torch.')} tensor: pass rows.long()"
+    return None

@@ -22,7 +22,7 @@ from trainings import Training, headers, initialise
 
 import ecemb
 from ecemb import kernels
-from ecemb.adapters.image import Fetcher, Image
+from ecemb.adapters.image import Fetcher, Image, _Lane
 from ecemb.directory import arenas
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from ecemb.rows import Column, Table, TableLayout, arrange
@@ -107,6 +107,21 @@ def test_whole_tables_come_and_go_in_pieces(device: str) -> None:
             column ^= 255
         image.put()
         assert equal(table, tensors)
+
+
+def test_a_lane_waits_for_the_device_that_copies() -> None:
+    """Which need not be the current one, whose stream has nothing to do with the copy."""
+    held, own = (torch.zeros(5, dtype=torch.uint8) for _ in range(2))
+    with (
+        mock.patch("ecemb.adapters.image._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)),
+        mock.patch("torch.cuda.Event") as event,
+        mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
+    ):
+        lane = _Lane(torch.device("cuda", 1))
+        for begin in (lane.send, lane.receive):
+            begin(held, own)
+            event().record.assert_called_once_with("the stream of cuda:1")
+            event().record.reset_mock()
 
 
 @pytest.mark.parametrize("device", DEVICES)

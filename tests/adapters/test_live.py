@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def test_what_is_no_optimizer_is_refused() -> None:
     model, _ = built()
     with refused(ConfigurationError, "optimizers=", "torch.optim.SGD", "Linear"):
         ecemb.tables(model, optimizers=[nn.Linear(1, 1)])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["list", "EmbeddingBag"])
+def test_tables_without_keys_are_refused(name: str) -> None:
+    table = nn.EmbeddingBag(3, 2, sparse=True)
+    given: Any = {"list": [table], "EmbeddingBag": table}[name]
+    with refused(ConfigurationError, "tables= takes a mapping", "{'user': table}", f"it is a {name}"):
+        ecemb.tables(nn.Module(), tables=given)
+
+
+def test_a_module_dict_has_keys() -> None:
+    given: Any = nn.ModuleDict({"user": nn.EmbeddingBag(3, 2, sparse=True)})
+    assert [table.name for table in ecemb.tables(nn.Module(), tables=given)] == ["user"]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -109,6 +109,15 @@ def test_a_declared_write_goes_to_its_table() -> None:
     for rows in ([5], [-1], [0, 7]):
         with refused(UsageError, "0..4", "local shard"):
             tables.touch("a", torch.tensor(rows))
+    given: Any
+    for given, told in (
+        (torch.tensor([False, True]), "a bool tensor: of a mask, pass mask.nonzero()"),
+        (torch.tensor([1.0]), "a float32 tensor"),
+        ([1, 2], "a list"),
+        (np.array([1, 2]), "a ndarray"),
+    ):
+        with refused(UsageError, "guard.touch('a', …) takes row numbers, an integer tensor", told):
+            tables.touch("a", given)
     assert len(first.calls) == 1
 
 
