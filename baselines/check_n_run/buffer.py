@@ -1,13 +1,17 @@
 """The copy that training waits for: rows that have changed, and all other state, in memory of their own.
 
 A file on tmpfs, so that a process apart can read it; each life of a rank makes a new one, so that a writer
-that outlives its rank by a moment never sees another's bytes. Space is reserved before it is used.
+that outlives its rank by a moment never sees another's bytes. Its name tells whose it is: what the dead have
+left may be as large as all tables. Space is reserved before it is used.
+
+    {process}-{its start}-{nonce}.copy
 
 Must not know: where copies go.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from baselines import packing
 from baselines.files import made, mapped
 
 _ALIGN_BYTES = 64
+_SUFFIX = ".copy"
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,31 @@ class Copy:
     rest: Mapping[str, Span]
 
 
+def clear(memory: Path) -> None:
+    """Removes copies whose makers are dead, in the folders of all ranks of this machine.
+
+    Who lives in another container counts as dead: if a rank does, its next copy has a new file.
+
+    Args:
+        memory: the folder above theirs; need not be there.
+    """
+    for path in memory.glob(f"*/*{_SUFFIX}"):
+        life = path.stem.rpartition("-")[0]
+        process = life.partition("-")[0]
+        if process.isdecimal() and _life(int(process)) != life:
+            path.unlink(missing_ok=True)
+
+
+def _life(process: int) -> str:
+    """A process by its number and when it was started, since numbers come again; "" if it is dead."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    fields = stat.rpartition(")")[2].split()  # the name in brackets may hold anything
+    return "" if fields[0] in "ZX" else f"{process}-{fields[19]}"
+
+
 class Buffer:
     """Memory for one copy after the other.
 
@@ -105,9 +135,9 @@ class Buffer:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in folder.glob("*.copy"):
-            path.unlink()
-        self.path = folder / f"{secrets.token_hex(8)}.copy"
+        for path in folder.glob(f"*{_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        self.path = folder / f"{_life(os.getpid())}-{secrets.token_hex(8)}{_SUFFIX}"
 
     @property
     def memory_bytes(self) -> int:

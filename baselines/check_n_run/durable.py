@@ -44,7 +44,7 @@ from torch import Tensor
 from ecemb import errors
 from ecemb.checkpoint import Piece, Stored, is_stored
 
-from .buffer import Buffer, Rows
+from .buffer import Buffer, Rows, clear
 from .codec import schemes_of
 from .manifest import (
     OWN,
@@ -60,7 +60,7 @@ from .manifest import (
 )
 from .policy import policy_of
 from .quantize_scheme import EXACT, Scheme
-from .restoring import AnotherTraining, Damaged, Shard, chain, last_chain, rest, rows
+from .restoring import AnotherTraining, Damaged, Shard, chain, last_chain, orphan, rest, rows
 from .store import store_at
 from .tracking import TouchedRows
 from .writing import CHUNK_BYTES, Part, above_zero, clean, complete, heard, put
@@ -74,7 +74,8 @@ class DurableTier:
 
     Args:
         target: a folder that all ranks see, or any URL that fsspec knows; of this job alone.
-        memory: folder of this rank's machine alone, on tmpfs, for the copy; the job's own.
+        memory: folder of this rank's machine alone, on tmpfs, for the copy; the job's own. Copies of
+            processes that are dead are removed when a tier is made, and when a job looks for checkpoints.
         policy: of `policy.POLICIES`.
         weights: how they are stored; or how many restores the job expects, by which `choose_bits` says how.
         states: how per-row optimizer state is stored.
@@ -91,7 +92,7 @@ class DurableTier:
     def __init__(
         self,
         target: str | os.PathLike[str],
-        memory: Path,
+        memory: str | os.PathLike[str],
         *,
         policy: str = "intermittent",
         weights: Scheme | float = EXACT,
@@ -107,7 +108,8 @@ class DurableTier:
         self._weights, self._states = weights, states
         self._place = os.fspath(target) if "://" in os.fspath(target) else os.path.abspath(target)
         self._store = store_at(self._place, options)
-        self._memory = memory
+        self._memory = Path(memory)
+        clear(self._memory)
         self._settings: dict[str, Any] = {
             "chunk_bytes": chunk_bytes,
             "bytes_per_s": bytes_per_s,
@@ -149,6 +151,7 @@ class DurableTier:
 
         Raises:
             CheckpointMismatch: the store holds another training's checkpoints, later steps, or other things.
+            CheckpointFailed: the checkpoints there stand on some that are gone.
         """
         with self._told():
             found = self._newest()
@@ -256,7 +259,9 @@ class DurableTier:
 
         Raises:
             CheckpointMismatch: what lies there was not written by `guard.save` to a `DurableTier`.
+            CheckpointFailed: the checkpoints there stand on some that are gone.
         """
+        clear(self._memory)
         with self._told():
             return _stored(self._newest())
 
@@ -338,6 +343,12 @@ class DurableTier:
             raise errors.CheckpointMismatch(
                 f"{self} holds {others[0]!r}, and no checkpoint of Check-N-Run: name a target of the job's "
                 f"own; what guard.save(path) has written is resumed with resume=path"
+            )
+        if not found and (left := orphan(self._store)) is not None:
+            name, gone = left
+            raise errors.CheckpointFailed(
+                f"{name} in {self} stands on {', '.join(gone)}, not all of which is there as it was written: "
+                f"put it back, or name another target to begin anew"
             )
         return found
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 FORMAT: Final = 1
 SUFFIX: Final = ".manifest"
+T = TypeVar("T")
+
 OWN, SHARED = "own", "shared"
 """Kinds of chunks that have no rows: what a rank has alone, what all ranks share."""
 
@@ -181,14 +183,7 @@ def manifest_of(text: bytes) -> Manifest:
         NotWhole: its checksum doesn't hold.
         OtherFormat: it does, and another version has written it.
     """
-    found = _checked(text)
-    try:
-        return Manifest(
-            _facts(found["facts"]),
-            tuple(_receipt(one) for one in found["ranks"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise _other(repr(error)) from error
+    return _read(text, lambda found: Manifest(_facts(found["facts"]), tuple(map(_receipt, found["ranks"]))))
 
 
 def facts_of(text: bytes) -> Facts:
@@ -198,11 +193,9 @@ def facts_of(text: bytes) -> Facts:
         NotWhole: its checksum doesn't hold.
         OtherFormat: it does, and another version has written it.
     """
-    found = _checked(text)
-    try:
-        return _facts({name: value for name, value in found.items() if name != "format"})
-    except (KeyError, TypeError) as error:
-        raise _other(repr(error)) from error
+    return _read(
+        text, lambda found: _facts({name: value for name, value in found.items() if name != "format"})
+    )
 
 
 def receipt_of(text: bytes) -> Receipt:
@@ -212,10 +205,7 @@ def receipt_of(text: bytes) -> Receipt:
         NotWhole: its checksum doesn't hold.
         OtherFormat: it does, and another version has written it.
     """
-    try:
-        return _receipt(_checked(text))
-    except (KeyError, TypeError) as error:
-        raise _other(repr(error)) from error
+    return _read(text, _receipt)
 
 
 def newest(names: Sequence[str]) -> list[str]:
@@ -230,6 +220,14 @@ def _facts(found: Mapping[str, Any]) -> Facts:
 
 def _receipt(found: Mapping[str, Any]) -> Receipt:
     return Receipt(found["rank"], tuple(Chunk(**one) for one in found["chunks"]), found["error"])
+
+
+def _read(text: bytes, make: Callable[[dict[str, Any]], T]) -> T:
+    found = _checked(text)
+    try:
+        return make(found)
+    except (KeyError, TypeError) as error:
+        raise _other(repr(error)) from error
 
 
 def _checked(text: bytes) -> dict[str, Any]:

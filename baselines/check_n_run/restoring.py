@@ -90,6 +90,16 @@ def last_chain(store: Store) -> list[Manifest] | None:
     return None
 
 
+def orphan(store: Store) -> tuple[str, list[str]] | None:
+    """The newest checkpoint that stands on some that aren't whole, and their names; None if there is none."""
+    for name in newest(store.paths()):
+        found = read(store, name)
+        gone = [need for need in (found.facts.needs if found else ()) if read(store, need) is None]
+        if gone:
+            return name, gone
+    return None
+
+
 def whole(store: Store) -> list[Manifest]:
     """All checkpoints that are whole, with all that they stand on; the newest first."""
     found = {name: one for name in newest(store.paths()) if (one := read(store, name)) is not None}
@@ -205,9 +215,21 @@ def _read(store: Store, chunk: Chunk) -> packing.Bytes:
     except FileNotFoundError:
         data = b""
     if len(data) != chunk.size_bytes or zlib.crc32(data) != chunk.crc:
+        name = chunk.path.partition("/")[0]
         raise Damaged(
             f"{chunk.path} is {'missing' if not data else 'not what was written: its checksum differs'}; "
-            f"{chunk.path.partition('/')[0]} and what stands on it can't be restored: to go back to the "
-            f"checkpoint before it, move its manifest away"
+            f"{name} and what stands on it can't be restored: {_way_out(store, name)}"
         )
     return np.frombuffer(bytearray(data), np.uint8)  # a copy, since torch wants what can be written
+
+
+def _way_out(store: Store, name: str) -> str:
+    """What to do when a checkpoint is damaged."""
+    try:
+        before = [one for one in newest(store.paths()) if one < name]
+        older = next((one for one in before if chain(store, one) is not None), None)
+    except OtherFormat:
+        older = None
+    if older is None:
+        return "no older one is whole: put it back as it was, or name another target to begin anew"
+    return f"to go back to {older}, move {manifest_path(name)} away"

@@ -3,8 +3,9 @@
 The image holds every row as it was last saved. A whole save makes it anew, under another name until it is
 synced. A save of some rows writes them to a record first, with which the image is then changed in place: a
 record that has its name is whole, and whoever finds one applies it again, to the same end. So whatever is
-killed at any moment, each row of the image is as one save has seen it. The price of changing in place is that
-such rows are written twice (chosen).
+killed at any moment, each row of the image is as one save has seen it. Such rows are written twice (chosen):
+the second time, from the record to the image, is taken for the storage's own work, as where a server keeps
+the image: it is neither slowed down nor counted.
 
 What is no row, and the step of the save, is in a small file of its own, written last: rows may be newer than
 it says by one save that was cut off.
@@ -54,10 +55,10 @@ class SavedRank:
     Args:
         folder: of the job's saves; made if missing.
         rank: whose.
-        bytes_per_s: at most so much is written, or read; None: as fast as it goes.
+        bytes_per_s: at most so much is sent to files, or read; None: as fast as it goes.
 
     Attributes:
-        written_bytes: by this object.
+        written_bytes: that this object has sent to files.
 
     Raises:
         SavesLost: from all methods that read: a file is damaged.
@@ -135,26 +136,18 @@ class SavedRank:
         """Changes the image by the record, if there is one, and takes it away."""
         if not self._record.exists():
             return
-        image, record = _opened(self._image), _opened(self._record)
-        pace = Pace(self._bytes_per_s)
-        changed_bytes = put_on(image, record)
+        put_on(_opened(self._image), _opened(self._record))
         sync(self._image)
-        pace.wait(changed_bytes)
-        self.written_bytes += changed_bytes
         self._record.unlink()
 
 
-def put_on(image: Mapping[str, Tensor], record: Mapping[str, Tensor]) -> int:
+def put_on(image: Mapping[str, Tensor], record: Mapping[str, Tensor]) -> None:
     """Changes saved rows by what `SavedRank.save_rows` saves.
 
     Args:
         image: tensors by key. Overwritten, where the record has rows.
         record: see there. Read.
-
-    Returns:
-        How many bytes were changed.
     """
-    changed = 0
     for key, tensor in record.items():
         if key.startswith(ROWS):
             continue
@@ -163,8 +156,6 @@ def put_on(image: Mapping[str, Tensor], record: Mapping[str, Tensor]) -> int:
             image[key].copy_(tensor)
         else:
             image[key][rows] = tensor
-        changed += tensor.nbytes
-    return changed
 
 
 def _opened(path: Path) -> dict[str, Tensor]:

@@ -77,6 +77,7 @@ class LiveParity:
             self._fill(rows, _NOTHING, lambda table, ids, out: gather(self.rows[table], ids, out))
             self._add(self._wire.exchange(keepers))
             self._wire.finish()
+        self._wire.free()  # a step's messages are much smaller
 
     def exchange(self, tables: Sequence[Columns], rows: Sequence[Ids], passenger: Bytes) -> list[Arrived]:
         """Sends what has changed since the last step, and gets what others send. All ranks.

@@ -139,6 +139,12 @@ class Wire:
             work.wait()
         self._sending.clear()
 
+    def free(self) -> None:
+        """Gives memory of messages back, once all has left; what `exchange` gave lies in it."""
+        self.finish()
+        self._outgoing = [Room() for _ in self._outgoing]
+        self._incoming.clear()
+
     @property
     def message_bytes(self) -> int:
         """Memory that messages take."""

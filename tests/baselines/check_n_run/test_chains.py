@@ -144,14 +144,17 @@ def test_damage_is_found(tmp_path: Path) -> None:
         life.save()
         life.step()
     last = whole(store)[0]
-    for chunk in (last.chunks[-1], read(store, last.facts.needs[0]).chunks[-1]):  # type: ignore[union-attr]
+    base = read(store, last.facts.needs[0])
+    assert base is not None
+    back = f"to go back to {base.name}, move {last.name}{SUFFIX} away"
+    for chunk, told in ((last.chunks[-1], back), (base.chunks[-1], "no older one is whole: put it back")):
         good = store.get(chunk.path)
         for bad in (good[:-1], good[:-1] + bytes([good[-1] ^ 1])):
             store.put(chunk.path, bad)
-            with pytest.raises(Damaged, match=rf"{chunk.path} is not what was written.*manifest"):
+            with pytest.raises(Damaged, match=rf"{chunk.path} is not what was written.*{told}"):
                 Life(store, tmp_path, "one_shot")
         store.remove([chunk.path])
-        with pytest.raises(Damaged, match="missing"):
+        with pytest.raises(Damaged, match=f"missing.*{told}"):
             Life(store, tmp_path, "one_shot")
         store.put(chunk.path, good)
     assert is_right(Life(store, tmp_path, "one_shot"))

@@ -5,6 +5,7 @@ TorchRec's tables, under torchrun, are in tests/adapters/test_torchrec_checkpoin
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from trainings import bags, initialise, whole_tables
 
 from baselines.check_n_run import durable
+from baselines.check_n_run.buffer import Buffer
 from baselines.check_n_run.durable import DurableTier
 from baselines.check_n_run.manifest import Manifest
 from baselines.check_n_run.policy import POLICIES
@@ -300,7 +302,7 @@ def test_a_target_is_of_one_training(tmp_path: Path) -> None:
     assert tier.newest() == stored
     chunk = newest(target).chunks[0].path
     store_at(target).remove([chunk])
-    with pytest.raises(CheckpointFailed, match=f"{chunk} is missing.*move its manifest away"):
+    with pytest.raises(CheckpointFailed, match=f"{chunk} is missing.*no older one is whole: put it back"):
         Job(target, tmp_path / "other")
     store_at(target).remove([f"{stored.name}.manifest"])
     with pytest.raises(CheckpointFailed, match=f"no whole checkpoint {stored.name} any more"):
@@ -326,6 +328,30 @@ def test_what_others_have_written_is_not_overlooked(tmp_path: Path) -> None:
     assert job.tiers[0].newest() is None
 
 
+def test_a_checkpoint_whose_base_is_gone_is_not_overlooked(tmp_path: Path) -> None:
+    """Training would begin anew, and its first save would remove it."""
+    target = somewhere()
+    job = Job(target, tmp_path, policy="one_shot")
+    for _ in range(2):
+        job.step()
+        job.save()
+    last, store = newest(target), store_at(target)
+    path = f"{last.facts.needs[0]}.manifest"
+    whole, before = store.get(path), store.paths()
+    told = f"{last.name} in {target} stands on {last.facts.needs[0]}, .*put it back, or name another target"
+    for bad in (None, b"torn"):
+        store.remove([path]) if bad is None else store.put(path, bad)
+        with pytest.raises(CheckpointFailed, match=told):
+            DurableTier(target, tmp_path / "other").newest()
+        with pytest.raises(CheckpointFailed, match=told):
+            job.tiers[0].prepare(3, job.facts())
+    store.put(path, whole)
+    assert store.paths() == before and Job(target, tmp_path / "other", policy="one_shot").is_right()
+    store.remove([path])
+    store.put(f"{last.name}.manifest", b"torn")  # nothing is left that says what there was
+    assert DurableTier(target, tmp_path / "other").newest() is None
+
+
 def test_all_ranks_must_see_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_SIGHT_S", 0.01)
     job = Job(somewhere(), tmp_path)
@@ -342,6 +368,27 @@ def test_a_copy_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(CheckpointFailed, match=r"rank-0.*has no room.*No space left.*memory="):
         Job(somewhere(), tmp_path).save()
+
+
+def test_copies_of_the_dead_do_not_wait_for_a_save(tmp_path: Path) -> None:
+    """They are as large as tables, and the next life needs the memory."""
+    memory = tmp_path / "memory"
+    job = Job(somewhere(), memory)
+    job.save()
+    alive = sorted(memory.rglob("*.copy"))
+    assert len(alive) == 2
+
+    def left_by(pid: int, start: int) -> None:
+        (memory / "rank-1" / f"{pid}-{start}-0123456789abcdef.copy").write_bytes(b"rows")
+
+    for look in (lambda: DurableTier(somewhere(), str(memory)), job.tiers[0].newest):
+        left_by(1 << 30, 7)  # above Linux's highest number
+        left_by(os.getpid(), 7)  # a number that was given again
+        assert len(list(memory.rglob("*.copy"))) == 4
+        look()
+        assert sorted(memory.rglob("*.copy")) == alive
+    Buffer(memory / "rank-1")  # whoever they were of: this rank has a new life
+    assert sorted(memory.rglob("*.copy")) == alive[:1]
 
 
 @pytest.mark.parametrize(

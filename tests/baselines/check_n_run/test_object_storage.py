@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from check_n_run_stores import check_objects
 
 from baselines.check_n_run.durable import DurableTier
 from baselines.check_n_run.store import Store, store_at
@@ -46,19 +47,7 @@ def url(options: dict[str, Any]) -> str:
 
 
 def test_objects(url: str, options: dict[str, Any]) -> None:
-    store = store_at(url, options)
-    assert store.paths() == []
-    with pytest.raises(FileNotFoundError):
-        store.get("a/b")
-    store.put("a/b", b"one")
-    store.put("c", memoryview(b"two"))
-    store.put("a/d", b"")
-    store.put("a/b", b"three")
-    assert store.paths() == ["a/b", "a/d", "c"]
-    assert [store.get(path) for path in ("a/b", "c", "a/d")] == [b"three", b"two", b""]
-    assert another(url, options).paths() == ["a/b", "a/d", "c"]
-    store.remove(["c", "a/d", "no/such"])
-    assert store.paths() == ["a/b"]
+    check_objects(store_at(url, options), lambda: another(url, options))
 
 
 def another(url: str, options: dict[str, Any]) -> Store:
