@@ -87,9 +87,11 @@ gpu-packages: $(READY)  ## put into build/gpu what `make gpu` needs beyond torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/gpu \
 		-c constraints.txt galois pytest-timeout
 
-gpu:  ## on a machine with a CUDA device, with its own PYTHON and build/gpu: tests and bench, in build/gpu.json
-	PYTHONPATH=.:build/gpu $(PYTHON) -m pytest tests/contracts/test_kernels.py tests/adapters/test_image.py -k cuda
-	PYTHONPATH=.:build/gpu $(PYTHON) -m bench gpu --json build/gpu.json
+gpu: SHELL := /bin/bash
+gpu: .SHELLFLAGS := -o pipefail -c
+gpu:  ## with a CUDA device, its own PYTHON and build/gpu, in 8 minutes: tests, kills, bench, in build/gpu.json and .log
+	mkdir -p build
+	PYTHONPATH=.:build/gpu $(PYTHON) -u -m bench gpu --json build/gpu.json $(ARGS) 2>&1 | tee build/gpu.log
 
 clean:  ## remove .venv and all that is generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

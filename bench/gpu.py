@@ -1,186 +1,186 @@
-"""How fast are the kernels on a GPU, and the copies between a table there and its image?
+"""All that is to be measured on a GPU, part by part, in less than 8 minutes: what `make gpu` runs.
 
-Everything on one device and its current stream, timed until the device is done. Without a CUDA device nothing
-is measured; with TRITON_INTERPRET=1 all of it runs on the CPU in small, which shows that it works.
+Each part is a process of its own, ended when its share of the time is used up, so that one that fails or
+hangs takes nothing from the others. What they measured is in one file, beside how each of them ended. Rows
+are explained by the modules of the parts.
 
-- `copy_gb_per_s`: the ceilings, in this run: a copy within the device's memory (bytes read and written), and
-  from and to pinned host memory (bytes copied).
-- `multiply_add_gb_per_s`: `dst ^= weight * src` in GF(2^8), which is how parity is updated: bytes read and
-  written. In whole blocks, and in rows at scattered places.
-- `multiply_add_over_copy`: that, over the copy within the device's memory.
-- `fetch_ms`: bringing an image up to date with so many rows of a table with row-wise state, which is what a
-  step waits for; `fetch_over_copy`: over copying as many bytes to pinned memory.
-- `put_gb_per_s`, `put_over_copy`: a whole table from its image, as after a restart, and over the copy from
-  pinned memory.
+- `tests`, 60 s: the contract of the kernels, and the guard's tests of images, on the device.
+- `kills`, 80 s: cells of the failure matrix (`make failures`) with all of the model on the device, four
+  processes sharing it: SIGKILL in the middle of a step and in the recovery from it, of processes alone, and
+  with their memory; in the end every parameter has to have the bytes of an undisturbed training's.
+- `kernels`, 40 s: kernels and images against the device's copies (bench/gpu_kernels.py).
+- `step`, 150 s: the cost of protecting a step (bench/gpu_step.py).
+- `recovery`, 120 s: recovering a table, over copying it (bench/gpu_recovery.py).
 
-Results are compared with the reference kernels' before anything is timed.
+- `part_s`: how long each of them took, and how it ended; one that was left out says what is missing.
+
+Without a CUDA device nothing is measured; with TRITON_INTERPRET=1 all of it runs on the CPU in small, in
+tables that are taken for a device's, which shows that it works.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from bench.result import Arguments, Row, Unavailable, WrongResult, summary
-from bench.timing import interleaved
-from ecemb import kernels
-from ecemb.adapters.image import Fetcher, Image
-from ecemb.kernels.reference import product
-from ecemb.rows import Column, Table, TableLayout, arrange
+from bench import gpu_kernels, gpu_recovery, gpu_step
+from bench.devices import APART, CUDA
+from bench.result import Arguments, Incomplete, Row, Unavailable, once
 
-WEIGHT = 142
-"""Of the products: a constant with several bits."""
+ROOT = Path(__file__).resolve().parents[1]
+STARTING_S = 12.0
+"""Of a share: imports before what is measured, and all that comes after it."""
+GRACE_S = 10.0
+DONE = "done"
+
+MEASURED: Mapping[str, Callable[[Arguments, str, float], list[Row]]] = {
+    "kernels": gpu_kernels.run,
+    "step": gpu_step.run,
+    "recovery": gpu_recovery.run,
+}
+"""Parts that are measured in a process that asks for them alone."""
+TESTED = ("tests/contracts/test_kernels.py", "tests/adapters/test_image.py")
+KILLS = tuple(f"{cell}*images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1"))
+"""Cells of the failure matrix. In small, the first one."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much is measured.
+class Part:
+    """One part.
 
     Attributes:
-        block_words: Of a block that is multiplied or copied, 8 bytes each.
-        rows: Of the table.
-        dim: Values of a row, float32, beside one of state.
-        touched: Rows that a step changes.
-        repeats: Of every measurement.
-        at_least_s: See `timing.interleaved`.
+        share_s: When it is ended, if it has not done by itself.
+        needs: Modules without which it is left out.
+        words: Of Python's command line, for a device and the file that it writes.
     """
 
-    block_words: int
-    rows: int
-    dim: int
-    touched: int
-    repeats: int
-    at_least_s: float
+    share_s: float
+    needs: tuple[str, ...]
+    words: Callable[[Arguments, str, Path], Sequence[str]]
 
 
-FULL = Scale(block_words=1 << 27, rows=8 << 20, dim=127, touched=200_000, repeats=9, at_least_s=0.2)
-QUICK = Scale(block_words=1 << 22, rows=1 << 18, dim=127, touched=20_000, repeats=3, at_least_s=0.02)
-INTERPRETED = Scale(block_words=1 << 12, rows=1 << 9, dim=127, touched=100, repeats=2, at_least_s=0.0)
+def tests(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
+    """The command of the part `tests`."""
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, "-k", "cuda")
+
+
+def kills(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
+    """The command of the part `kills`."""
+    cells = KILLS if device == CUDA and not arguments.quick else KILLS[:1]
+    options = ("--device", "cuda" if device == CUDA else "cpu", "--no-controls", "--no-hosts")
+    return ("tests/failures", "--seed", str(arguments.seed), "--cells", *cells, *options, "--json", str(file))
+
+
+def measured(name: str) -> Callable[[Arguments, str, Path], Sequence[str]]:
+    """The command of one of `MEASURED`."""
+
+    def words(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
+        quick = ("--quick",) if arguments.quick else ()
+        seed = ("--seed", str(arguments.seed))
+        return ("-m", "bench", "gpu", "--setting", name, *seed, *quick, "--json", str(file))
+
+    return words
+
+
+PARTS: Mapping[str, Part] = {
+    "tests": Part(60, ("pytest", "pytest_timeout", "galois", "triton"), tests),
+    "kills": Part(80, ("galois",), kills),
+    "kernels": Part(40, ("triton",), measured("kernels")),
+    "step": Part(150, (), measured("step")),
+    "recovery": Part(120, (), measured("recovery")),
+}
 
 
 def run(arguments: Arguments) -> list[Row]:
-    """Answers the question; the metrics are in the module's docstring.
+    """Answers the question, or the one part of it that is the arguments' setting.
 
     Raises:
         Unavailable: There is no CUDA device.
+        Incomplete: A part failed.
+    """
+    device = device_here()
+    if not arguments.setting:
+        return ask_all(arguments, device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # clears away what it began
+    share_s = PARTS[arguments.setting].share_s
+    return MEASURED[arguments.setting](arguments, device, time.monotonic() + share_s - STARTING_S)
+
+
+def device_here() -> str:
+    """Where tables are on this machine.
+
+    Raises:
+        Unavailable: There is no CUDA device, and Triton doesn't interpret.
     """
     if torch.cuda.is_available():
-        return list(measure(QUICK if arguments.quick else FULL, torch.device("cuda"), arguments.seed))
+        return CUDA
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return list(measure(INTERPRETED, torch.device("cpu"), arguments.seed))
+        return APART
     raise Unavailable(
         "torch sees no CUDA device: ask on a machine with one (make gpu), or with TRITON_INTERPRET=1, which "
         "shows that it works and measures nothing of use"
     )
 
 
-def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
-    """Measures all metrics on a device."""
-    generator = torch.Generator().manual_seed(seed)
-    block_bytes = 8 * scale.block_words
-    source = torch.randint(-(2**62), 2**62, (scale.block_words,), generator=generator).to(device)
-    target = torch.zeros_like(source)
-    pinned = torch.empty(scale.block_words, dtype=torch.int64, pin_memory=device.type == "cuda")
-    table, image, tensors = _table(scale, device)
-    table_bytes = sum(tensor.nbytes for tensor in tensors)
-    ids = torch.randperm(scale.rows, generator=generator)[: scale.touched].numpy()
-    image.tell(ids)
-    fetcher = Fetcher()
-    fetched_bytes = scale.touched * image.record_bytes
-    products = _products(scale, source, target)
-    _check(scale, source, target, products)
-    image.fill()
-    if not np.array_equal(table.columns[0], tensors[0].cpu().view(torch.uint8).numpy()):
-        raise WrongResult("the image differs from its table")
+def ask_all(arguments: Arguments, device: str) -> list[Row]:
+    """Has all parts done, one after another.
 
-    seconds = interleaved(
-        {
-            "copy on the device": _whole(device, lambda: target.copy_(source)),
-            "copy to the host": _whole(device, lambda: pinned.copy_(source, non_blocking=True)),
-            "copy to the device": _whole(device, lambda: target.copy_(pinned, non_blocking=True)),
-            **{name: _whole(device, call) for name, call in products.items()},
-            "fetch": _whole(device, lambda: fetcher.fetch([image])),
-            "put": _whole(device, image.put),
-        },
-        repeats=scale.repeats,
-        at_least_s=scale.at_least_s,
-    )
-    moved = {
-        "copy on the device": 2 * block_bytes,
-        "copy to the host": block_bytes,
-        "copy to the device": block_bytes,
-        **dict.fromkeys(products, 3 * block_bytes),
-        "fetch": fetched_bytes,
-        "put": table_bytes,
-    }
-    rates = {name: [moved[name] / 1e9 / s for s in taken] for name, taken in seconds.items()}
-    for name in ("copy on the device", "copy to the host", "copy to the device"):
-        yield summary("copy_gb_per_s", "GB/s", rates[name], what=name)
-    for name in products:
-        yield summary("multiply_add_gb_per_s", "GB/s", rates[name], of=name)
-        yield summary("multiply_add_over_copy", "ratio", _over(rates, name, "copy on the device"), of=name)
-    yield summary("fetch_ms", "ms", [1000 * s for s in seconds["fetch"]], rows=scale.touched)
-    yield summary("fetch_over_copy", "ratio", _over(rates, "copy to the host", "fetch"), rows=scale.touched)
-    yield summary("put_gb_per_s", "GB/s", rates["put"], table_bytes=table_bytes)
-    yield summary(
-        "put_over_copy", "ratio", _over(rates, "copy to the device", "put"), table_bytes=table_bytes
-    )
+    Raises:
+        Incomplete: One failed; what the others came to is kept.
+    """
+    rows: list[Row] = []
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
+        for name, part in PARTS.items():
+            began, file = time.monotonic(), Path(folder, f"{name}.json")
+            missing = [module for module in part.needs if find_spec(module) is None]
+            if missing:
+                outcome = f"left out: no {', '.join(missing)} here (make gpu-packages)"
+            else:
+                print(f"\n=== {name}: {part.share_s:.0f} s at most", flush=True)
+                outcome = ask(part.words(arguments, device, file), part.share_s)
+                if outcome != DONE:
+                    failed.append(f"{name}: {outcome}")
+            if file.exists():
+                rows += map(Row.from_json, json.loads(file.read_text(encoding="utf-8"))["rows"])
+            rows.append(once("part_s", "s", time.monotonic() - began, part=name, outcome=outcome))
+            print(f"=== {name}: {outcome}", flush=True)
+    if failed:
+        raise Incomplete(rows, "\n".join(failed))
+    return rows
 
 
-def _over(rates: Mapping[str, list[float]], name: str, other: str) -> list[float]:
-    return [a / b for a, b in zip(rates[name], rates[other], strict=True)]
+def ask(words: Sequence[str], share_s: float) -> str:
+    """Has one part done, and leaves none of its processes behind.
 
-
-def _whole(device: torch.device, call: Callable[[], object]) -> Callable[[], None]:
-    """The call, until the device is done."""
-
-    def waited() -> None:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return waited
-
-
-def _table(scale: Scale, device: torch.device) -> tuple[Table, Image, list[Tensor]]:
-    tensors = [torch.rand(scale.rows, width, device=device) for width in (scale.dim, 1)]
-    columns = (Column("weight", "float32", 4 * scale.dim), Column("sum", "float32", 4))
-    layout = TableLayout("table", scale.rows, columns)
-    (starts,), size = arrange([layout])
-    table = Table(layout, np.zeros(size, np.uint8), starts, kernels.get("cpu"))
-    return table, Image(table, tensors), tensors
-
-
-def _products(scale: Scale, source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
-    """Multiply-adds of a block's size, by what they are of."""
-    from ecemb.kernels.cuda import multiply_add_, multiply_add_rows_
-
-    found: dict[str, Callable[[], None]] = {"blocks": lambda: multiply_add_(target, source, WEIGHT)}
-    for row_bytes in (64, 512):
-        width = row_bytes // 8
-        rows = source.view(-1, width)
-        offsets = (torch.randperm(len(rows)) * width).to(source.device)
-        found[f"rows of {row_bytes} bytes"] = lambda rows=rows, offsets=offsets: multiply_add_rows_(
-            target, offsets, rows, WEIGHT, apart=True
-        )
-    return found
-
-
-def _check(scale: Scale, source: Tensor, target: Tensor, products: Mapping[str, Callable[[], None]]) -> None:
-    """Raises WrongResult if a multiply-add is wrong, by sums that don't depend on where rows go."""
-    begun = source[: 1 << 12].cpu().numpy().view(np.uint64)
-    products["blocks"]()
-    if not np.array_equal(target[: 1 << 12].cpu().numpy().view(np.uint64), product(WEIGHT, begun)):
-        raise WrongResult("the product of a block is wrong")
-    expected = target.cpu().numpy().sum()  # of the same words in another order, by wrapping sums
-    for name, call in products.items():
-        if name != "blocks":
-            target.zero_()
-            call()
-            if target.cpu().numpy().sum() != expected:
-                raise WrongResult(f"the product of {name} is wrong")
+    Returns:
+        How it ended.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    # Looking for a device by CUDA itself would spoil a process that others are forked from.
+    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        code = process.wait(share_s)
+        return DONE if code == 0 else f"ended with {code}"
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return f"ended after its share of {share_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,21 +1,143 @@
-"""The question of GPUs: it is answered on the CPU where Triton interprets, and refused where nothing does."""
+"""The question of GPUs: its parts run on the CPU, in tables taken for those of a device, and end in time."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu
-from bench.result import Arguments, Unavailable
+from bench import gpu, gpu_kernels, gpu_step, overhead_rank
+from bench.devices import APART, CUDA
+from bench.gpu import Part
+from bench.overhead import Scale
+from bench.overhead_rank import BARE, PROTECTED
+from bench.ranks import RankFailed
+from bench.result import Arguments, Incomplete, Row, Unavailable, once
+from ecemb.code import Code
 
 
-def test_all_of_it_runs_interpreted() -> None:
-    rows = list(gpu.measure(gpu.INTERPRETED, torch.device("cpu"), seed=1))
+def test_kernels_run_interpreted() -> None:
+    rows = gpu_kernels.run(Arguments(seed=1), APART, until=0.0)
     assert {row.metric for row in rows} == {
         *("copy_gb_per_s", "multiply_add_gb_per_s", "multiply_add_over_copy"),
         *("fetch_ms", "fetch_over_copy", "put_gb_per_s", "put_over_copy"),
     }
     assert all(row.value > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("group", "overlap"), list(zip(gpu_step.SMALL_GROUPS, (True, False), strict=True)))
+def test_a_step_is_compared_with_that_of_its_bare_twin(group: gpu_step.Group, overlap: bool) -> None:
+    """Four ranks, and one, whose guard keeps no parity."""
+    rows = list(gpu_step.measure(gpu_step.SMALL, group, 64, overlap=overlap, seed=3))
+    found = {(row.metric, row.labels.get("method") or row.labels.get("phase")): row for row in rows}
+    assert {("overhead_wall_pct", PROTECTED), ("step_wall_ms", BARE), ("step_phase_ms", "image")} <= {*found}
+    image = found["image_over_step", None]
+    assert 0 < image.value < 1
+    assert (image.labels["ranks"], image.labels["backend"]) == (group.ranks, "gloo")
+    assert (image.labels["device"], image.labels["optimizer"]) == (APART, "SGD")
+    assert image.labels["rows_asked"] == 1000
+    assert image.labels["overlap"] == ("next step" if overlap else "none")
+    sent = found["bytes_sent_per_step", PROTECTED]
+    assert (sent.value > 0) == (group.ranks > 1)
+
+
+def test_what_fails_or_is_missing_does_not_stop_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def measure(
+        scale: Scale, group: gpu_step.Group, samples: int, *, overlap: bool, seed: int
+    ) -> Iterator[Row]:
+        asked.append((group.backend, overlap))
+        if overlap:
+            raise RankFailed("rank 1 of 4 raised")
+        yield once("x", "s", scale.timeout_s)
+
+    monkeypatch.setattr(gpu_step, "measure", measure)
+    monkeypatch.setattr(gpu_step.dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(gpu_step, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    with pytest.raises(Incomplete, match="^4 ranks over gloo, overlap True: rank 1 of 4 raised$") as raised:
+        gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=190.0)
+    kept, left_out = raised.value.rows
+    assert kept.value == 90.0
+    assert (left_out.metric, left_out.labels["why"]) == ("left_out", "torch was built without NCCL")
+    assert asked == [("gloo", False), ("gloo", True)]
+    with pytest.raises(Incomplete, match="not begun, with 10 s left"):
+        gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=110.0)
+
+
+def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def fits(device: str, device_bytes: int, arena_bytes: int) -> str | None:
+        asked.append((device_bytes, arena_bytes))
+        return "/there" if arena_bytes < 10 << 30 else None
+
+    monkeypatch.setattr(gpu_step, "fits", fits)
+    scale = gpu_step.fitting(dataclasses.replace(gpu_step.FULL, device=APART), gpu_step.SHARED)
+    tables_bytes = 26 * 500_000 * 128 * 4
+    assert (scale.rows, scale.arena_dir) == (500_000, "/there")
+    assert asked[-1] == (2 * tables_bytes, int(tables_bytes * 4 / 3))
+    assert gpu_step.Group("nccl", 1, Code(2, 1)).arena_share == 1
+
+
+def test_rows_with_other_bits_fold_to_something_else() -> None:
+    table = torch.rand(50, 3)
+    folded = overhead_rank.folded(table)
+    assert folded.shape == (50,) and len(set(folded.tolist())) == 50
+    other = table.clone()
+    other[7, 1] = -other[7, 1]
+    other[9] = other[9, [1, 0, 2]]
+    changed = folded != overhead_rank.folded(other)
+    assert changed.nonzero().flatten().tolist() == [7, 9]
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def words(code: str) -> Any:
+    def of(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
+        return ("-c", code, str(file))
+
+    return of
+
+
+WRITES = (
+    "import json, sys; rows = [dict(metric='m', value=1, unit='s', low=1, high=1, repeats=1, of='x')]; "
+    "json.dump({'rows': rows}, open(sys.argv[1], 'w'))"
+)
+
+
+def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        "fails": Part(60, (), words(f"{WRITES}; sys.exit(3)")),
+        "hangs": Part(0.1, (), words("import signal; signal.pause()")),
+        "lacks": Part(60, ("no_such_module",), words("")),
+        "is done": Part(60, ("pytest",), words(WRITES)),
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    with pytest.raises(Incomplete) as raised:
+        gpu.ask_all(Arguments(), APART)
+    assert str(raised.value) == "fails: ended with 3\nhangs: ended after its share of 0 s"
+    told = {row.labels["part"]: row.labels["outcome"] for row in raised.value.rows if row.metric == "part_s"}
+    assert told["lacks"] == "left out: no no_such_module here (make gpu-packages)"
+    assert told["is done"] == gpu.DONE
+    measured = [row for row in raised.value.rows if row.metric == "m"]
+    assert [row.labels for row in measured] == [{"of": "x"}, {"of": "x"}]
+
+
+def test_parts_are_asked_for_by_commands_and_take_less_than_8_minutes(tmp_path: Path) -> None:
+    assert sum(part.share_s for part in gpu.PARTS.values()) < 8 * 60 - 20
+    found = {name: part.words(Arguments(seed=5), CUDA, tmp_path) for name, part in gpu.PARTS.items()}
+    assert set(gpu.MEASURED) == {name for name in found if "--setting" in found[name]}
+    assert all((gpu.ROOT / path).exists() for path in (*gpu.TESTED, found["kills"][0]))
+    assert set(gpu.KILLS) <= {*found["kills"]} and "cuda" in found["kills"]
+    small = gpu.PARTS["kills"].words(Arguments(quick=True), APART, tmp_path)
+    assert set(gpu.KILLS) & {*small} == {gpu.KILLS[0]} and "cuda" not in small
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

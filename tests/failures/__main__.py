@@ -1,6 +1,7 @@
 """`make failures`: the failure matrix with real processes; `make soak`: random kills for minutes.
 
-    python tests/failures [--seed N] [--cells PATTERN] [--plan FILE] [--json FILE] [--list]
+    python tests/failures [--seed N] [--cells PATTERN ...] [--device cuda] [--json FILE] [--list]
+    python tests/failures --plan FILE
     python tests/failures soak [--minutes 15] [--seed N] [--json FILE]
 
 Ends with code 1 if any run is not bit-identical to the undisturbed one, if more losses than the code

@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the matrix; returns the exit code."""
     parser = argparse.ArgumentParser(description="the failure matrix, with real processes")
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
-    parser.add_argument("--cells", default="*", metavar="PATTERN", help="only these, e.g. 'capture:*memory*'")
+    parser.add_argument("--cells", nargs="+", metavar="PATTERN", help="only these, e.g. 'capture:*memory*'")
+    parser.add_argument("--device", default="cpu", help="of tables that have images: cpu or cuda")
     parser.add_argument("--list", action="store_true", help="print the cells' names, and end")
     parser.add_argument("--plan", type=Path, help="repeat one run: a plan.json that was kept")
     parser.add_argument("--no-hosts", action="store_true", help="leave out those of several hosts")
@@ -76,8 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that runs are ended and cleared away
+    asked, all_of_it = cells(*(args.cells or ()), device=args.device), args.cells is None
     if args.list:
-        print(*cells(args.cells), sep="\n")
+        print(*asked, sep="\n")
         return 0
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed: {seed} (repeat with --seed {seed})", flush=True)
@@ -89,12 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
         return int(_told("run", plan, outcome, verdict(references.of(plan.setting), outcome)))
     began = time.monotonic()
     results = Results(seed)
-    asked = cells(args.cells)
     try:
         _matrix(Chains(seed, lengths, asked, forked=not args.torchrun), lengths, references, results)
-        if args.cells == "*":
+        if all_of_it:
             _resumed(references, results)
-        if not args.no_hosts and args.cells == "*":
+        if not args.no_hosts and all_of_it:
             _hosts(results)
         if not args.no_controls:
             for part, event in CONTROLS.items():

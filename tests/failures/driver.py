@@ -147,12 +147,13 @@ class Job:
 
     def _launch(self, first: int) -> subprocess.Popen[bytes]:
         """Torchrun, whose workers begin with start number `first`."""
+        given = filter(None, [os.environ.get("PYTHONPATH")])
         environment = {
             **os.environ,
             "ECEMB_FAILURES": str(self.folder),
             "ECEMB_FAILURES_FIRST": str(first),
             "ECEMB_ARENAS": str(self.arenas),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *given]),
             "OMP_NUM_THREADS": "1",
         }
         ranks, restarts = self.plan.setting.ranks, max(0, len(self.plan.events) - first)

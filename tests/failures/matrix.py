@@ -156,16 +156,16 @@ class Cell:
         return self.victims if self.memory and not self.refused else 0
 
 
-def cells(pattern: str = "*") -> list[Cell]:
-    """All cells whose name matches, in the table's order."""
+def cells(*patterns: str, device: str = "cpu") -> list[Cell]:
+    """All cells whose name matches, in the table's order; those with images with tables on this device."""
     found = [Cell(row.name, count, memory, MAIN) for row in ROWS for count, memory in _columns(row)]
-    for setting in OTHERS:
+    for setting in (dataclasses.replace(one, device=device if one.apart else "cpu") for one in OTHERS):
         sizes = {"1": 1, "r": setting.tolerated, "r+1": setting.tolerated + 1}
         for row, numbers in OTHER_ROWS.items():
             for number, memory in zip(numbers, (False, True), strict=True):
                 if number:
                     found.append(Cell(row, sizes[number], memory, setting))
-    return [cell for cell in found if fnmatch.fnmatch(str(cell), pattern)]
+    return [cell for cell in found if any(fnmatch.fnmatch(str(cell), one) for one in patterns or ("*",))]
 
 
 def _columns(row: Row) -> list[tuple[int, bool]]:

@@ -26,6 +26,7 @@ class Setting:
         k: data blocks of a stripe.
         optimizer: of the tables, a key of the worker's `OPTIMIZERS`.
         steps: in all.
+        device: of the whole model; tables on another one than the CPU lie apart from the arena.
         workers: processes that load data, on each rank.
         window: steps of a transaction.
         overlap: whether it is decided beside the next one's first step.
@@ -37,6 +38,7 @@ class Setting:
     k: int
     optimizer: str
     steps: int = 40
+    device: str = "cpu"
     workers: int = 0
     window: int = 1
     overlap: bool = False
@@ -45,7 +47,7 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """What runs with equal ends have in common."""
-        return dataclasses.replace(self, workers=0, window=1, overlap=False, apart=False)
+        return dataclasses.replace(self, workers=0, window=1, overlap=False, apart=self.device != "cpu")
 
     @property
     def tolerated(self) -> int:
@@ -57,7 +59,8 @@ class Setting:
         """The code in words, and the options that are not as usual."""
         options = f", window {self.window}" if self.window > 1 else ""
         options += ", overlap" if self.overlap else ""
-        return f"code ({self.n}, {self.k}){options}" + (", images" if self.apart else "")
+        options += ", images" if self.apart else ""
+        return f"code ({self.n}, {self.k}){options}" + (f", {self.device}" if self.device != "cpu" else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,6 +160,7 @@ class Results:
                 "runs": tally.runs,
                 "identical": tally.identical,
                 "outcome": "refused" if tally.refused_s else "recovered",
+                **({"device": cell.setting.device} if cell.setting.device != "cpu" else {}),
             }
             middle = seconds[len(seconds) // 2]
             rows.append(

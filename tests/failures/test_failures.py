@@ -21,6 +21,7 @@ from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, Cell, Chains, cells
 from failures.plan import ABORT_EVERY, Exact, Plan, Refused
 from failures.refusals import contents
 
+from bench.gpu import KILLS
 from ecemb.header import WORDS
 
 RECOVERY = ("rebuilding", "verifying", "copying replicated state", "creating an arena")
@@ -204,6 +205,18 @@ def test_the_matrix_has_every_phase_and_every_kind_of_death() -> None:
     assert {row.how for row in ROWS} == {"line", "torn", "raise", "outside", "torchrun"}
     assert {row.when for row in ROWS} == {"fresh", "first", "step", "last", "recovery", "end"}
     assert [str(cell) for cell in cells("apply: 3*")] == ["apply: 3, processes", "apply: 3, with memory"]
+
+
+def test_images_can_be_of_tables_on_a_device(seed: int) -> None:
+    moved = cells("*images*", device="cuda")
+    assert {(cell.setting.device, cell.setting.plain.apart) for cell in moved} == {("cuda", True)}
+    assert "apply: 1, processes (4 ranks, code (4, 2), images, cuda)" in map(str, moved)
+    others = [cell.setting for cell in cells(device="cuda") if cell not in moved]
+    assert {(setting.device, setting.plain.apart) for setting in others} == {("cpu", False)}
+    chosen = cells(*KILLS, device="cuda")
+    assert len(chosen) == len(KILLS) and {cell.memory for cell in chosen} == {True, False}
+    for chain in Chains(seed, Lengths(), chosen):
+        assert chain.plan.setting.device == "cuda"
 
 
 def test_a_cell_that_was_missed_is_drawn_again_until_it_is_given_up(seed: int) -> None:

@@ -65,7 +65,7 @@ class Model(nn.Module):
         self.items = ecemb.nn.ShardedEmbeddingBag(ITEMS, 7, mode="mean", dtype=torch.bfloat16, device=device)
         self.head = nn.Sequential(
             nn.Linear(19, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
-        )
+        ).to("cpu" if device == "meta" else device)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         return self.head(torch.cat([self.users(users), self.items(items).float()], dim=1))[:, 0]
@@ -128,8 +128,9 @@ def train(
     )
     leave_out_the_compiler()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = setting.device
     torch.manual_seed(1)
-    model = Model("cpu" if setting.apart else "meta")
+    model = Model(device if setting.apart else "meta")
     dense_parameters = list(model.head.parameters())
     sparse = OPTIMIZERS[setting.optimizer]([model.users.weight, model.items.weight])
     dense = torch.optim.Adam(dense_parameters, lr=0.01)
@@ -138,7 +139,7 @@ def train(
     torch.manual_seed(100 + rank)
     np.random.seed(200 + rank)
     random.seed(300 + rank)
-    if setting.apart:  # as if the CPU were a device of its own
+    if setting.apart and device == "cpu":  # as if that were a device of its own
         sparse_tables.is_apart = lambda tensor: True
     guard = ecemb.protect(
         model,
@@ -151,7 +152,7 @@ def train(
         resume=checkpoints,
     )
     data = batches(setting, rank, guard.next_step)
-    probe = torch.arange(0, USERS, 10)[:, None]
+    probe = torch.arange(0, USERS, 10, device=device)[:, None]
 
     for number in range(guard.next_step, setting.steps):
         if ends(number):
@@ -164,8 +165,9 @@ def train(
             negatives = torch.randint(ITEMS, (BATCH, 2))
             negatives[:, 1] = int(np.random.randint(ITEMS))
             negatives[0, 0] = random.randrange(ITEMS)
-            met = torch.cat([torch.ones(BATCH), torch.zeros(BATCH)])
-            scores = model(torch.cat([users, users]), torch.cat([items, negatives]))
+            met = torch.cat([torch.ones(BATCH), torch.zeros(BATCH)]).to(device)
+            looked_up = torch.cat([users, users]), torch.cat([items, negatives])
+            scores = model(*(ids.to(device) for ids in looked_up))
             loss = nn.functional.binary_cross_entropy_with_logits(scores, met)
             (loss / ranks).backward()
             for parameter in dense_parameters:
@@ -203,7 +205,7 @@ def train(
 def digest(value: object) -> str:
     """A hash of a tensor's bytes, or of anything else's text."""
     if isinstance(value, Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     else:
         data = repr(value).encode()
     return hashlib.sha256(data).hexdigest()
@@ -230,6 +232,8 @@ def own_digests(*stateful: Any) -> dict[str, str]:
     found["torch's generator"] = digest(torch.get_rng_state())
     found["numpy's generator"] = digest((kind, key.tolist(), rest))
     found["python's generator"] = digest(random.getstate())
+    if torch.cuda.is_initialized():
+        found["CUDA's generator"] = digest(torch.cuda.get_rng_state())
     return found
 
 
@@ -259,6 +263,7 @@ def leave_out_the_compiler() -> None:
 def main() -> None:
     """What each worker does, from its first line on."""
     worker = phases.install()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or its sums may differ from run to run
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     form = f"%(asctime)s {os.getpid()} %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, force=True)

@@ -1,0 +1,183 @@
+"""How fast are the kernels on a GPU, and the copies between a table there and its image? A part of `gpu`.
+
+Everything on one device and its current stream, timed until the device is done. Taken for a device, the CPU
+shows in small, with Triton's interpreter, that it works.
+
+- `copy_gb_per_s`: the ceilings, in this run: a copy within the device's memory (bytes read and written), and
+  from and to pinned host memory (bytes copied).
+- `multiply_add_gb_per_s`: `dst ^= weight * src` in GF(2^8), which is how parity is updated: bytes read and
+  written. In whole blocks, and in rows at scattered places.
+- `multiply_add_over_copy`: that, over the copy within the device's memory.
+- `fetch_ms`: bringing an image up to date with so many rows of a table with row-wise state, which is what a
+  step waits for; `fetch_over_copy`: over copying as many bytes to pinned memory.
+- `put_gb_per_s`, `put_over_copy`: a whole table from its image, as after a restart, and over the copy from
+  pinned memory.
+
+Results are compared with the reference kernels' before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.devices import CUDA
+from bench.result import Arguments, Row, WrongResult, summary
+from bench.timing import interleaved
+from ecemb import kernels
+from ecemb.adapters.image import Fetcher, Image
+from ecemb.kernels.reference import product
+from ecemb.rows import Column, Table, TableLayout, arrange
+
+WEIGHT = 142
+"""Of the products: a constant with several bits."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        block_words: Of a block that is multiplied or copied, 8 bytes each.
+        rows: Of the table.
+        dim: Values of a row, float32, beside one of state.
+        touched: Rows that a step changes.
+        repeats: Of every measurement.
+        at_least_s: See `timing.interleaved`.
+    """
+
+    block_words: int
+    rows: int
+    dim: int
+    touched: int
+    repeats: int
+    at_least_s: float
+
+
+FULL = Scale(block_words=1 << 27, rows=8 << 20, dim=127, touched=200_000, repeats=9, at_least_s=0.2)
+QUICK = Scale(block_words=1 << 22, rows=1 << 18, dim=127, touched=20_000, repeats=3, at_least_s=0.02)
+INTERPRETED = Scale(block_words=1 << 12, rows=1 << 9, dim=127, touched=100, repeats=2, at_least_s=0.0)
+
+
+def run(arguments: Arguments, device: str, until: float) -> list[Row]:
+    """Measures this part; its share of time is known to do.
+
+    Args:
+        arguments: Of the question.
+        device: Where tables are, one of `devices`.
+        until: When it has to be done, on time.monotonic().
+    """
+    if device != CUDA:
+        return list(measure(INTERPRETED, torch.device("cpu"), arguments.seed))
+    return list(measure(QUICK if arguments.quick else FULL, torch.device(device), arguments.seed))
+
+
+def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
+    """Measures all metrics on a device."""
+    generator = torch.Generator().manual_seed(seed)
+    block_bytes = 8 * scale.block_words
+    source = torch.randint(-(2**62), 2**62, (scale.block_words,), generator=generator).to(device)
+    target = torch.zeros_like(source)
+    pinned = torch.empty(scale.block_words, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table, image, tensors = _table(scale, device)
+    table_bytes = sum(tensor.nbytes for tensor in tensors)
+    ids = torch.randperm(scale.rows, generator=generator)[: scale.touched].numpy()
+    image.tell(ids)
+    fetcher = Fetcher()
+    fetched_bytes = scale.touched * image.record_bytes
+    products = _products(scale, source, target)
+    _check(scale, source, target, products)
+    image.fill()
+    if not np.array_equal(table.columns[0], tensors[0].cpu().view(torch.uint8).numpy()):
+        raise WrongResult("the image differs from its table")
+
+    seconds = interleaved(
+        {
+            "copy on the device": _whole(device, lambda: target.copy_(source)),
+            "copy to the host": _whole(device, lambda: pinned.copy_(source, non_blocking=True)),
+            "copy to the device": _whole(device, lambda: target.copy_(pinned, non_blocking=True)),
+            **{name: _whole(device, call) for name, call in products.items()},
+            "fetch": _whole(device, lambda: fetcher.fetch([image])),
+            "put": _whole(device, image.put),
+        },
+        repeats=scale.repeats,
+        at_least_s=scale.at_least_s,
+    )
+    moved = {
+        "copy on the device": 2 * block_bytes,
+        "copy to the host": block_bytes,
+        "copy to the device": block_bytes,
+        **dict.fromkeys(products, 3 * block_bytes),
+        "fetch": fetched_bytes,
+        "put": table_bytes,
+    }
+    rates = {name: [moved[name] / 1e9 / s for s in taken] for name, taken in seconds.items()}
+    for name in ("copy on the device", "copy to the host", "copy to the device"):
+        yield summary("copy_gb_per_s", "GB/s", rates[name], what=name)
+    for name in products:
+        yield summary("multiply_add_gb_per_s", "GB/s", rates[name], of=name)
+        yield summary("multiply_add_over_copy", "ratio", _over(rates, name, "copy on the device"), of=name)
+    yield summary("fetch_ms", "ms", [1000 * s for s in seconds["fetch"]], rows=scale.touched)
+    yield summary("fetch_over_copy", "ratio", _over(rates, "copy to the host", "fetch"), rows=scale.touched)
+    yield summary("put_gb_per_s", "GB/s", rates["put"], table_bytes=table_bytes)
+    yield summary(
+        "put_over_copy", "ratio", _over(rates, "copy to the device", "put"), table_bytes=table_bytes
+    )
+
+
+def _over(rates: Mapping[str, list[float]], name: str, other: str) -> list[float]:
+    return [a / b for a, b in zip(rates[name], rates[other], strict=True)]
+
+
+def _whole(device: torch.device, call: Callable[[], object]) -> Callable[[], None]:
+    """The call, until the device is done."""
+
+    def waited() -> None:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return waited
+
+
+def _table(scale: Scale, device: torch.device) -> tuple[Table, Image, list[Tensor]]:
+    tensors = [torch.rand(scale.rows, width, device=device) for width in (scale.dim, 1)]
+    columns = (Column("weight", "float32", 4 * scale.dim), Column("sum", "float32", 4))
+    layout = TableLayout("table", scale.rows, columns)
+    (starts,), size = arrange([layout])
+    table = Table(layout, np.zeros(size, np.uint8), starts, kernels.get("cpu"))
+    return table, Image(table, tensors), tensors
+
+
+def _products(scale: Scale, source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
+    """Multiply-adds of a block's size, by what they are of."""
+    from ecemb.kernels.cuda import multiply_add_, multiply_add_rows_
+
+    found: dict[str, Callable[[], None]] = {"blocks": lambda: multiply_add_(target, source, WEIGHT)}
+    for row_bytes in (64, 512):
+        width = row_bytes // 8
+        rows = source.view(-1, width)
+        offsets = (torch.randperm(len(rows)) * width).to(source.device)
+        found[f"rows of {row_bytes} bytes"] = lambda rows=rows, offsets=offsets: multiply_add_rows_(
+            target, offsets, rows, WEIGHT, apart=True
+        )
+    return found
+
+
+def _check(scale: Scale, source: Tensor, target: Tensor, products: Mapping[str, Callable[[], None]]) -> None:
+    """Raises WrongResult if a multiply-add is wrong, by sums that don't depend on where rows go."""
+    begun = source[: 1 << 12].cpu().numpy().view(np.uint64)
+    products["blocks"]()
+    if not np.array_equal(target[: 1 << 12].cpu().numpy().view(np.uint64), product(WEIGHT, begun)):
+        raise WrongResult("the product of a block is wrong")
+    expected = target.cpu().numpy().sum()  # of the same words in another order, by wrapping sums
+    for name, call in products.items():
+        if name != "blocks":
+            target.zero_()
+            call()
+            if target.cpu().numpy().sum() != expected:
+                raise WrongResult(f"the product of {name} is wrong")

@@ -1,0 +1,112 @@
+"""How long does recovering a table take that is on a GPU, over copying it there? A part of `gpu`.
+
+A table of 4 GiB, weights and optimizer state, sharded over four ranks that share the device, over gloo, under
+stock torchrun. One rank is killed in the middle of a step, without its memory or with it; then, as all are
+started again, every shard goes from its image to the device, and what was lost is rebuilt before that. The
+phases, and what is checked, are those of the question about recovery.
+
+- `copy_s`: the ceiling, in the same run, right after the recovery: all ranks at once copy as many bytes as
+  their shards have from pinned memory to the device.
+- `recovery_over_copy`: a phase of the recovery over that: `restore`, in which images and dense state are put
+  back; `rebuild`, of what was lost; and all of `protect`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+from bench import recovery
+from bench.devices import APART, CUDA, fits
+from bench.recovery import MIB, RANKS, Case, Life, Scale, check, launch
+from bench.recovery_rank import PARTS, PROTECTED
+from bench.result import Arguments, Incomplete, Row, WrongResult, summary
+from bench.torchrun import LaunchFailed
+from ecemb.code import Code
+
+CODE = Code(4, 3)
+PROTECT = "protect"
+GIB = 1 << 30
+LEAST_S = 25.0
+"""With less time left, a training is not begun."""
+
+
+def cases(table_bytes: int) -> tuple[Case, ...]:
+    """What is lost, of shards of this size."""
+    return tuple(Case(kind, CODE, table_bytes, 1) for kind in ("process", "memory"))
+
+
+FULL = dataclasses.replace(recovery.FULL, cases=cases(1024 * MIB), launches=1, kills=2, device=CUDA)
+QUICK = dataclasses.replace(FULL, cases=cases(64 * MIB), kills=1)
+SMALL = dataclasses.replace(QUICK, cases=cases(2 * MIB), device=APART)
+
+
+def run(arguments: Arguments, device: str, until: float) -> list[Row]:
+    """Measures this part.
+
+    Args:
+        arguments: Of the question.
+        device: Where tables are, one of `devices`.
+        until: When it has to be done, on time.monotonic().
+
+    Raises:
+        Incomplete: Some of it failed, or came too late.
+    """
+    scale = fitting(SMALL if device != CUDA else QUICK if arguments.quick else FULL)
+    rows: list[Row] = []
+    try:
+        for row in measure(scale, arguments.seed, until):
+            rows.append(row)  # what there is before a failure is kept
+    except (LaunchFailed, WrongResult) as error:
+        raise Incomplete(rows, str(error)) from error
+    return rows
+
+
+def measure(scale: Scale, seed: int, until: float) -> Iterator[Row]:
+    """Trains undisturbed, then with each kind of loss, and compares.
+
+    Raises:
+        WrongResult: A recovered training ended with other bytes than the undisturbed one, or recovered
+            something else than was lost.
+        LaunchFailed: torchrun did, or came too late.
+    """
+
+    def launched(case: Case, kills: int) -> tuple[list[Life], list[str]]:
+        left_s = until - time.monotonic()
+        if left_s < LEAST_S:
+            raise LaunchFailed(f"the loss of a {case.kind} was not tried, with {left_s:.0f} s left")
+        return launch(dataclasses.replace(scale, timeout_s=left_s), case, PROTECTED, kills, seed)
+
+    expected = launched(scale.cases[0], 0)[1]
+    for case in scale.cases:
+        restarts, digests = launched(case, scale.kills)
+        check(case, scale, restarts, digests, expected)
+        yield from recovery.rows_of(case, {PROTECTED: restarts})
+        yield from over_copy(case, restarts)
+
+
+def over_copy(case: Case, restarts: Sequence[Life]) -> Iterator[Row]:
+    """Recovery by phase, over the copy."""
+    copies = [max(one["copy_s"] for one in life.told) for life in restarts]
+    yield summary("copy_s", "s", copies, **case.labels)
+    parts = {"restore": ("restore",), "rebuild": ("rebuild",), PROTECT: (*PARTS, "rest of protect")}
+    if case.kind != "memory":
+        del parts["rebuild"]
+    for name, phases in parts.items():
+        seconds = [sum(life.phases().get(phase, 0.0) for phase in phases) for life in restarts]
+        ratios = [one / copy for one, copy in zip(seconds, copies, strict=True)]
+        yield summary("recovery_over_copy", "ratio", ratios, **case.labels, phase=name)
+
+
+def fitting(scale: Scale) -> Scale:
+    """With shards of such a size, halved as often as has to be, and with a folder, in which it fits."""
+    while (table_bytes := scale.cases[0].table_bytes) > MIB:
+        spare_bytes = RANKS * GIB if scale.device == CUDA else 0
+        tables_bytes = RANKS * table_bytes
+        arena_bytes = tables_bytes * CODE.n // CODE.k + spare_bytes
+        folder = fits(scale.device, tables_bytes + 2 * spare_bytes, arena_bytes)
+        if folder is not None:
+            return dataclasses.replace(scale, arena_dir=folder)
+        scale = dataclasses.replace(scale, cases=cases(table_bytes // 2))
+    return scale

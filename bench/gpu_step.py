@@ -1,0 +1,163 @@
+"""What does protection cost a training step whose tables are on a GPU? A part of `gpu`.
+
+A DLRM on ecemb.nn's tables, 26 of a million rows of 128 values, with plain SGD, so that the tables of a
+protected model and of its bare twin fit; 8192 samples a step over all ranks. Measured, and checked, as in the
+question about the overhead, whose metrics these are: blocks of steps of both twins take turns, on the same
+batches, each timed until the device is done. Processor time includes waiting for the device, which spins.
+
+- Over gloo, several ranks share the device, and its lookups go through host memory. r = 1.
+- Over NCCL, which refuses two ranks on one device, one rank has all tables. It has nobody to keep its parity:
+  a guard keeps the image and the journals, so that a crash of the process loses nothing, and that is all. Its
+  `code` is not used.
+- `image_over_step`: what bringing images up to date takes of the protected step's wall time (the phase
+  `image` of `step_phase_ms`).
+- `left_out`: what the machine lacks, with the reason.
+
+Where memory is short, rows are halved until tables, images and parity fit: the `setting` says how many rows
+there were, `rows_asked` how many there should have been.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from bench import overhead
+from bench.devices import APART, CUDA, fits
+from bench.overhead import Scale
+from bench.overhead_rank import BARE, PROTECTED
+from bench.ranks import RankFailed
+from bench.result import Arguments, Incomplete, Row, WrongResult, once
+from ecemb.code import Code
+
+SAMPLES = 8192
+"""Of a step, over all ranks."""
+LEAST_S = 20.0
+"""With less time left, a training is not begun."""
+VALUE_BYTES = 4
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process group.
+
+    Attributes:
+        backend: Of the training.
+        ranks: That share the device.
+        code: Of the parity, if there are several.
+    """
+
+    backend: str
+    ranks: int
+    code: Code
+
+    @property
+    def arena_share(self) -> float:
+        """Bytes in arenas over those of the tables: images and parity."""
+        return 1 + (self.code.r / self.code.k if self.ranks > 1 else 0)
+
+
+SHARED = Group("gloo", 4, Code(4, 3))
+GROUPS = (SHARED, Group("nccl", 1, Code(2, 1)))
+FULL = Scale(rows=1_000_000, dim=128, repeats=10, methods=(PROTECTED, BARE), device=CUDA, rule="SGD")
+QUICK = replace(FULL, rows=50_000, repeats=2)
+SMALL = replace(FULL, tables=3, rows=1000, dim=16, steps=2, repeats=2, device=APART)
+SMALL_GROUPS = (SHARED, Group("gloo", 1, Code(2, 1)))
+SMALL_SAMPLES = 256
+
+
+def run(arguments: Arguments, device: str, until: float) -> list[Row]:
+    """Measures this part.
+
+    Args:
+        arguments: Of the question.
+        device: Where tables are, one of `devices`.
+        until: When it has to be done, on time.monotonic().
+
+    Raises:
+        Incomplete: Some of it failed, or came too late.
+    """
+    if device != CUDA:
+        return ask(SMALL, SMALL_GROUPS, SMALL_SAMPLES, arguments.seed, until)
+    return ask(QUICK if arguments.quick else FULL, GROUPS, SAMPLES, arguments.seed, until)
+
+
+def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: float) -> list[Row]:
+    """Measures in each group, with and without overlap; what fails doesn't stop the rest.
+
+    Raises:
+        Incomplete: Some of it failed, or came too late.
+    """
+    rows: list[Row] = []
+    failed: list[str] = []
+    for group in groups:
+        if group.backend == "nccl" and not dist.is_nccl_available():
+            why = "torch was built without NCCL"
+            rows.append(once("left_out", "parts", 1, what="a world of one rank over nccl", why=why))
+            continue
+        for overlap in (False, True):
+            what = f"{group.ranks} ranks over {group.backend}, overlap {overlap}"
+            left_s = until - time.monotonic()
+            if left_s < LEAST_S:
+                failed.append(f"{what}: not begun, with {left_s:.0f} s left")
+                continue
+            try:
+                rows += measure(replace(scale, timeout_s=left_s), group, samples, overlap=overlap, seed=seed)
+            except (RankFailed, WrongResult) as error:
+                failed.append(f"{what}: {error}")
+    if failed:
+        raise Incomplete(rows, "\n".join(failed))
+    return rows
+
+
+def measure(scale: Scale, group: Group, samples: int, *, overlap: bool, seed: int) -> Iterator[Row]:
+    """Measures one group.
+
+    Raises:
+        WrongResult: Protection changed the result, or was not there.
+        RankFailed: A rank did.
+    """
+    asked = scale.rows
+    scale = fitting(
+        replace(
+            scale,
+            backend=group.backend,
+            ranks=group.ranks,
+            batch=samples // group.ranks,
+            threads=max(1, len(os.sched_getaffinity(0)) // group.ranks),
+        ),
+        group,
+    )
+    rows = overhead.measure(scale, "sparse", group.code, 1, overlap, seed)
+    for row in rows:
+        yield replace(row, labels=row.labels | {"rows_asked": asked})
+    yield image_over_step(rows, rows_asked=asked)
+
+
+def fitting(scale: Scale, group: Group) -> Scale:
+    """With so many rows, halved as often as has to be, and with a folder, in which it fits."""
+    while scale.rows > 1:
+        tables_bytes = scale.tables * scale.rows * scale.dim * VALUE_BYTES
+        spare_bytes = group.ranks * GIB if scale.device == CUDA else 0
+        folder = fits(
+            scale.device,
+            len(scale.methods) * tables_bytes + 2 * spare_bytes,
+            int(group.arena_share * tables_bytes) + spare_bytes,
+        )
+        if folder is not None:
+            return replace(scale, arena_dir=folder)
+        scale = replace(scale, rows=scale.rows // 2)
+    return scale
+
+
+def image_over_step(rows: Sequence[Row], **more: int) -> Row:
+    """What bringing images up to date takes of a protected step, both as medians."""
+    (image,) = (row for row in rows if row.labels.get("phase") == "image")
+    (step,) = (row for row in rows if row.metric == "step_wall_ms" and row.labels["method"] == PROTECTED)
+    labels = {name: value for name, value in step.labels.items() if name != "method"}
+    return once("image_over_step", "ratio", image.value / step.value, **labels, **more)
