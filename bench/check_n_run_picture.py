@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def draw(rows: Rows) -> str:
                 volume(axes, [row for row in of_pattern if row["metric"] == metric])
                 axes.set_ylabel(label)
                 axes.set_title(f"access: {pattern}", fontsize=8)
-        grid[0][0].legend(frameon=False, ncols=2)
+        grid[0][1].legend(frameon=False, loc="upper left")
         for axes in grid[-1]:
             axes.set_xlabel("interval")
         for axes, (metric, label) in zip(last, QUALITY, strict=True):
@@ -49,9 +50,12 @@ def draw(rows: Rows) -> str:
             quality(axes, [row for row in own if row["steps"] == shortest])
             axes.set_ylabel(label)
             axes.set_xlabel("bits of a code")
-        budget = next(row["value"] for row in rows if row["metric"] == "budget_pct")
-        last[0].axhline(budget, color="0.6", linestyle="-.", linewidth=0.8, label="the published budget")
-        last[0].legend(frameon=False)
+        budgets = [row for row in rows if row["metric"] == "budget_pct"]
+        for row, line in zip(budgets, ("-.", ":"), strict=True):
+            label = f"the {row['budget']} budget"
+            last[0].axhline(row["value"], color="0.6", linestyle=line, linewidth=0.8, label=label)
+        handles, labels = last[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
     return svg(paint, 8, 2.1 * (len(patterns) + 1) + 0.4)
 
@@ -75,5 +79,6 @@ def quality(axes: Axes, rows: Rows) -> None:
             bits, values, reach, fmt=line + marker, color=grey, ms=4, lw=1, capsize=2, label=f"L = {count}"
         )
         axes.set_xticks(bits)
-    axes.set_yscale("symlog", linthresh=max(abs(row["value"]) for row in rows) / 100)
+    most = max(abs(row["value"]) for row in rows)
+    axes.set_yscale("symlog", linthresh=10 ** round(math.log10(most / 100)) if most else 1)
     axes.axhline(0, color="0.8", linewidth=0.5, zorder=0)

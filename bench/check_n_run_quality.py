@@ -25,8 +25,9 @@ from bench.data_planted import draw
 from bench.result import Label, Row, once, summary
 
 RESTORES: Final = (1, 3, 20)
-BUDGET_PCT: Final = 0.01
-"""Of quality that may be lost: published (S)."""
+BUDGETS_PCT: Final = {"published": 0.01, "calibrated": 0.25}
+"""Of log loss that may be added: recalled; and, in round figures, the least that the rule keeps to here."""
+EXACT_BITS: Final = 32
 PLANNED: Final = 1
 """Restores that a job has planned for which then meets more."""
 CHOSEN, MORE, FEWER = "chosen", "more than chosen", "fewer than chosen"
@@ -88,10 +89,12 @@ def quality(size: Size, seed: int) -> list[Row]:
         rows += [
             summary("log_loss", "nats", [loss for loss, _ in undisturbed], **setting),
             summary("auc", "ratio", [area for _, area in undisturbed], **setting),
-            once("budget_pct", "%", BUDGET_PCT, **setting),
             *added(pairs, setting),
         ]
-    return rows
+        if steps == size.steps:
+            rows += least_bits(pairs, setting)
+    budgets = (once("budget_pct", "%", value, budget=name) for name, value in BUDGETS_PCT.items())
+    return [*budgets, *rows]
 
 
 def choices(restores: int, *, all_: bool = True) -> Mapping[str, Choice]:
@@ -155,7 +158,26 @@ def added(pairs: Mapping[tuple[int, str], Sequence[Pair]], setting: Mapping[str,
         yield mean("loss_added_pct", "%", percents, **labels)
         yield mean("loss_added", "nats", [pair.loss for pair in found], **labels)
         yield mean("auc_lost", "ratio", [pair.auc for pair in found], **labels)
-        yield once("within_budget", "0 or 1", float(average(percents) <= BUDGET_PCT), **labels)
+        for budget, most in BUDGETS_PCT.items():
+            within = float(average(percents) <= most)
+            yield once("within_budget", "0 or 1", within, **labels, budget=budget)
+
+
+def least_bits(
+    pairs: Mapping[tuple[int, str], Sequence[Pair]], setting: Mapping[str, Label]
+) -> Iterator[Row]:
+    """The fewest bits that keep to each budget, beside those that the rule chooses."""
+    for restores in dict.fromkeys(restores for restores, _ in pairs):
+        means = {
+            int(bits): average([pair.loss_pct for pair in found])
+            for (of, bits), found in pairs.items()
+            if of == restores and bits.isdigit()
+        }
+        labels = {**setting, "restores": restores}
+        for budget, most in BUDGETS_PCT.items():
+            least = min((bits for bits, mean_pct in means.items() if mean_pct <= most), default=EXACT_BITS)
+            yield once("least_bits", "bits", least, **labels, asked_by=f"{budget} budget")
+        yield once("least_bits", "bits", bits_for(restores), **labels, asked_by="rule")
 
 
 def ruled(restores: int, bits: str) -> str:

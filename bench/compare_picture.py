@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOOKS = {
+    "ecemb copies": ("s", "0.3"),
     "ecemb": ("o", "0.0"),
-    "replication": ("s", "0.3"),
     "float": ("X", "0.5"),
     "snapshots": ("^", "0.3"),
     "coded": ("v", "0.3"),
@@ -61,10 +61,10 @@ def draw(rows: Rows) -> str:
 
 
 def of_methods(rows: Rows) -> dict[str, dict[str, float]]:
-    """Method -> metric -> value."""
+    """Method -> metric -> value; the first, of a method that several numbers of ranks had."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
-        found.setdefault(row["method"], {})[row["metric"]] = row["value"]
+        found.setdefault(row["method"], {}).setdefault(row["metric"], row["value"])
     return found
 
 

@@ -17,8 +17,8 @@ from bench.method import Account, Costs, Done, Life
 from bench.result import Label, Row, once, summary
 
 KILLS = 2
-SETTLED = 3
-"""First steps of a life, which don't count."""
+SETTLED = 6
+"""First steps of a life, which don't count: memory is touched for the first time in them."""
 
 Stretch = Sequence[tuple[Done, Done]]
 """Each rank's first and last note of the same steps."""
@@ -65,7 +65,8 @@ def rows_of(told: Told, reference: Told, survives: int | None, labels: Mapping[s
     ranks = len(told.ends) if survives is None else survives
     again = max(one.steps_again for one in told.accounts)
     samples = sum(one.costs.samples_lost for one in told.accounts)
-    given_up = again + samples / (told.order.batch * len(told.ends))
+    # Samples are of all ranks, and the rows of one have forgotten them: a part of what a step teaches.
+    given_up = again + samples / (told.order.batch * len(told.ends) ** 2)
     every = end["interval_steps"]
     return [
         *([] if every is None else [once("interval_steps", "steps", every, **labels)]),
@@ -115,12 +116,10 @@ def normal(told: Told, labels: Mapping[str, Label]) -> list[Row]:
         if one and twin:
             pairs.append((one, twin))
 
-    def each(of: Callable[[Costs], float]) -> list[float]:
-        """Of each life, the mean over ranks, for a step."""
-        return [
-            statistics.fmean((of(end.costs) - of(begin.costs)) / steps_of(one) for begin, end in one)
-            for one, _ in pairs
-        ]
+    def each(metric: str, unit: str, of: Callable[[Costs], float]) -> Row:
+        """A step's, the mean over ranks."""
+        spent = [statistics.fmean(of(end.costs) - of(begin.costs) for begin, end in one) for one, _ in pairs]
+        return pooled(metric, unit, spent, [one for one, _ in pairs], labels)
 
     sizes = [end["table_bytes"] for end in told.ends]
     costs = [one.costs for one in told.accounts]
@@ -129,13 +128,28 @@ def normal(told: Told, labels: Mapping[str, Label]) -> list[Row]:
     return [
         overhead("overhead_cpu_pct", cpu_s, pairs, labels),
         overhead("overhead_wall_pct", wall_s, pairs, labels),
-        summary("step_wall_ms", "ms", [1000 * wall_s(one) / steps_of(one) for one, _ in pairs], **labels),
-        summary("stall_ms_per_step", "ms", each(lambda one: 1000 * one.stalled_s), **labels),
-        summary("sent_bytes_per_step", "bytes", each(lambda one: one.sent_bytes), **labels),
-        summary("written_bytes_per_step", "bytes", each(lambda one: one.written_bytes), **labels),
+        pooled(
+            "step_wall_ms",
+            "ms",
+            [1000 * wall_s(one) for one, _ in pairs],
+            [one for one, _ in pairs],
+            labels,
+        ),
+        each("stall_ms_per_step", "ms", lambda one: 1000 * one.stalled_s),
+        each("sent_bytes_per_step", "bytes", lambda one: one.sent_bytes),
+        each("written_bytes_per_step", "bytes", lambda one: one.written_bytes),
         once("memory_over_tables", "ratio", memory, **labels),
         once("stored_over_tables", "ratio", stored, **labels),
     ]
+
+
+def pooled(
+    metric: str, unit: str, spent: Sequence[float], lives: Sequence[Stretch], labels: Mapping[str, Label]
+) -> Row:
+    """What a step takes: of all lives together; of the cheapest and the dearest."""
+    steps = [steps_of(one) for one in lives]
+    single = [a / b for a, b in zip(spent, steps, strict=True)]
+    return _spread(metric, unit, sum(spent) / sum(steps), single, labels)
 
 
 def settled(lives: Sequence[Life]) -> Stretch:
@@ -155,9 +169,14 @@ def overhead(
     ours = [spent(one) for one, _ in pairs]
     bare = [spent(twin) / steps_of(twin) * steps_of(one) for one, twin in pairs]
     single = [100 * (a / b - 1) for a, b in zip(ours, bare, strict=True)]
-    value = 100 * (sum(ours) / sum(bare) - 1)
-    # Rounding may put it beyond both where they are equal.
-    return Row(metric, value, "%", min(*single, value), max(*single, value), len(single), dict(labels))
+    return _spread(metric, "%", 100 * (sum(ours) / sum(bare) - 1), single, labels)
+
+
+def _spread(
+    metric: str, unit: str, value: float, single: Sequence[float], labels: Mapping[str, Label]
+) -> Row:
+    """A row; rounding may put a mean beyond all that it is of, where they are equal."""
+    return Row(metric, value, unit, min(*single, value), max(*single, value), len(single), dict(labels))
 
 
 def steps_of(stretch: Stretch) -> int:

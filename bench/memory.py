@@ -34,6 +34,8 @@ MIB = 1 << 20
 CODES = (Code(4, 3), Code(6, 4), Code(10, 8))
 """Each is measured on n ranks."""
 STEP_BUFFERS = ("row_journal", "inbox", "parity_journal")
+ELSEWHERE = ("tables", "messages", "savepoint")
+"""What a guard tells of that is no region of the arena."""
 PARTS = {"rows": ("rows",), "parity": ("parity",), "slots": ("slot0", "slot1")}
 """Part of an arena -> its regions."""
 HEADER = "header"
@@ -178,7 +180,7 @@ def check_parts(rank: int, held: Held) -> None:
     told = held.answer["bytes"]
     if told["tables"] != held.table_bytes:
         raise WrongResult(f"rank {rank}: tensors of {held.table_bytes} bytes, {told['tables']} protected")
-    header = held.file_bytes - sum(size for name, size in told.items() if name != "tables")
+    header = held.file_bytes - sum(size for name, size in told.items() if name not in ELSEWHERE)
     if not 0 < header <= HEADER_BYTES:
         raise WrongResult(
             f"rank {rank}: the arena's file takes {held.file_bytes} bytes, {header} more than its regions, "

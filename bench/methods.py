@@ -56,7 +56,7 @@ class Nothing:
 
 
 class Ecemb:
-    """ecemb itself. Live replication is its `Code(r + 1, 1)`: parity of one block is a copy of it.
+    """ecemb itself. Live copies are its `Code(r + 1, 1)`: parity of one block is a copy of it.
 
     Args:
         code: The (n, k) code.
@@ -101,7 +101,7 @@ class Ecemb:
 
     def _costs(self) -> Costs:
         stats = self._made().stats()
-        held: dict[str, int] = stats["bytes"]
+        held: dict[str, int] = stats["bytes"]  # messages and savepoints in the process among them
         beside = BESIDE if self._overlap else ()
         return Costs(
             stalled_s=sum(seconds for phase, seconds in stats["seconds"].items() if phase not in beside),
@@ -215,7 +215,7 @@ def snapshots(redundancy: Redundancy) -> Callable[[Place], Method]:
 
 
 def full(writer: type[Writer]) -> Callable[[Place], Method]:
-    return lambda place: FullRecovery(place.files, writer(place.bytes_per_s), **place.young)
+    return lambda place: FullRecovery(place.files, writer(place.bytes_per_s), keep=1, **place.young)
 
 
 def sums(n: int, k: int, dtype: str = "float32") -> Callable[[Place], Method]:
@@ -233,8 +233,8 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "ecemb (6, 4)": coded(6, 4),
     "ecemb (6, 4) window 16": coded(6, 4, window=16),
     "ecemb (6, 4) overlapping": coded(6, 4, overlap=True),
-    "replication x2": coded(2, 1),
-    "replication x3": coded(3, 1),
+    "ecemb copies x2": coded(2, 1),
+    "ecemb copies x3": coded(3, 1),
     "float parity (3, 2)": sums(3, 2),
     "float64 parity (3, 1)": sums(3, 1, "float64"),
     "float parity (4, 3)": sums(4, 3),

@@ -40,6 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.devices import ARENA
 from bench.overhead_rank import BARE, METHODS, PHASE, PROTECTED, REPLICATION, Order, work
 from bench.ranks import Line, Ranks
 from bench.result import Arguments, Label, Row, WrongResult, summary
@@ -73,6 +74,12 @@ class Scale:
         repeats: Rounds of blocks; fewer, but no less than `LEAST_ROUNDS`, where blocks are longer.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
+        methods: See `Order`, as for all that follow.
+        device: Where tables are.
+        rule: The tables' optimizer, on a device of their own.
+        backend: Of the training's group.
+        threads: Of a rank.
+        ranks: How many there are; 0 for as many as a stripe has blocks.
     """
 
     name: str = "dlrm"
@@ -87,6 +94,12 @@ class Scale:
     repeats: int = 24
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
+    methods: tuple[str, ...] = METHODS
+    device: str = ARENA
+    rule: str = "Adagrad"
+    backend: str = "gloo"
+    threads: int = 1
+    ranks: int = 0
 
     @property
     def setting(self) -> str:
@@ -131,7 +144,7 @@ def train(
     repeats: int,
     seed: int,
 ) -> tuple[Order, list[Any]]:
-    """Calls `work` on n ranks, and leaves no arenas behind.
+    """Calls `work` on all ranks, and leaves no arenas behind.
 
     Returns:
         What the ranks were told to do, and what each of them tells.
@@ -158,10 +171,15 @@ def train(
         repeats=repeats,
         seed=seed,
         timeout_s=scale.timeout_s,
+        methods=scale.methods,
+        device=scale.device,
+        rule=scale.rule,
+        backend=scale.backend,
+        threads=scale.threads,
     )
     try:
         imports = IMPORTS.get(engine, ())
-        with Ranks(order.n, work, order, deadline_s=order.timeout_s, imports=imports) as ranks:
+        with Ranks(scale.ranks or order.n, work, order, deadline_s=order.timeout_s, imports=imports) as ranks:
             answers = ranks.answers()
             ranks.finished()
     finally:
@@ -171,7 +189,7 @@ def train(
 
 
 def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
-    """Trains twins on n ranks, and compares what they cost.
+    """Trains twins on all ranks, and compares what they cost.
 
     Raises:
         WrongResult: Protection changed the result, or was not there.
@@ -197,8 +215,23 @@ def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, s
         "window": window,
         "overlap": "next step" if overlap else "none",
         "setting": scale.setting,
+        **labels_of(scale, code),
     }
     return rows_of(answers, order.steps, labels)
+
+
+def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
+    """What else a row's labels say where tables have a device of their own."""
+    if scale.device == ARENA:
+        return {}
+    return {
+        "device": scale.device,
+        "optimizer": scale.rule,
+        "ranks": scale.ranks or code.n,
+        "backend": scale.backend,
+        "threads": scale.threads,
+        "arenas": scale.arena_dir,
+    }
 
 
 def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -208,12 +241,11 @@ def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
         WrongResult: They differ, nothing was trained, steps are missing, or parity doesn't fit the rows.
     """
     steps = order.warm_up + order.steps * order.repeats
-    columns = {answer["rank"]: answer["columns"] for answer in answers}
     for rank, answer in enumerate(answers):
         ends = answer["digests"]
         if ends[PROTECTED] != ends[BARE]:
             raise WrongResult(f"rank {rank}: the protected model is not what its twin is")
-        if ends[REPLICATION] != ends[BARE]:
+        if ends.get(REPLICATION, ends[BARE]) != ends[BARE]:
             raise WrongResult(f"rank {rank}: the replicated model is not what its twin is")
         if ends[PROTECTED] == answer["began"]:
             raise WrongResult(f"rank {rank}: training has changed nothing")
@@ -221,6 +253,13 @@ def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
             raise WrongResult(f"rank {rank}: {answer['committed_steps']} of {steps} steps are committed")
         if answer["wrong_words"] or not answer["scrubbed"]:
             raise WrongResult(f"rank {rank}: {answer['wrong_words']} words of parity don't fit the rows")
+    if REPLICATION in order.methods:
+        _check_replicas(order, answers)
+
+
+def _check_replicas(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
+    columns = {answer["rank"]: answer["columns"] for answer in answers}
+    for rank, answer in enumerate(answers):
         if len(answer["replicas"]) != order.n - order.k:
             raise WrongResult(f"rank {rank}: holds replicas of ranks {sorted(answer['replicas'])} alone")
         for source, held in answer["replicas"].items():
@@ -238,9 +277,11 @@ def rows_of(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[st
         return [list(of) for of in zip(*([b[name] for b in a["blocks"][twin]] for a in answers), strict=True)]
 
     rows: list[Row] = []
+    twins = list(answers[0]["blocks"])
+    kept = [twin for twin in twins if twin != BARE]
     for metric, name, joined in (("cpu", "cpu_s", sum), ("wall", "wall_s", max)):
-        seconds = {twin: [joined(ranks) for ranks in blocks(twin, name)] for twin in METHODS}
-        for twin in (PROTECTED, REPLICATION):
+        seconds = {twin: [joined(ranks) for ranks in blocks(twin, name)] for twin in twins}
+        for twin in kept:
             more = [100 * (a / b - 1) for a, b in zip(seconds[twin], seconds[BARE], strict=True)]
             rows.append(summary(f"overhead_{metric}_pct", "%", more, **labels, method=twin))
         for twin, taken in seconds.items():
@@ -250,7 +291,7 @@ def rows_of(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[st
         ("bytes_sent_per_step", "sent_bytes", "bytes"),
         ("touched_rows_per_step", "touched_rows", "rows"),
     ):
-        for twin in (PROTECTED, REPLICATION):
+        for twin in kept:
             each = [count / steps for ranks in blocks(twin, name) for count in ranks]
             rows.append(summary(metric, unit, each, **labels, method=twin))
     phases = [name for name in answers[0]["blocks"][PROTECTED][0] if name.startswith(PHASE)]

@@ -232,28 +232,40 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
     return Twin(model, [model.fused_optimizer, dense], feed, local, touched)
 
 
-def sparse_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
-    """Tables of ecemb.nn, with torch's Adagrad on sparse gradients."""
+def sparse_twin(
+    tables: int, rows: int, dim: int, dense_part: str, device: str | None = None, rule: str = "Adagrad"
+) -> Twin:
+    """Tables of ecemb.nn, with one of torch's optimizers on sparse gradients.
+
+    Args:
+        tables: How many there are.
+        rows: Of each table, over all ranks.
+        dim: Of each row.
+        dense_part: One of `DENSE`.
+        device: Where all of it stays; None for the CPU, from where a guard moves tables into its arena.
+        rule: The tables' optimizer, one of `RULES`.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tables = nn.ModuleList(ecemb.nn.ShardedEmbeddingBag(rows, dim) for _ in range(tables))
-            self.dense = DistributedDataParallel(DENSE[dense_part](tables, dim))
+            self.tables = nn.ModuleList(bag(rows, dim, device) for _ in range(tables))
+            self.dense = DistributedDataParallel(DENSE[dense_part](tables, dim).to(device or "cpu"))
 
         def forward(self, integers: Tensor, ids: Tensor) -> Tensor:
             found = [table(of_table) for table, of_table in zip(self.tables, ids, strict=True)]
             return self.dense(integers, torch.stack(found, dim=1))
 
     model = Model()
-    sparse = torch.optim.Adagrad(model.tables.parameters(), lr=TABLES_LR)
+    optimizer, states = RULES[rule]
+    sparse = optimizer(model.tables.parameters(), lr=TABLES_LR)
     dense = torch.optim.Adagrad(model.dense.parameters(), lr=DENSE_LR)
 
     weights = list(model.tables.parameters())
     bases = np.cumsum([0, *(len(weight) for weight in weights)])
 
     def local() -> list[list[Tensor]]:
-        return [[weight, sparse.state[weight]["sum"]] for weight in weights]
+        return [[weight, *(sparse.state[weight][name] for name in states)] for weight in weights]
 
     def touched() -> Ids:
         gradients = (weight.grad._indices()[0].numpy() for weight in weights)
@@ -262,7 +274,21 @@ def sparse_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
     return Twin(model, [sparse, dense], lambda ids: ids, local, lambda: touched)
 
 
-ENGINES: Mapping[str, Callable[[int, int, int, str], Twin]] = {
+def bag(rows: int, dim: int, device: str | None) -> ecemb.nn.ShardedEmbeddingBag:
+    """One table of ecemb.nn; what stays on a device is drawn there, which takes no time."""
+    if device is None:
+        return ecemb.nn.ShardedEmbeddingBag(rows, dim)
+    made = ecemb.nn.ShardedEmbeddingBag(rows, dim, device="meta").to_empty(device=device)
+    nn.init.uniform_(made.weight, -1, 1)
+    return made
+
+
+RULES: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+    "Adagrad": (torch.optim.Adagrad, ("sum",)),
+    "SGD": (torch.optim.SGD, ()),
+}
+"""Optimizer of `sparse_twin`'s tables -> it, and what it keeps for each row."""
+ENGINES: Mapping[str, Callable[..., Twin]] = {
     "torchrec": torchrec_twin,
     "sparse": sparse_twin,
 }

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ecemb
+from bench.devices import ARENA, begin, settle
 from bench.overhead_models import ENGINES, INTEGERS, Batch, Twin
 from bench.ranks import Line
 from bench.replication import Replication, Shard, joined
@@ -55,6 +56,11 @@ class Order:
         repeats: Rounds of blocks, one of each twin.
         seed: Of all that is drawn.
         timeout_s: Of every wait.
+        methods: Of those in `METHODS`.
+        device: One of `devices`; another than `ARENA` only with the engine "sparse".
+        rule: The tables' optimizer, where it isn't `ARENA`; see `sparse_twin`.
+        backend: Of the training's process group.
+        threads: Of each rank.
     """
 
     engine: str
@@ -75,6 +81,11 @@ class Order:
     repeats: int
     seed: int
     timeout_s: float
+    methods: tuple[str, ...] = METHODS
+    device: str = ARENA
+    rule: str = "Adagrad"
+    backend: str = "gloo"
+    threads: int = 1
 
     @property
     def warm_up(self) -> int:
@@ -142,50 +153,54 @@ class Replicated(Bare):
 
 def work(line: Line, order: Order) -> None:
     """What one rank does."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(order.threads)
+    device = begin(order.device)
     timeout = timedelta(seconds=order.timeout_s)
-    ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir, timeout=timeout)
+    ecemb.init_process_group(order.backend, job=order.job, arena_dir=order.arena_dir, timeout=timeout)
     rank = dist.get_rank()
     batches = draw(order, rank, WARM_UP + order.warm_up + order.steps * order.repeats)
+    if device is not None:
+        batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]
     before, batches = batches[:WARM_UP], batches[WARM_UP:]
     after, timed = batches[: order.warm_up], batches[order.warm_up :]
+    staying = {} if device is None else {"device": device, "rule": order.rule}
     twins: dict[str, Twin] = {}
-    for name in METHODS:
+    for name in order.methods:
         torch.manual_seed(order.seed)
-        twins[name] = ENGINES[order.engine](order.tables, order.rows, order.dim, order.dense)
+        twins[name] = ENGINES[order.engine](order.tables, order.rows, order.dim, order.dense, **staying)
         run(Bare(twins[name]), before)
     began = digest(twins[PROTECTED].tensors())
     guard = protect(twins[PROTECTED], order)
-    methods = {
-        PROTECTED: Protected(twins[PROTECTED], guard),
-        REPLICATION: (replicated := Replicated(twins[REPLICATION], order)),
-        BARE: Bare(twins[BARE]),
-    }
+    methods: dict[str, Bare] = {}
+    for name, twin in twins.items():
+        if name == REPLICATION:
+            methods[name] = Replicated(twin, order)
+        else:
+            methods[name] = Protected(twin, guard) if name == PROTECTED else Bare(twin)
     for method in methods.values():
         run(method, after)
 
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
-    for repeat, names in enumerate(turns(order.repeats, order.seed)):
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for repeat, names in enumerate(turns(order.repeats, order.seed, order.methods)):
         block = timed[repeat * order.steps : (repeat + 1) * order.steps]
         for name in names:
-            taken[name].append(measured(methods[name], block))
+            taken[name].append(measured(methods[name], block, order.device))
 
-    report = guard.scrub()
-    line.tell(
-        {
-            "rank": rank,
-            "blocks": taken,
-            "committed_steps": guard.stats()["steps"],
-            "wrong_words": report.wrong_words,
-            "scrubbed": report.complete,
-            "began": began,
-            "digests": {name: digest(twin.tensors()) for name, twin in twins.items()},
-            "columns": by_columns(joined(twins[REPLICATION].tables())),
-            "replicas": {
-                source: by_columns(shards) for source, shards in replicated.replication.replicas.items()
-            },
-        }
-    )
+    report = guard.scrub() if dist.get_world_size() > 1 else None  # one rank keeps no parity
+    told = {
+        "rank": rank,
+        "blocks": taken,
+        "committed_steps": guard.stats()["steps"],
+        "wrong_words": report.wrong_words if report is not None else 0,
+        "scrubbed": report is None or report.complete,
+        "began": began,
+        "digests": {name: digest(twin.tensors()) for name, twin in twins.items()},
+    }
+    if isinstance(replicated := methods.get(REPLICATION), Replicated):
+        replicas = replicated.replication.replicas
+        told["columns"] = by_columns(joined(twins[REPLICATION].tables()))
+        told["replicas"] = {source: by_columns(shards) for source, shards in replicas.items()}
+    line.tell(told)
     guard.close()
     dist.destroy_process_group()
 
@@ -236,24 +251,26 @@ def draw(order: Clicks, rank: int, count: int) -> list[Batch]:
     return batches
 
 
-def turns(repeats: int, seed: int) -> list[tuple[str, ...]]:
-    """Who is when in each round of blocks: in every three rounds, each twin has each place once."""
+def turns(repeats: int, seed: int, methods: Sequence[str] = METHODS) -> list[tuple[str, ...]]:
+    """Who is when in each round of blocks: in as many rounds as twins, each of them has each place once."""
     rng = random.Random(seed)
     rounds: list[tuple[str, ...]] = []
     while len(rounds) < repeats:
-        names = rng.sample(METHODS, len(METHODS))
+        names = rng.sample(methods, len(methods))
         turned = [tuple(names[i:] + names[:i]) for i in range(len(names))]
         rounds += rng.sample(turned, len(turned))
     return rounds[:repeats]
 
 
-def measured(method: Bare, batches: Sequence[Batch]) -> dict[str, Any]:
+def measured(method: Bare, batches: Sequence[Batch], device: str) -> dict[str, Any]:
     """Trains a block; the time that it took on this rank, and what was counted meanwhile."""
     gc.collect()
     before = method.counted()
+    settle(device)
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     run(method, batches)
+    settle(device)
     taken = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
     after = method.counted()
     return taken | {name: after[name] - before.get(name, 0) for name in after}
@@ -272,8 +289,25 @@ def by_columns(shards: Sequence[Shard]) -> list[str]:
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """A hash of the tensors' bytes."""
+    """A hash of the tensors' bytes; of tables on a GPU, too many to be brought here, a hash of `folded`."""
     total = hashlib.blake2b()
     for tensor in tensors:
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        plain = tensor.detach().contiguous()
+        if plain.is_cuda and plain.dim() > 1:
+            plain = folded(plain)
+        total.update(plain.cpu().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
+
+
+def folded(table: Tensor) -> Tensor:
+    """A hash of each row of a table, int64 [rows]: its words times odd numbers, summed, modulo 2^64.
+
+    Two rows that differ in any bits have the same one with a chance of 2^-32 at most.
+
+    Args:
+        table: [rows, ...] of 4-byte values, contiguous; read.
+    """
+    words = table.view(len(table), -1).view(torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator) * 2 + 1
+    return (words * factors.to(table.device)).sum(1)

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.devices import ARENA
 from bench.recovery_rank import BARE, PARTS, PROTECTED, RECORD_BYTES, Order
 from bench.recovery_wire import DIRECT, SAME
 from bench.result import Arguments, Label, Row, WrongResult, summary
@@ -89,6 +90,7 @@ class Scale:
         steps: Before a kill, and after the last one.
         arena_dir: Where arenas lie.
         timeout_s: Of one launch.
+        device: Where tables are, one of `devices`.
     """
 
     cases: tuple[Case, ...] = (
@@ -102,6 +104,7 @@ class Scale:
     steps: int = 4
     arena_dir: str = "/dev/shm"
     timeout_s: float = 600.0
+    device: str = ARENA
 
 
 FULL = Scale()
@@ -191,6 +194,7 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int) -> tupl
             with_memory=case.kind == "memory",
             seed=seed,
             timeout_s=scale.timeout_s,
+            device=scale.device,
         )
         try:
             with Torchrun(
@@ -276,7 +280,7 @@ def check(
 
 
 def rows_of(case: Case, lives: Mapping[str, Sequence[Life]]) -> list[Row]:
-    """Returns all rows of a case."""
+    """Returns all rows of a case; those that compare with torchrun alone, if it was launched."""
     rows: list[Row] = []
     samples = {method: [life.phases() for life in restarts] for method, restarts in lives.items()}
     totals = {method: [sum(phases.values()) for phases in each] for method, each in samples.items()}
@@ -287,8 +291,9 @@ def rows_of(case: Case, lives: Mapping[str, Sequence[Life]]) -> list[Row]:
                 rows.append(summary("recovery_s", "s", values, **case.labels, phase=phase, method=method))
     for method, values in totals.items():
         rows.append(summary("recovery_s", "s", values, **case.labels, phase=TOTAL, method=method))
-    added = [ours - bare for ours, bare in zip(totals[PROTECTED], totals[BARE], strict=True)]
-    rows.append(summary("added_recovery_s", "s", added, **case.labels))
+    if BARE in totals:
+        added = [ours - bare for ours, bare in zip(totals[PROTECTED], totals[BARE], strict=True)]
+        rows.append(summary("added_recovery_s", "s", added, **case.labels))
     if case.kind == "memory":
         rows += rebuilds(case, lives[PROTECTED])
     return rows

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.devices import ARENA, CUDA, begin, settle
 from bench.order import Written
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -34,6 +36,7 @@ BARE, PROTECTED = "torchrun alone", "ecemb"
 PARTS = ("agree", "kernels", "attach", "decide", "rebuild", "replicated", "verify", "restore")
 """Parts of `ecemb.protect` in a recovery, in their order, as `guard.recovery.seconds` names them."""
 _POLL_S = 0.002
+_PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Order(Written):
         with_memory: Their arenas go with them.
         seed: Of all that is drawn.
         timeout_s: Of every wait.
+        device: Where tables are, one of `devices`; without ecemb, in this process's memory.
     """
 
     method: str
@@ -71,6 +75,7 @@ class Order(Written):
     with_memory: bool
     seed: int
     timeout_s: float
+    device: str = ARENA
 
     def file(self, life: int, what: object) -> Path:
         """A file of the folder: marks of a rank in a life of the job, say."""
@@ -156,12 +161,15 @@ class Training:
         import torch
         from torch import nn
 
+        device = begin(self.order.device) if self.order.method == PROTECTED else None
         torch.manual_seed(self.order.seed)
         rows = self.order.rows // TABLES
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device="meta") for _ in range(TABLES)
+            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device=device or "meta")
+            for _ in range(TABLES)
         )
-        self.head = nn.Linear(DIM, 1)
+        self.on = torch.device(device or "cpu")
+        self.head = nn.Linear(DIM, 1, device=self.on)
         self.sparse: Optimizer = torch.optim.Adagrad(self.tables.parameters(), lr=0.1)
         self.dense: Optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
         if self.order.method == BARE:
@@ -203,7 +211,8 @@ class Training:
         self.sparse.zero_grad()
         self.dense.zero_grad()
         pooled = sum(
-            table(torch.randint(table.num_embeddings, size, generator=generator)) for table in self.tables
+            table(torch.randint(table.num_embeddings, size, generator=generator).to(self.on))
+            for table in self.tables
         )
         (self.head(pooled).square().mean() / self.ranks).backward()
         for parameter in self.head.parameters():
@@ -224,6 +233,8 @@ class Training:
                 from bench import recovery_wire
 
                 told["wire"] = recovery_wire.measure(self.order.job, self.order.arena_dir, report.lost)
+            if self.life and self.order.device != ARENA:
+                told["copy_s"] = copied_s(self.order.rows * RECORD_BYTES, self.order.device, self.on)
         self.order.leave(self.life, self.rank, told)
 
     def _die(self) -> None:
@@ -246,6 +257,24 @@ class Training:
         return digest([*tensors, *(parameter.detach() for parameter in self.head.parameters())])
 
 
+def copied_s(size: int, device: str, on: torch.device) -> float:
+    """How long ranks take to copy so many bytes each from pinned memory to the device at once. All ranks."""
+    import torch
+    import torch.distributed as dist
+
+    piece = min(size, _PIECE_BYTES)
+    held = torch.ones(piece, dtype=torch.uint8, pin_memory=device == CUDA)
+    there = held.to(on, copy=True)
+    settle(device)
+    dist.barrier()
+    began = time.perf_counter()
+    for at in range(0, size, piece):
+        left = min(piece, size - at)
+        there[:left].copy_(held[:left], non_blocking=True)
+    settle(device)
+    return time.perf_counter() - began
+
+
 def untouched(rows: int) -> Tensor:
     """Zeros that take no memory, and no time, before they are used; then by the page of 4 KiB."""
     import mmap
@@ -262,7 +291,7 @@ def digest(tensors: list[Tensor]) -> str:
     """A hash of the tensors' bytes."""
     total = hashlib.blake2b()
     for tensor in tensors:
-        total.update(tensor.numpy().data.cast("B"))
+        total.update(tensor.cpu().numpy().data.cast("B"))
     return total.hexdigest()
 
 

@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -122,6 +122,12 @@ class Row:
 
     def to_json(self) -> dict[str, Label]:
         return {key: getattr(self, key) for key in FIXED} | self.labels
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Row:
+        """The row that `to_json` gave."""
+        labels = {key: value for key, value in fields.items() if key not in FIXED}
+        return cls(**{key: fields[key] for key in FIXED}, labels=labels)
 
 
 def summary(metric: str, unit: str, samples: Sequence[float], **labels: Label) -> Row:

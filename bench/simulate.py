@@ -22,6 +22,9 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   anywhere, or in one rack of 8. The trace doesn't say.
 - `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
   best that isn't of its kind. All methods meet the same faults.
+- `cells_ahead`: cells of that map in which a method of a kind is ahead; `cells_second`: in which one is the
+  best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most. By panel; `method`
+  is the kind. CPR loses no samples where its controller chooses full recovery.
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
 - `assumed`: what all of this stands on.
 """
@@ -29,17 +32,17 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
 import numpy as np
 
-from bench.result import Arguments, Row, once
+from bench.result import Arguments, Label, Row, once
 from bench.simulate_checks import CLOSE, checks
 from bench.simulate_faults import Fault, Trace, drawn, episodes, read, replayed, sets_by_size
-from bench.simulate_methods import costs, methods, rows_of
-from bench.simulate_picture import kind
+from bench.simulate_methods import Cost, costs, measured, methods, rows_of
+from bench.simulate_picture import LOOKS, kind
 from bench.simulate_training import Method, Outcome, train
 from ecemb.code import Code
 from ecemb.errors import PlacementError
@@ -81,14 +84,16 @@ def run(arguments: Arguments) -> list[Row]:
     """
     quick = arguments.quick
     trace = read(arguments.trace) if arguments.trace is not None else None
+    all_costs = costs()
+    job = measured(JOB, all_costs)
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
-    rows += trainings(trace, quick=quick, seed=arguments.seed)
-    rows += losses(QUICK_SIZES if quick else SIZES)
+    rows += trainings(job, all_costs, trace, quick=quick, seed=arguments.seed)
+    rows += losses(job, QUICK_SIZES if quick else SIZES)
     if trace is not None:
         rows.append(said(trace))
-        rows += losses_of_trace(trace, QUICK_REPLAYS if quick else REPLAYS, arguments.seed)
-    rows += best(QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed)
-    return rows + rows_of(costs(), JOB)
+        rows += losses_of_trace(job, trace, QUICK_REPLAYS if quick else REPLAYS, arguments.seed)
+    cells = list(best(job, all_costs, QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed))
+    return [*rows, *cells, *places(cells), *rows_of(all_costs, job)]
 
 
 def said(trace: Trace) -> Row:
@@ -105,23 +110,25 @@ def said(trace: Trace) -> Row:
     )
 
 
-def sized(hosts: int) -> Job:
+def sized(job: Job, hosts: int) -> Job:
     """The job on so many hosts: models grow with what holds them."""
-    return replace(JOB, hosts=hosts, table_bytes=hosts * JOB.table_bytes / JOB.hosts)
+    return replace(job, hosts=hosts, table_bytes=hosts * job.table_bytes / job.hosts)
 
 
-def trainings(trace: Trace | None, *, quick: bool, seed: int) -> list[Row]:
+def trainings(
+    base: Job, all_costs: Mapping[str, Cost], trace: Trace | None, *, quick: bool, seed: int
+) -> list[Row]:
     """ETTR, steps run again and lost samples of all methods, by number of hosts and kind of faults."""
     months = QUICK_MONTHS if quick else MONTHS
     rows: list[Row] = []
     sizes = QUICK_SIZES if quick else SIZES
     replayed_on = max(size for size in sizes if trace is None or size <= min(SHAPED, trace.nodes))
     for hosts in sizes:
-        job = sized(hosts)
+        job = sized(base, hosts)
         kinds = list(SHAPES) if hosts == SHAPED else ["exponential"]
         if trace is not None and hosts == replayed_on:
             kinds.append(trace.name)
-        ways = methods(job, costs())
+        ways = methods(job, all_costs)
         for arrivals in kinds:
             given = [_faults(arrivals, job, trace, seed + month) for month in range(months)]
             for method in ways:
@@ -164,11 +171,11 @@ def _rows(
         yield Row("samples_lost_pct", mean(lost), "%", min(lost), max(lost), len(lost), {**labels})
 
 
-def losses(sizes: Sequence[int]) -> Iterator[Row]:
+def losses(base: Job, sizes: Sequence[int]) -> Iterator[Row]:
     """The chance of loss in a month by code, placement and number of hosts, by the planner's formula."""
     for strike, rack_hosts in (("anywhere", 0), ("one rack", RACK_HOSTS)):
         for hosts in sizes:
-            job = replace(sized(hosts), rack_hosts=rack_hosts)
+            job = replace(sized(base, hosts), rack_hosts=rack_hosts)
             for code in CODES:
                 for spread in ("rank", "host", "rack") if rack_hosts else ("rank", "host"):
                     try:
@@ -178,11 +185,11 @@ def losses(sizes: Sequence[int]) -> Iterator[Row]:
                     yield _loss("data_lost_pct", code, spread, hosts, strike, chance)
 
 
-def losses_of_trace(trace: Trace, replays: int, seed: int) -> Iterator[Row]:
+def losses_of_trace(base: Job, trace: Trace, replays: int, seed: int) -> Iterator[Row]:
     """The same, counted over replays of a trace on hosts drawn from it."""
     for strike in ("anywhere", "one rack"):
         for hosts in [size for size in TRACE_SIZES if size <= trace.nodes] or [racks(trace.nodes)]:
-            job = replace(sized(hosts), rack_hosts=RACK_HOSTS)
+            job = replace(sized(base, hosts), rack_hosts=RACK_HOSTS)
             window_h = max(host_recovery_s(job, code) for code in CODES) / 3600
             rng = np.random.default_rng((seed, hosts))
             groups: list[set[int]] = []
@@ -223,11 +230,10 @@ def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance:
     )
 
 
-def best(faults: int, seed: int) -> Iterator[Row]:
+def best(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
     """The map: the highest ETTR by MTBF and size, of all methods and of those that lose no samples."""
-    all_costs = costs()
     for mtbf_h in MTBF_H:
-        job = replace(JOB, mtbf_h=mtbf_h)
+        job = replace(base, mtbf_h=mtbf_h)
         hours = faults * mtbf_h
         struck = drawn(job, hours, np.random.default_rng(seed))
         for table_tb in TABLES_TB:
@@ -254,3 +260,19 @@ def best(faults: int, seed: int) -> Iterator[Row]:
                     second=second[1].name,
                     ahead=ettr - second[0],
                 )
+
+
+def places(cells: Sequence[Row]) -> Iterator[Row]:
+    """How many cells of the map each kind of method leads, and in how many it is the second, by panel."""
+    panels: dict[Label, list[Row]] = {}
+    for cell in cells:
+        panels.setdefault(cell.labels["among"], []).append(cell)
+    for among, panel in panels.items():
+        for name in LOOKS:
+            behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
+            labels = {"among": among, "method": name}
+            led = sum(kind(str(row.labels["method"])) == name for row in panel)
+            yield once("cells_ahead", "cells", led, **labels)
+            yield once("cells_second", "cells", len(behind), **labels)
+            if behind:
+                yield once("most_behind", "ratio", max(map(float, behind)), **labels)

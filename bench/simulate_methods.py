@@ -8,8 +8,9 @@ Must not know: when faults come.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ PLS_TARGET = 0.1
 CPR_TOTAL_H = MONTH_H
 """Of training, which CPR's interval doesn't depend on."""
 CHECK_N_RUN_H = 0.5
-"""Between saves (published)."""
+"""Between saves (published); Young's interval instead, where that is shorter (chosen)."""
 CHECK_N_RUN_CHANGED = 0.26
-"""Of the rows, in that time (published)."""
+"""Of the rows, in half an hour (published); not less in a shorter time (chosen)."""
 CHECK_N_RUN_LESS = 6.0
 """Times that it writes less than full saves (published: 6 to 17)."""
+CHECK_N_RUN_STORED_LESS = 2.5
+"""Times that it stores, and reads to come back, less than full saves (published: 2.5 to 8)."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
     found = {
         "storage": Cost(0.2, "GB/s", "derived: for a host, so that a save takes CPR's 5 minutes (recalled)"),
         "copy": Cost(10.0, "GB/s", "chosen: of a host's tables to its own memory, by all its ranks"),
-        "Check-N-Run's interval": Cost(CHECK_N_RUN_H, "h", "published"),
+        "Check-N-Run's interval": Cost(CHECK_N_RUN_H, "h", "published; Young's where that is shorter"),
         "Check-N-Run's changed rows": Cost(CHECK_N_RUN_CHANGED, "of all", "published"),
         "Check-N-Run's volume": Cost(1 / CHECK_N_RUN_LESS, "of full", "published: 1/17 to 1/6"),
+        "Check-N-Run's storage": Cost(1 / CHECK_N_RUN_STORED_LESS, "of full", "published: 1/8 to 1/2.5"),
         "CPR's PLS target": Cost(PLS_TARGET, "PLS", "published (recalled)"),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
@@ -113,12 +117,19 @@ def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
         ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
         ("step", job.step_s, "s", "chosen"),
     )
-    named = all_costs | {name: Cost(*one) for name, *one in own}
+    named = {**all_costs, **{name: Cost(value, unit, source) for name, value, unit, source in own}}
     return [one.row(name) for name, one in named.items()]
+
+
+def measured(job: Job, all_costs: Mapping[str, Cost]) -> Job:
+    """Returns the job, its rebuilds as fast as they were measured to be; see `costs`."""
+    return replace(job, rebuild_over_network=all_costs["rebuild"].value)
 
 
 def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> list[Method]:
     """Returns all ways of surviving that fit a job, each at its own best or published interval.
+
+    Whatever of a job's speed `costs` has, is taken from there.
 
     The steps of one window, which are run again, are neglected.
 
@@ -128,6 +139,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
         spread: Of parity and copies; see `ecemb.planner.placed`.
     """
     cost = {name: one.value for name, one in all_costs.items()}
+    job = measured(job, all_costs)
     host_bytes = job.table_bytes / job.hosts
     copy_h = host_bytes / (cost["copy"] * 1e9) / 3600
     store_h = host_bytes / (cost["storage"] * 1e9) / 3600
@@ -136,26 +148,28 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     restart_h, replace_h = job.restart_s / 3600, job.replace_s / 3600
     mtbf_h = 1 / (job.host_faults_per_h + job.process_faults_per_h)
 
-    def stored(name: str, save_h: float, lag_h: float, interval_h: float) -> Method:
-        down_h = restart_h + store_h
+    def stored(name: str, save_h: float, lag_h: float, load_h: float, longest_h: float = math.inf) -> Method:
+        """Each `longest_h` at most; no save begins before the one before is written."""
+        down_h = restart_h + load_h
         return Method(
             name,
             "all",
             process_h=down_h,
             host_h=replace_h + down_h,
-            interval_h=max(interval_h, lag_h),
+            interval_h=max(min(young(save_h, mtbf_h), longest_h), lag_h),
             save_h=save_h,
             lag_h=lag_h,
         )
 
     found = [
-        stored("full", store_h, 0.0, young(store_h, mtbf_h)),
-        stored("full, async", copy_h, store_h, young(copy_h, mtbf_h)),
+        stored("full", store_h, 0.0, store_h),
+        stored("full, async", copy_h, store_h, store_h),
         stored(
             "Check-N-Run",
-            copy_h * CHECK_N_RUN_CHANGED,
-            store_h / CHECK_N_RUN_LESS,
-            CHECK_N_RUN_H,
+            copy_h * cost["Check-N-Run's changed rows"],
+            store_h * cost["Check-N-Run's volume"],
+            store_h * cost["Check-N-Run's storage"],
+            cost["Check-N-Run's interval"],
         ),
         _partial(job, store_h, share_h, mtbf_h),
     ]
@@ -245,9 +259,9 @@ def _measured(
     name: str,
     otherwise: float,
 ) -> Cost:
-    """The first row with these labels; never below 0, which noise can make of a small overhead."""
+    """The first row with these labels; where noise makes a small cost negative, it counts as 0."""
     for row in rows:
         if all(row.get(label) == value for label, value in wanted.items()):
-            low, value, high = (max(0.0, row[key] * scale) for key in ("low", "value", "high"))
-            return Cost(value, unit, f"measured: {name}, 2 cores", low, high)
+            low, value, high = (row[key] * scale for key in ("low", "value", "high"))
+            return Cost(max(0.0, value), unit, f"measured: {name}, 2 cores", low, max(0.0, high))
     return Cost(otherwise, unit, f"chosen: {name} doesn't say")

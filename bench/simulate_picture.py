@@ -16,7 +16,7 @@ LOOKS = {
     "Check-N-Run": "0.9",
     "CPR": "0.8",
     "snapshots": "0.65",
-    "live": "0.4",
+    "live copies": "0.4",
     "ecemb": "0.15",
 }
 """Kind of method, by how its name begins -> grey, dark for what is live."""

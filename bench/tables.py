@@ -47,7 +47,8 @@ SHEETS = {
         ("changed_rows_pct",),
         ("written_pct", "stored_pct", "intervals_between_full"),
         ("bandwidth_reduction", "capacity_reduction"),
-        ("log_loss", "auc", "budget_pct"),
+        ("log_loss", "auc"),
+        ("budget_pct", "least_bits"),
         ("loss_added_pct", "loss_added", "auc_lost", "within_budget"),
         (
             *("stall_ms", "stall_over_synchronous", "whole_after_ms"),

@@ -15,7 +15,7 @@ from baselines.check_n_run.policy import POLICIES
 from baselines.check_n_run.quantize_scheme import EXACT, Scheme
 from bench import check_n_run, check_n_run_quality, check_n_run_stall, check_n_run_volumes, tables
 from bench.check_n_run_access import LOCALITY, LONG, Law, Pattern, binned, patterns
-from bench.check_n_run_quality import moments, restore, trained
+from bench.check_n_run_quality import Pair, moments, restore, trained
 from bench.check_n_run_stall import Block, Order, Told
 from bench.check_n_run_volumes import STATES, Look, Volumes, alone, checkpointed
 from bench.click_training import Model
@@ -141,13 +141,17 @@ def test_reductions_are_over_full_checkpoints() -> None:
 
 def test_each_choice_of_bits_is_trained_and_judged_by_the_rule(rows: list[Row]) -> None:
     size = check_n_run.QUICK.quality
-    for metric in ("loss_added_pct", "loss_added", "auc_lost", "within_budget"):
+    for metric in ("loss_added_pct", "loss_added", "auc_lost"):
         found = of(rows, metric, steps=size.steps)
         assert [row.labels["bits"] for row in found] == ["2", "3", "4", "8"]
         assert [row.labels["rule"] for row in found] == ["chosen", *["more than chosen"] * 3]
-        assert metric == "within_budget" or {row.repeats for row in found} == {size.seeds}
+        assert {row.repeats for row in found} == {size.seeds}
         (longer,) = of(rows, metric, steps=size.longer[0])
         assert (longer.labels["bits"], longer.labels["rule"]) == ("2", "chosen")
+    within = of(rows, "within_budget", steps=size.steps)
+    assert [(row.labels["bits"], row.labels["budget"]) for row in within] == [
+        (bits, budget) for bits in ("2", "3", "4", "8") for budget in check_n_run_quality.BUDGETS_PCT
+    ]
     assert list(check_n_run_quality.choices(20)) == ["2", "3", "4", "8", "2, then 8"]
     assert list(check_n_run_quality.choices(20, all_=False)) == ["4"]
     falls_back = check_n_run_quality.choices(20)["2, then 8"]
@@ -158,6 +162,23 @@ def test_each_choice_of_bits_is_trained_and_judged_by_the_rule(rows: list[Row]) 
         "planned for 1",
     ]
     assert moments(400, 3) == [100, 200, 300] and moments(400, 0) == []
+
+
+def test_the_fewest_bits_within_a_budget_stand_beside_the_rules() -> None:
+    lost = {(3, "2"): 0.5, (3, "3"): 0.2, (3, "4"): 0.005, (3, "2, then 8"): 0.0, (9, "2"): 0.3}
+    pairs = {of: [Pair(0.0, pct - 0.1, 0.0), Pair(0.0, pct + 0.1, 0.0)] for of, pct in lost.items()}
+    found = [
+        (row.labels["restores"], row.labels["asked_by"], row.value)
+        for row in check_n_run_quality.least_bits(pairs, {})
+    ]
+    assert found == [
+        (3, "published budget", 4),
+        (3, "calibrated budget", 3),
+        (3, "rule", 3),
+        (9, "published budget", 32),
+        (9, "calibrated budget", 32),
+        (9, "rule", 4),
+    ]
 
 
 def test_restores_change_what_they_lose_and_exact_ones_nothing() -> None:
@@ -219,4 +240,11 @@ def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:
     drawn = page.with_name(file).read_text(encoding="utf-8")
     assert drawn == painted(answer["rows"])
     texts = {element.text for element in ElementTree.fromstring(drawn).iter() if element.text}
-    assert {*POLICIES, "L = 1", "access: published", "AUC lost", "the published budget"} <= texts
+    assert {
+        *POLICIES,
+        "L = 1",
+        "access: published",
+        "AUC lost",
+        "the published budget",
+        "the calibrated budget",
+    } <= texts

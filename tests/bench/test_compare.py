@@ -34,9 +34,9 @@ ORDER = Order(
     dense="small",
     batch=3,
     skew=1.0,
-    steps=15,
+    steps=17,
     held_out=1,
-    killed=7,
+    killed=9,
     victims=(1,),
     killed_after_s=1.0,
     next_victim=0,
@@ -44,7 +44,7 @@ ORDER = Order(
     step_h=0.5,
     step_s=1.0,
     bytes_per_s=1e6,
-    twin_steps=6,
+    twin_steps=10,
     seed=1,
     timeout_s=1.0,
 )
@@ -76,14 +76,14 @@ def life(
 
 
 def told(
-    digests: tuple[str, str] = ("a", "b"), again: int = 6, squared: float = 4.0, auc: float = 0.7
+    digests: tuple[str, str] = ("a", "b"), again: int = 8, squared: float = 4.0, auc: float = 0.7
 ) -> Told:
-    """Of two ranks; steps take 2 s, those of the twin 1 s. Rank 1 dies in step 7, rank 0 in step 10."""
+    """Of two ranks; steps take 2 s, those of the twin 1 s. Rank 1 dies in step 9, rank 0 in step 12."""
     lives = [
         (
-            life(0, 7, 2.0, cut_off=True, struck_at_s=first),
-            life(again, 10, 2.0, begin_s=120.0, cut_off=True, struck_at_s=then),
-            life(9, 15, 2.0, begin_s=140.0),
+            life(0, 9, 2.0, begin_s=96.0, cut_off=True, struck_at_s=first),
+            life(again, 12, 2.0, begin_s=120.0, cut_off=True, struck_at_s=then),
+            life(11, 17, 2.0, begin_s=140.0),
         )
         for first, then in ((None, 129.0), (115.0, None))
     ]
@@ -98,7 +98,7 @@ def told(
         }
         for one in digests
     ]
-    twin = Account((life(0, 6, 1.0),))
+    twin = Account((life(0, 10, 1.0),))
     return Told(ORDER, ends, [Account(one) for one in lives], [{0: twin, 2: twin}] * 2)
 
 
@@ -108,7 +108,7 @@ def test_rows_say_what_ledgers_say() -> None:
     assert {row.metric: row.value for row in rows} == pytest.approx(
         {
             "interval_steps": 2,
-            "steps_run_again": 4,  # 6 and 7, 9 and 10
+            "steps_run_again": 4,  # 8 and 9, 11 and 12
             "samples_lost": 0,
             "given_up_steps": 4,
             "bit_identical": 1,
@@ -127,7 +127,7 @@ def test_rows_say_what_ledgers_say() -> None:
             "stall_ms_per_step": 500,
             "sent_bytes_per_step": 20,
             "written_bytes_per_step": 10,
-            "memory_over_tables": 109 / 200,
+            "memory_over_tables": 111 / 200,
             "stored_over_tables": 300 / 200,
             "time_scale": 0.5 * 3600 / 2,
         }
@@ -138,9 +138,21 @@ def test_rows_say_what_ledgers_say() -> None:
 
 
 def test_the_first_steps_of_a_life_do_not_count() -> None:
-    found = compare_rows.settled([life(3, 9, 1.0), life(3, 10, 1.0)])
-    assert [(begin.step, end.step) for begin, end in found] == [(5, 8)] * 2
-    assert compare_rows.settled([life(0, 3, 1.0), life(0, 9, 1.0)]) == []
+    found = compare_rows.settled([life(3, 12, 1.0), life(3, 13, 1.0)])
+    assert [(begin.step, end.step) for begin, end in found] == [(8, 11)] * 2
+    assert compare_rows.settled([life(0, 6, 1.0), life(0, 9, 1.0)]) == []
+
+
+def test_what_a_rank_has_forgotten_is_its_part_of_a_step() -> None:
+    rows = compare_rows.rows_of(forgetting(told()), told(), 1, {})
+    values = {row.metric: row.value for row in rows}
+    assert values["given_up_steps"] == pytest.approx(4 + 3 / (3 * 2) / 2)
+
+
+def test_lives_count_by_their_steps() -> None:
+    short, long = ([(done[0], done[-1])] for done in (life(0, 3, 1.0).done, life(0, 9, 1.0).done))
+    row = compare_rows.pooled("stall", "ms", [2.0, 40.0], [short, long], {})
+    assert (row.value, row.low, row.high) == (4.2, 1.0, 5.0)
 
 
 def test_a_promise_that_is_kept() -> None:
@@ -167,7 +179,7 @@ def another_killed(one: Told) -> Told:
     ("found", "match"),
     [
         (told(("a", "c")), "a rival ended with other bytes"),
-        (told(again=3), "rank 0: 7 steps were begun again, and not at most 1 and the one .*, 2 times"),
+        (told(again=5), "rank 0: 7 steps were begun again, and not at most 1 and the one .*, 2 times"),
         (forgetting(told()), "rank 1: 3 samples are lost"),
         (told(squared=float("nan")), "a rival ended with NaN or infinities"),
         (never_killed(told()), "rank 0: 1 lives, and 3 were to be"),
@@ -208,7 +220,7 @@ def test_each_method_has_its_own_rule() -> None:
     assert (job.pls_steps, job.check_n_run_steps) == (45, 2)
     rules = {method: compare.rule(method) for method in FULL.methods}
     assert rules["nothing"] == "never" and rules["cpr controlled"] == "controller"
-    assert rules["ecemb (6, 4) window 16"] == "each 16" and rules["replication x2"] == "each step"
+    assert rules["ecemb (6, 4) window 16"] == "each 16" and rules["ecemb copies x2"] == "each step"
     assert set(RULES.values()) < set(rules.values())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import headlines
-from bench.result import Arguments, Row, document, once
+from bench.result import Arguments, Row, document, once, summary
 
 WALL = {headlines.OURS: 4.0, headlines.FILES: 16.0}
 
@@ -21,6 +21,12 @@ def compared(engine: str, factor: float = 1.0) -> dict[str, Any]:
         once("written_bytes_per_step", "bytes", size, method=name, engine=engine)
         for name, size in ((headlines.WHOLE, 700.0), (headlines.FEW_BITS, 100.0 * factor))
     ]
+    rows += [
+        once(metric, "ms" if "ms" in metric else "steps", of_one * factor, method=name, engine=engine)
+        for name, stall_ms, interval in ((headlines.FILES, 20.0, 6.0), (headlines.SNAPSHOTS, 15.0, 4.0))
+        for metric, of_one in (("stall_ms_per_step", stall_ms), ("interval_steps", interval))
+    ]
+    rows.append(summary("overhead_wall_pct", "%", [-5, 1, 2], method=headlines.CONTROL, engine=engine))
     return document("compare", Arguments(), rows)
 
 
@@ -40,10 +46,13 @@ def test_lines_say_ours_and_why() -> None:
     lines = headlines.lines([compared("torchrec", 2), emulated(), compared("sparse")])
     assert all(len(line) == len(headlines.HEADS) for line in lines)
     here = [line[2] for line in lines]
-    assert here[:2] == ["4 % / 8 %", "75 % / 75 %"]
+    read = "(nothing against itself: 1 %, -5 to 2 %"
+    assert here[0] == f"4 % {read}: too much to tell) / 8 % {read})"
+    assert here[1] == f"75 % {read}) / 75 % {read})"
     assert here[3:5] == ["8.33 % -> 0.5 %, 8 % -> 0.6 %", "58 to 93 %"]
     assert "7x / 3.5x" in here
-    assert here.count(headlines.NOT_MEASURED) == len(lines) - 5
+    assert here[-1] == "2x / 2x"
+    assert here.count(headlines.NOT_MEASURED) == len(lines) - 6
 
 
 def test_where_nothing_was_measured_there_is_no_table() -> None:
@@ -54,4 +63,4 @@ def test_where_nothing_was_measured_there_is_no_table() -> None:
 
 def test_a_gain_on_nothing_is_none() -> None:
     with pytest.raises(headlines.Unknown):
-        headlines.reduced(lambda metric, method: -1.0)
+        headlines.reduced(lambda metric, method, key="value": -1.0)

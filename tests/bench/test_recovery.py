@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import recovery, recovery_wire
-from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, Life
+from bench import gpu_recovery, recovery, recovery_wire
+from bench.devices import APART
+from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, Life, Scale
 from bench.recovery_rank import BARE, PROTECTED
-from bench.result import Row, WrongResult
+from bench.result import Arguments, Incomplete, Row, WrongResult, once
 from bench.torchrun import LaunchFailed
 from ecemb.code import Code
 from ecemb.header import Constants, Header, State
 from ecemb.placement import Placement
 
 CASE = Case("memory", Code(4, 3), 2 * MIB, 1)
-SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=200.0)
+SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=200.0, device=APART)
 
 
 def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:
@@ -67,6 +69,53 @@ def test_phases_follow_the_last_rank_and_add_up() -> None:
         "interpreter": 1.0,
         "first step": 1.0,
     }
+
+
+def test_a_recovery_is_told_over_the_copy_of_its_slowest_rank() -> None:
+    began = {"killed_at": 10.0, "gone_at": [10.5]}
+    marks = {"model": 11.0, "rebuild": 13.0, "restore": 14.0, "rest of protect": 14.5, "first step": 15.0}
+    lives = [
+        Life(**began, told=[{"marks": marks, "copy_s": copy}, {"marks": marks, "copy_s": 0.5}])
+        for copy in (1.0, 2.0)
+    ]
+    copied, *ratios = gpu_recovery.over_copy(CASE, lives)
+    assert (copied.metric, copied.low, copied.high) == ("copy_s", 1.0, 2.0)
+    found = {row.labels["phase"]: (row.low, row.high) for row in ratios}
+    assert found == {"restore": (0.5, 1.0), "rebuild": (1.0, 2.0), "protect": (1.75, 3.5)}
+
+
+def test_what_was_measured_before_time_is_up_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training with a loss of memory would be the third one, and is not begun."""
+    kills: list[int] = []
+    left = iter([100.0, 60.0, 20.0])
+
+    def launch(scale: Scale, case: Case, method: str, number: int, seed: int) -> tuple[list[Life], list[str]]:
+        kills.append(number)
+        return [], ["a"]
+
+    monkeypatch.setattr(gpu_recovery, "launch", launch)
+    monkeypatch.setattr(recovery, "rows_of", lambda case, lives: [once("x", "s", 1.0, kind=case.kind)])
+    monkeypatch.setattr(gpu_recovery, "over_copy", lambda case, restarts: [])
+    monkeypatch.setattr(gpu_recovery, "time", SimpleNamespace(monotonic=lambda: 1000 - next(left)))
+    with pytest.raises(Incomplete, match="the loss of a memory was not tried, with 20 s left") as raised:
+        gpu_recovery.run(Arguments(), APART, 1000.0)
+    assert [row.labels["kind"] for row in raised.value.rows] == ["process"]
+    assert kills == [0, 1]
+
+
+def test_shards_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def fits(device: str, device_bytes: int, arena_bytes: int) -> str | None:
+        asked.append((device_bytes, arena_bytes))
+        return "/there" if arena_bytes < 3 << 30 else None
+
+    monkeypatch.setattr(gpu_recovery, "fits", fits)
+    scale = gpu_recovery.fitting(dataclasses.replace(gpu_recovery.FULL, device=APART))
+    assert {case.table_bytes for case in scale.cases} == {512 * MIB}
+    assert [case.kind for case in scale.cases] == ["process", "memory"]
+    assert scale.arena_dir == "/there"
+    assert asked[-1] == (2 << 30, (2 << 30) * 4 // 3)
 
 
 def told(**change: Any) -> Life:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from baselines.cpr.emulation import emulate
 from baselines.cpr.job import Job as CprJob
 from baselines.cpr.overhead import Costs, Policy
 from bench import __main__ as command
-from bench import simulate, simulate_checks, simulate_methods, simulate_picture
+from bench import performance, simulate, simulate_checks, simulate_methods, simulate_picture, tables
 from bench.result import Arguments, BadFile, Row, WrongResult
 from bench.simulate_faults import Fault, drawn, episodes, read, replayed, sets_by_size
 from bench.simulate_training import Method, train
@@ -183,7 +184,45 @@ def test_costs_say_where_they_are_from(tmp_path: Path) -> None:
     (tmp_path / "recovery.json").write_text(json.dumps({"rows": [row]}))
     measured = simulate_methods.costs(tmp_path)["rebuild"]
     assert (measured.value, measured.source) == (0.25, "measured: recovery.json, 2 cores")
-    assert (measured.low, measured.high) == (0, 0.5)
+    assert (measured.low, measured.high) == (-1, 0.5)
+
+
+def test_a_cost_that_noise_makes_negative_counts_as_none(tmp_path: Path) -> None:
+    row = {"metric": "added_recovery_s", "kind": "process", "value": -0.3, "low": -1.4, "high": -0.1}
+    (tmp_path / "recovery.json").write_text(json.dumps({"rows": [row]}))
+    added = simulate_methods.costs(tmp_path)["added to a restart"]
+    assert (added.value, added.low, added.high) == (0, -1.4, 0)
+    assert added.row("added").low == -1.4
+
+
+def test_rebuilds_take_what_was_measured() -> None:
+    all_costs = simulate_methods.costs()
+
+    def method(rebuild: float, name: str) -> Method:
+        changed = all_costs | {"rebuild": replace(all_costs["rebuild"], value=rebuild)}
+        (found,) = (one for one in simulate_methods.methods(JOB, changed) if one.name == name)
+        return found
+
+    lost_bytes = JOB.table_bytes / JOB.hosts * 4 / 3
+    fast, slow = (method(rebuild, "ecemb (4, 3)").host_h for rebuild in (0.5, 0.25))
+    assert 3600 * (slow - fast) == pytest.approx(2 * lost_bytes / JOB.network_bytes_per_s)
+    assert method(0.5, "snapshots x2") == method(0.25, "snapshots x2")
+
+
+@pytest.mark.parametrize(
+    ("mtbf_h", "table_tb", "interval_h"),
+    [(1.0, 4, 0.0425), (1e6, 4, 0.5), (1e-4, 100, 0.72), (1e6, 100, 0.72)],
+)
+def test_check_n_run_saves_as_often_as_young_or_each_half_an_hour(
+    mtbf_h: float, table_tb: float, interval_h: float
+) -> None:
+    job = replace(JOB, mtbf_h=mtbf_h, table_bytes=table_tb * 1e12)
+    ways = {one.name: one for one in simulate_methods.methods(job, simulate_methods.costs())}
+    method, full = ways["Check-N-Run"], ways["full"]
+    assert method.interval_h == pytest.approx(interval_h, rel=0.02)
+    assert method.interval_h >= method.lag_h
+    restart_h = job.restart_s / 3600
+    assert (full.process_h - restart_h) / (method.process_h - restart_h) == pytest.approx(2.5)
 
 
 def test_methods_that_fit() -> None:
@@ -228,7 +267,7 @@ def test_a_small_cluster_is_replayed_in_whole_racks(tmp_path: Path) -> None:
     path = tmp_path / "lanl.csv"
     lines = [line.format(node=node, day=1 + node // 2) for node in range(49)]
     path.write_text("\n".join([LANL.splitlines()[0], *lines]))
-    found = list(simulate.losses_of_trace(read(path), 2, 0))
+    found = list(simulate.losses_of_trace(simulate.JOB, read(path), 2, 0))
     assert {row.labels["hosts"] for row in found} == {48}
 
 
@@ -248,6 +287,9 @@ def test_the_answer(rows: list[Row]) -> None:
         "data_lost_on_trace_pct",
         "trace_faults",
         "best_ettr",
+        "cells_ahead",
+        "cells_second",
+        "most_behind",
         "assumed",
     }
     assert all(0 < row.value <= 1 for row in rows if row.unit == "ratio" and "ettr" in row.metric)
@@ -262,6 +304,40 @@ def test_the_answer(rows: list[Row]) -> None:
     for code in ("(4, 3)", "(6, 4)"):
         assert lost["over ranks", code] > lost["over hosts", code] > 100 * lost["over racks", code]
     assert lost["over racks", "(6, 4)"] < lost["over racks", "(4, 3)"] / 100
+
+
+def test_the_cells_of_the_map_are_counted(rows: list[Row]) -> None:
+    cells = [row for row in rows if row.metric == "best_ettr"]
+    for metric, label in (("cells_ahead", "method"), ("cells_second", "second")):
+        counted = {
+            (row.labels["among"], row.labels["method"]): row.value for row in rows if row.metric == metric
+        }
+        assert set(Counter(among for among, _ in counted).values()) == {len(simulate_picture.LOOKS)}
+        found = Counter((row.labels["among"], simulate_picture.kind(str(row.labels[label]))) for row in cells)
+        assert counted == dict.fromkeys(counted, 0) | found
+    behind = [row for row in rows if row.metric == "most_behind"]
+    assert max(row.value for row in behind) == max(float(row.labels["ahead"]) for row in cells)
+
+
+def test_what_is_said_of_the_map_is_in_its_cells() -> None:
+    said = performance.PAGES[1].read_text(encoding="utf-8")
+    (document,) = performance.of(tables.load(tables.RESULTS), "simulate")
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for row in document["rows"]:
+        if row["metric"] == "best_ettr":
+            kinds = (simulate_picture.kind(row["method"]), simulate_picture.kind(row["second"]))
+            panels.setdefault(row["among"], []).append(kinds)
+    every, exact = panels["all"], panels["that lose no samples"]
+    for sentence, holds in (
+        ("**ecemb is ahead nowhere**", not any(first == "ecemb" for first, _ in every + exact)),
+        ("**CPR is ahead in most cells**", sum(first == "CPR" for first, _ in every) > len(every) / 2),
+        (
+            "**live copies or Check-N-Run are ahead**",
+            {first for first, _ in exact} <= {"live copies", "Check-N-Run"},
+        ),
+        ("second to live copies", {first for first, second in exact if second == "ecemb"} == {"live copies"}),
+    ):
+        assert holds == (sentence in said), sentence
 
 
 def test_the_map_is_a_picture(rows: list[Row]) -> None:
@@ -294,7 +370,7 @@ def test_counted_losses_of_a_trace(tmp_path: Path) -> None:
     trace = read(infinitehbd(tmp_path))
     lost = [
         row.value
-        for row in simulate.losses_of_trace(trace, 3000, 0)
+        for row in simulate.losses_of_trace(simulate.JOB, trace, 3000, 0)
         if row.labels["code"] == str((2, 1))
         and (row.labels["hosts"], row.labels["spread"], row.labels["strike"])
         == (400, "over hosts", "anywhere")

@@ -30,7 +30,7 @@ RANKS = 3
 NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name or "(6, " in name}
 # A start over, more copies, and other rows or bits, for which tests/baselines/check_n_run suffices.
 SAME_AS_ANOTHER = {
-    *("nothing", "replication x3", "check-n-run full", "check-n-run one-shot", "check-n-run one-shot 4 bit"),
+    *("nothing", "ecemb copies x3", "check-n-run full", "check-n-run one-shot", "check-n-run one-shot 4 bit"),
     *("check-n-run consecutive 4 bit", "check-n-run intermittent 8 bit"),
 }
 ON_TORCHREC = ("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "full dcp async")
