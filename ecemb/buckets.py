@@ -110,13 +110,7 @@ def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Par
     """
     known = {id(parameter) for parameter in own}
     for module in modules:
-        names = module.parameters_to_ignore
-        mixed = [
-            name
-            for name, parameter in module.module.named_parameters()
-            if id(parameter) in known and name not in names
-        ]
-        if mixed:
+        if mixed := [name for name, parameter in _averaged(module) if id(parameter) in known]:
             raise ConfigurationError(
                 f"DistributedDataParallel holds {mixed}, each rank having other rows: it has overwritten "
                 f"them with rank 0's, and would average gradients of different rows. Build the model anew, "
@@ -150,8 +144,9 @@ class _Rehearsal(nn.Module):
 
 
 def _parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    return [
-        parameter
-        for name, parameter in module.module.named_parameters()
-        if parameter.requires_grad and parameter.is_leaf and name not in module.parameters_to_ignore
-    ]
+    return [one for _, one in _averaged(module) if one.requires_grad and one.is_leaf]
+
+
+def _averaged(module: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    named = module.module.named_parameters()
+    return [(name, one) for name, one in named if name not in module.parameters_to_ignore]
