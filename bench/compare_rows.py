@@ -115,11 +115,12 @@ def normal(told: Told, labels: Mapping[str, Label]) -> list[Row]:
         twin = settled([accounts[number].lives[0] for accounts in told.twins])
         if one and twin:
             pairs.append((one, twin))
+    lives = [one for one, _ in pairs]
 
     def each(metric: str, unit: str, of: Callable[[Costs], float]) -> Row:
         """A step's, the mean over ranks."""
-        spent = [statistics.fmean(of(end.costs) - of(begin.costs) for begin, end in one) for one, _ in pairs]
-        return pooled(metric, unit, spent, [one for one, _ in pairs], labels)
+        spent = [statistics.fmean(of(end.costs) - of(begin.costs) for begin, end in one) for one in lives]
+        return pooled(metric, unit, spent, lives, labels)
 
     sizes = [end["table_bytes"] for end in told.ends]
     costs = [one.costs for one in told.accounts]
@@ -128,13 +129,7 @@ def normal(told: Told, labels: Mapping[str, Label]) -> list[Row]:
     return [
         overhead("overhead_cpu_pct", cpu_s, pairs, labels),
         overhead("overhead_wall_pct", wall_s, pairs, labels),
-        pooled(
-            "step_wall_ms",
-            "ms",
-            [1000 * wall_s(one) for one, _ in pairs],
-            [one for one, _ in pairs],
-            labels,
-        ),
+        pooled("step_wall_ms", "ms", [1000 * wall_s(one) for one in lives], lives, labels),
         each("stall_ms_per_step", "ms", lambda one: 1000 * one.stalled_s),
         each("sent_bytes_per_step", "bytes", lambda one: one.sent_bytes),
         each("written_bytes_per_step", "bytes", lambda one: one.written_bytes),
