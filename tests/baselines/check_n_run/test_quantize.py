@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
@@ -88,6 +88,12 @@ def torch_finds(given: Tensor, scheme: Scheme) -> Tensor:
     return torch.linalg.vector_norm(given.double() - (codes * step + low).double(), dim=1)
 
 
+def torch_ends(values: np.ndarray, bins: int) -> bool:
+    """Whether torch's search comes to an end: it goes on for ever where a step changes no bound."""
+    span = np.ptp(values, axis=1)
+    return bool(((span == 0) | (span / bins > np.spacing(np.abs(values).max(axis=1)))).all())
+
+
 @pytest.mark.parametrize("width", [16, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 0.16])
@@ -105,6 +111,7 @@ def test_adaptive_is_not_worse_than_torchs_search_on_rows_made_to_break_it(
     values: np.ndarray, bits: int
 ) -> None:
     scheme, given = Scheme("adaptive", bits, "float16"), torch.from_numpy(values)
+    assume(torch_ends(values, scheme.search[0]))
     # Of two moves that are as good but for rounding, either may be taken, and lead elsewhere.
     assert float(l2_errors(given, scheme).mean()) <= 1.1 * float(torch_finds(given, scheme).mean()) + 1e-7
 
