@@ -47,6 +47,7 @@ from .rankstate import Stateful
 __all__ = ["Protection"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
+_BY_EPOCHS = "GradientAccumulationScheduler"  # of either
 
 
 def _callback() -> Any:
@@ -163,8 +164,8 @@ class Protection(_Callback):
         """Lightning's hook: a fresh start, or a recovery, happens here.
 
         Raises:
-            ConfigurationError: the fit's loader is not from `batches`, a table is not on the CPU, or a
-                schedule follows a metric.
+            ConfigurationError: the fit's loader is not from `batches`, a table is not on the CPU, a schedule
+                follows a metric, or a callback goes by epochs.
             UsageError: this is the second fit.
             EcembError: what `ecemb.protect` raises.
         """
@@ -238,7 +239,7 @@ class Protection(_Callback):
         """Refuses what Lightning would change outside of all steps.
 
         Raises:
-            ConfigurationError: there is such a table, or such a schedule.
+            ConfigurationError: there is such a table, schedule or callback.
         """
         for name, table in self._protected(pl_module).items():
             for weight in table.parameters():
@@ -254,6 +255,13 @@ class Protection(_Callback):
                     f"Lightning steps it after the training step has committed, and a failure would lose "
                     f"that; take one that goes by steps or epochs, or keep this one out of "
                     f"configure_optimizers, step it in on_before_zero_grad, and give it in state="
+                )
+        for callback in trainer.callbacks:
+            if any(kind.__name__ == _BY_EPOCHS for kind in type(callback).__mro__):
+                raise ConfigurationError(
+                    f"the callback {type(callback).__name__} says at an epoch's start how many batches an "
+                    f"update takes, and a restart in its middle doesn't call it: leave it out, and give "
+                    f"Trainer(accumulate_grad_batches=), one number for all epochs"
                 )
 
     def _commit(self) -> None:

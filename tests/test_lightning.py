@@ -46,6 +46,7 @@ def trainer_of(*schedules: Any, ranks: int = 2) -> Any:
         strategy=SimpleNamespace(model=nn.Module()),
         optimizers=[],
         lr_scheduler_configs=schedules,
+        callbacks=[],
         precision_plugin=SimpleNamespace(state_dict=dict),
         fit_loop=SimpleNamespace(
             state_dict=dict,
@@ -137,6 +138,20 @@ def test_a_schedule_that_is_stepped_after_the_commit(protection: Any) -> None:
         protection.on_fit_start(
             trainer_of(SimpleNamespace(scheduler=schedule, reduce_on_plateau=True)), nn.Module()
         )
+
+
+def test_a_callback_that_needs_the_start_of_every_epoch(protection: Any) -> None:
+    class GradientAccumulationScheduler:  # as Lightning names it
+        pass
+
+    class Mine(GradientAccumulationScheduler):
+        pass
+
+    protection.batches([1, 2, 3])
+    trainer = trainer_of()
+    trainer.callbacks = [protection, Mine()]
+    with refused(ConfigurationError, "callback Mine", "accumulate_grad_batches="):
+        protection.on_fit_start(trainer, nn.Module())
 
 
 def test_a_fit_that_stops_amid_an_accumulation_leaves_no_step_open(protection: Any, watched: Watched) -> None:

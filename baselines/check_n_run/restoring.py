@@ -77,9 +77,15 @@ def read(store: Store, name: str) -> Manifest | None:
 def chain(store: Store, name: str) -> list[Manifest] | None:
     """A checkpoint after all that it stands on, in the order of restore; None if any of it isn't whole."""
     last = read(store, name)
-    before = [] if last is None else [read(store, need) for need in last.facts.needs]
-    found = [one for one in [*before, last] if one is not None]
-    return found if len(found) == len(before) + 1 else None
+    if last is None:
+        return None
+    before = {need: read(store, need) for need in last.facts.needs}
+    if gone := [need for need, one in before.items() if one is None]:
+        logger.warning(
+            "%s doesn't count as a checkpoint: it stands on %s, not there as written", name, ", ".join(gone)
+        )
+        return None
+    return [*(one for one in before.values() if one is not None), last]
 
 
 def last_chain(store: Store) -> list[Manifest] | None:

@@ -160,6 +160,19 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert is_right(Life(store, tmp_path, "one_shot"))
 
 
+def test_an_older_checkpoint_is_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = somewhere()
+    life = Life(store, tmp_path, "consecutive", keep=3)
+    for _ in range(3):
+        life.save()
+        life.step()
+    last, between, _ = newest(store.paths())
+    store.remove([f"{between}{SUFFIX}"])
+    again = Life(store, tmp_path, "consecutive")
+    assert again.next == 0 and is_right(again)
+    assert f"{last} doesn't count as a checkpoint: it stands on {between}" in caplog.text
+
+
 def test_a_torn_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = somewhere()
     life = Life(store, tmp_path, "consecutive", keep=3)
