@@ -60,7 +60,7 @@ from .manifest import (
 )
 from .policy import policy_of
 from .quantize_scheme import EXACT, Scheme
-from .restoring import AnotherTraining, Damaged, Shard, chain, last_chain, orphan, rest, rows
+from .restoring import AnotherTraining, Damaged, Shard, chain, last_chain, rest, rows
 from .store import store_at
 from .tracking import TouchedRows
 from .writing import CHUNK_BYTES, Part, above_zero, clean, complete, heard, put
@@ -343,12 +343,6 @@ class DurableTier:
             raise errors.CheckpointMismatch(
                 f"{self} holds {others[0]!r}, and no checkpoint of Check-N-Run: name a target of the job's "
                 f"own; what guard.save(path) has written is resumed with resume=path"
-            )
-        if not found and (left := orphan(self._store)) is not None:
-            name, gone = left
-            raise errors.CheckpointFailed(
-                f"{name} in {self} stands on {', '.join(gone)}, not all of which is there as it was written: "
-                f"put it back, or name another target to begin anew"
             )
         return found
 

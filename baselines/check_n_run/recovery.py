@@ -162,7 +162,7 @@ class CheckNRun(Rollback):
         """See `Rollback`.
 
         Raises:
-            Damaged: the newest checkpoint can't be read as it was written.
+            Damaged: the newest checkpoint can't be read as it was written, or stands on some that are gone.
             ValueError: it is another training's.
         """
         told: list[Any] = [None, 0]

@@ -27,7 +27,7 @@ logger = logging.getLogger("baselines")
 
 
 class Damaged(RuntimeError):
-    """A chunk is missing, or is not what was written."""
+    """Something is missing, or is not what was written."""
 
 
 class AnotherTraining(ValueError):
@@ -89,20 +89,21 @@ def chain(store: Store, name: str) -> list[Manifest] | None:
 
 
 def last_chain(store: Store) -> list[Manifest] | None:
-    """The newest whole checkpoint after all that it stands on; None if there is none."""
-    for name in newest(store.paths()):
+    """The newest whole checkpoint after all that it stands on; None if there is none.
+
+    Raises:
+        Damaged: there are some, and all stand on others that are gone; to begin anew would remove them.
+    """
+    names = newest(store.paths())
+    for name in names:
         if (found := chain(store, name)) is not None:
             return found
-    return None
-
-
-def orphan(store: Store) -> tuple[str, list[str]] | None:
-    """The newest checkpoint that stands on some that aren't whole, and their names; None if there is none."""
-    for name in newest(store.paths()):
-        found = read(store, name)
-        gone = [need for need in (found.facts.needs if found else ()) if read(store, need) is None]
-        if gone:
-            return name, gone
+    for name in names:
+        if (left := read(store, name)) is not None:
+            raise Damaged(
+                f"{name} stands on {', '.join(left.facts.needs)}, not all of which is there as it was "
+                f"written: put it back, or name another target to begin anew"
+            )
     return None
 
 

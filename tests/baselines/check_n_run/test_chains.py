@@ -171,6 +171,9 @@ def test_an_older_checkpoint_is_not_taken_silently(tmp_path: Path, caplog: pytes
     again = Life(store, tmp_path, "consecutive")
     assert again.next == 0 and is_right(again)
     assert f"{last} doesn't count as a checkpoint: it stands on {between}" in caplog.text
+    store.remove([f"{newest(store.paths())[-1]}{SUFFIX}"])
+    with pytest.raises(Damaged, match=f"{last} stands on .*, {between}, not all of which is there"):
+        Life(store, tmp_path, "consecutive")
 
 
 def test_a_torn_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -338,7 +338,7 @@ def test_a_checkpoint_whose_base_is_gone_is_not_overlooked(tmp_path: Path) -> No
     last, store = newest(target), store_at(target)
     path = f"{last.facts.needs[0]}.manifest"
     whole, before = store.get(path), store.paths()
-    told = f"{last.name} in {target} stands on {last.facts.needs[0]}, .*put it back, or name another target"
+    told = f"{target}: {last.name} stands on {last.facts.needs[0]}, .*put it back, or name another target"
     for bad in (None, b"torn"):
         store.remove([path]) if bad is None else store.put(path, bad)
         with pytest.raises(CheckpointFailed, match=told):
