@@ -1,8 +1,8 @@
 """Checkpoints on real ranks: what is saved, what comes back, in which world, and when nothing does.
 
-As in test_opening, all scenarios run one after another in the same processes, each as a job of its own, and
-a *life* is what happens between a launch and the next. A job may be launched by another torchrun (another
-store, without the job's marks), and with fewer processes than there are: the others wait.
+As in test_opening, all scenarios run one after another in the same processes, each as a job of its own, with
+several lives (see lives.py). A job may be launched by another torchrun (another store, without the job's
+marks), and with fewer processes than there are: the others wait.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lives
 import pytest
 import torch
 import torch.distributed as dist
+from lives import DIM, STEPS
 from processes import run_ranks
 from raised import matching
 from torch import nn
 
 import ecemb
-from ecemb import durable, rendezvous, stripes
+from ecemb import durable, stripes
 from ecemb.errors import (
     CheckpointFailed,
     CheckpointInsecure,
@@ -46,14 +48,8 @@ from ecemb.errors import (
 from ecemb.store import CheckpointFolder
 
 PROCESSES, WORLD = 6, 4
-CODE = ecemb.Code(n=3, k=2)
 DEADLINE_S = 280
-TIMEOUT = timedelta(seconds=60)
-ROWS, DIM, STEPS = (
-    17,
-    3,
-    5,
-)  # shards of 5, 5, 5, 2 in a world of 4; of 9, 8 in one of 2; of 3 .. 2 in one of 6
+ROWS = 17  # shards of 5, 5, 5, 2 in a world of 4; of 9, 8 in one of 2; of 3 .. 2 in one of 6
 
 Bits = dict[str, str]
 
@@ -106,61 +102,19 @@ def life(place: Place, *, world: int = WORLD, launch: int = 0, job: str | None =
     os.environ.update(
         RANK=str(place.index), WORLD_SIZE=str(world), MASTER_PORT=str(place.ports[launch % len(place.ports)])
     )
-    name = job or place.job
-    ecemb.init_process_group("gloo", job=name, arena_dir=place.root, host=place.host, timeout=TIMEOUT)
-    try:
+    with lives.launched(job or place.job, place.root, place.host):
         yield
-    finally:
-        session = rendezvous.current()
-        if session.arena is not None:
-            session.arena.close()
-        session.watch.close()
-        rendezvous._session = None
-        dist.destroy_process_group()
 
 
-class Training:
-    """A table sharded over the ranks, dense layers, and noise of each rank's own."""
+def head() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1))
+
+
+class Training(lives.Training):
+    """The small training, with buffers."""
 
     def __init__(self, *, kind: str = "adagrad", rows: int = ROWS, device: str | None = "meta") -> None:
-        torch.manual_seed(1)
-        self.bag = ecemb.nn.ShardedEmbeddingBag(rows, DIM, device=device)
-        self.head = nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1))
-        self.model = nn.ModuleDict({"bag": self.bag, "head": self.head})
-        make = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
-        self.sparse = make[kind](self.bag.parameters(), lr=0.3)
-        self.dense = torch.optim.Adam(self.head.parameters(), lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.dense, 0.9)
-        torch.manual_seed(100 + dist.get_rank())
-
-    def protect(self, **changes: Any) -> ecemb.Guard:
-        arguments = {
-            "optimizers": [self.sparse, self.dense],
-            "code": CODE,
-            "state": [self.schedule],
-            "failure_domain": "host",
-        }
-        return ecemb.protect(self.model, **{**arguments, **changes})
-
-    def step(self, number: int) -> None:
-        self.sparse.zero_grad()
-        self.dense.zero_grad()
-        ids = torch.randint(self.bag.num_embeddings, (4, 2))
-        target = torch.rand(4, 1) + number
-        loss = (self.head(self.bag(ids)) - target).pow(2).mean()
-        loss.backward()
-        for parameter in self.head.parameters():
-            dist.all_reduce(parameter.grad)
-        for buffer in self.head.buffers():
-            dist.all_reduce(buffer)
-        self.sparse.step()
-        self.dense.step()
-        self.schedule.step()
-
-    def run(self, guard: ecemb.Guard, until: int = STEPS) -> None:
-        for _ in range(guard.next_step, until):
-            with guard.step() as step:
-                self.step(step.number)
+        super().__init__(head, rows=rows, device=device, kind=kind)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the ranks hold, by its name in a checkpoint; tables as wholes."""

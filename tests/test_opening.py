@@ -1,10 +1,8 @@
 """Starts and restarts, with real ranks: what a job is given back, and when it must not go on.
 
 All scenarios run one after another in the same three processes, because starting them takes longer than
-all else; each scenario is a job of its own. A *life* is what happens between a launch and the next: at its
-end a process forgets all that it has of the job, and gives up its claim on the arena, as if it had died.
-(Processes that really die are tests/failures' affair.) torchrun gives a worker another RANK in every life,
-and its store, with the job's marks, outlives them.
+all else; each scenario is a job of its own, with several lives (see lives.py). torchrun gives a worker
+another RANK in every life, and its store, with the job's marks, outlives them.
 """
 
 from __future__ import annotations
@@ -22,17 +20,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lives
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lives import DIM, STEPS
 from processes import run_ranks
 from raised import matching
 from simulation import Job, Machines
 from torch import nn
 
 import ecemb
-from ecemb import agreement, opening, rendezvous
+from ecemb import agreement, opening
 from ecemb.errors import (
     ConfigurationError,
     JobFinished,
@@ -47,10 +47,8 @@ from ecemb.placement import Placement
 from ecemb.rows import WORD_BYTES, Column, TableLayout
 
 WORLD = 3
-CODE = ecemb.Code(n=3, k=2)
 DEADLINE_S = 280
-TIMEOUT = timedelta(seconds=60)
-ROWS, DIM, STEPS = 14, 3, 5  # 14 rows on three ranks: shards of 5, 5 and 4
+ROWS = 14  # on three ranks: shards of 5, 5 and 4
 
 
 # --- lives --------------------------------------------------------------------------------------
@@ -87,58 +85,15 @@ def life(place: Place) -> Iterator[None]:
     """One launch of the job."""
     shift = LIVES[place.job] = LIVES.get(place.job, -1) + 1
     os.environ["RANK"] = str((place.index + shift) % WORLD)
-    ecemb.init_process_group("gloo", job=place.job, arena_dir=place.root, host=place.host, timeout=TIMEOUT)
-    try:
+    with lives.launched(place.job, place.root, place.host):
         yield
-    finally:
-        session = rendezvous.current()
-        if session.arena is not None:
-            session.arena.close()
-        session.watch.close()
-        rendezvous._session = None
-        dist.destroy_process_group()
 
 
-class Training:
-    """A small model: one table sharded over the ranks, dense layers, and noise of each rank's own."""
+class Training(lives.Training):
+    """The small training."""
 
     def __init__(self, *, rows: int = ROWS, device: str | None = None, kind: str = "adagrad") -> None:
-        torch.manual_seed(1)
-        self.bag = ecemb.nn.ShardedEmbeddingBag(rows, DIM, device=device)
-        self.head = nn.Linear(DIM, 1)
-        self.model = nn.ModuleDict({"bag": self.bag, "head": self.head})
-        make = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam, "sgd": torch.optim.SGD}
-        self.sparse = make[kind](self.bag.parameters(), lr=0.3)
-        self.dense = torch.optim.Adam(self.head.parameters(), lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.dense, 0.9)
-        torch.manual_seed(100 + dist.get_rank())
-
-    def protect(self, **changes: Any) -> ecemb.Guard:
-        arguments = {
-            "optimizers": [self.sparse, self.dense],
-            "code": CODE,
-            "state": [self.schedule],
-            "failure_domain": "host",
-        }
-        return ecemb.protect(self.model, **{**arguments, **changes})
-
-    def step(self, number: int) -> None:
-        self.sparse.zero_grad()
-        self.dense.zero_grad()
-        ids = torch.randint(self.bag.num_embeddings, (4, 2))
-        target = torch.rand(4, 1) + number
-        loss = (self.head(self.bag(ids)) - target).pow(2).mean()
-        loss.backward()
-        for parameter in self.head.parameters():
-            dist.all_reduce(parameter.grad)
-        self.sparse.step()
-        self.dense.step()
-        self.schedule.step()
-
-    def run(self, guard: ecemb.Guard, until: int = STEPS) -> None:
-        for _ in range(guard.next_step, until):
-            with guard.step() as step:
-                self.step(step.number)
+        super().__init__(lambda: nn.Linear(DIM, 1), rows=rows, device=device, kind=kind)
 
     def bits(self) -> str:
         """A digest of everything that must come back: all tensors, and what would be drawn next."""
