@@ -98,8 +98,8 @@ class Scale:
         Case("memory", Code(4, 3), 256 * MIB, 1),
         Case("memory", Code(4, 2), 256 * MIB, 2),
     )
-    launches: int = 3
-    kills: int = 3
+    launches: int = 4
+    kills: int = 5
     batch: int = 256
     steps: int = 4
     arena_dir: str = "/dev/shm"
