@@ -8,7 +8,15 @@ Must not know: what is trained, and what is measured.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 ARENA, CUDA, APART = "arena", "cuda", "apart"
+
+_MEMORY = "/dev/shm"
 
 _MOST_OF = 0.8
 """Of what is free, for what is known to be needed: there is more."""
@@ -44,24 +52,32 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def fits(device: str, device_bytes: int, arena_bytes: int) -> str | None:
-    """The folder of arenas in which so many bytes fit, if as many as said fit on the device, too.
+def roomiest(device: str, sizes: Iterable[tuple[T, int, int]]) -> tuple[T, str] | None:
+    """The first of some sizes that fits, and the folder of arenas in which it does; None if none fits.
 
-    Folders are asked for what is free there: a tmpfs is made no larger than its machine's memory.
+    A smaller size in memory comes before a larger one on a disk, whose speed would be measured. Folders are
+    asked for what is free there, and memory for what is available, which may be less.
 
     Args:
         device: One of the above.
-        device_bytes: Of all ranks, which share one device.
-        arena_bytes: Of all ranks, which share one host.
+        sizes: From the largest on: what it is, and its bytes on the device, of all ranks, which share it, and
+            in arenas, of all ranks, which share one host.
     """
     import shutil
     import tempfile
 
     import torch
 
-    if device == CUDA and device_bytes > _MOST_OF * torch.cuda.mem_get_info()[0]:
-        return None
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        if arena_bytes <= _MOST_OF * shutil.disk_usage(folder).free:
-            return folder
+    from ecemb.space import machine_limit
+
+    memory = machine_limit()
+    free_bytes = {folder: shutil.disk_usage(folder).free for folder in (_MEMORY, tempfile.gettempdir())}
+    if memory is not None:
+        free_bytes[_MEMORY] = min(free_bytes[_MEMORY], memory.free_bytes)
+    device_bytes = torch.cuda.mem_get_info()[0] if device == CUDA else math.inf
+    wanted = list(sizes)
+    for folder, free in free_bytes.items():
+        for size, on_device, in_arenas in wanted:
+            if on_device <= _MOST_OF * device_bytes and in_arenas <= _MOST_OF * free:
+                return size, folder
     return None

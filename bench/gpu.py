@@ -4,13 +4,15 @@ Each part is a process of its own, ended when its share of the time is used up, 
 hangs takes nothing from the others. What they measured is in one file, beside how each of them ended. Rows
 are explained by the modules of the parts.
 
-- `tests`, 60 s: the contract of the kernels, and the guard's tests of images, on the device.
+- `tests`, 80 s: the guard's tests of images, and the contract of the kernels, on the device.
 - `kills`, 80 s: cells of the failure matrix (`make failures`) with all of the model on the device, four
   processes sharing it: SIGKILL in the middle of a step and in the recovery from it, of processes alone, and
   with their memory; in the end every parameter has to have the bytes of an undisturbed training's.
 - `kernels`, 40 s: kernels and images against the device's copies (bench/gpu_kernels.py).
 - `step`, 150 s: the cost of protecting a step (bench/gpu_step.py).
-- `recovery`, 120 s: recovering a table, over copying it (bench/gpu_recovery.py).
+- `recovery`, 105 s: recovering a table, over copying it (bench/gpu_recovery.py).
+
+What a part leaves of its time is the next one's.
 
 - `part_s`: how long each of them took, and how it ended; one that was left out says what is missing.
 
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,18 +42,21 @@ from bench.devices import APART, CUDA
 from bench.result import Arguments, Incomplete, Row, Unavailable, once
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTING_S = 12.0
+STARTING_S = 15.0
 """Of a share: imports before what is measured, and all that comes after it."""
-GRACE_S = 10.0
+GRACE_S = 25.0
+"""For a part that is ended: it clears away what it began, and writes down what it has measured."""
+SHARE = "ECEMB_BENCH_SHARE_S"
+"""The environment's word of how many seconds a part has, for its process."""
 DONE = "done"
 
-MEASURED: Mapping[str, Callable[[Arguments, str, float], list[Row]]] = {
+MEASURED: Mapping[str, Callable[[Arguments, str, float], Iterator[Row]]] = {
     "kernels": gpu_kernels.run,
     "step": gpu_step.run,
     "recovery": gpu_recovery.run,
 }
 """Parts that are measured in a process that asks for them alone."""
-TESTED = ("tests/contracts/test_kernels.py", "tests/adapters/test_image.py")
+TESTED = ("tests/adapters/test_image.py", "tests/contracts/test_kernels.py")
 KILLS = tuple(f"{cell}*images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1"))
 """Cells of the failure matrix. In small, the first one."""
 
@@ -61,7 +66,7 @@ class Part:
     """One part.
 
     Attributes:
-        share_s: When it is ended, if it has not done by itself.
+        share_s: When it is ended, if it has not done by itself; later, if those before it left time.
         needs: Modules without which it is left out.
         words: Of Python's command line, for a device and the file that it writes.
     """
@@ -72,8 +77,8 @@ class Part:
 
 
 def tests(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
-    """The command of the part `tests`."""
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, "-k", "cuda")
+    """The command of the part `tests`. A warning of a library that is another version there is no failure."""
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *TESTED, "-k", "cuda")
 
 
 def kills(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
@@ -95,11 +100,11 @@ def measured(name: str) -> Callable[[Arguments, str, Path], Sequence[str]]:
 
 
 PARTS: Mapping[str, Part] = {
-    "tests": Part(60, ("pytest", "pytest_timeout", "galois", "triton"), tests),
+    "tests": Part(80, ("pytest", "pytest_timeout", "galois", "triton"), tests),
     "kills": Part(80, ("galois",), kills),
     "kernels": Part(40, ("triton",), measured("kernels")),
-    "step": Part(150, (), measured("step")),
-    "recovery": Part(120, (), measured("recovery")),
+    "step": Part(150, ("galois",), measured("step")),
+    "recovery": Part(105, ("galois",), measured("recovery")),
 }
 
 
@@ -113,9 +118,25 @@ def run(arguments: Arguments) -> list[Row]:
     device = device_here()
     if not arguments.setting:
         return ask_all(arguments, device)
+    share_s = float(os.environ.get(SHARE, PARTS[arguments.setting].share_s))
+    return kept(MEASURED[arguments.setting](arguments, device, time.monotonic() + share_s - STARTING_S))
+
+
+def kept(measured: Iterable[Row]) -> list[Row]:
+    """The rows of a part, until it has done, fails, or is ended from outside.
+
+    Raises:
+        Incomplete: One of the latter; it has the rows until then.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # clears away what it began
-    share_s = PARTS[arguments.setting].share_s
-    return MEASURED[arguments.setting](arguments, device, time.monotonic() + share_s - STARTING_S)
+    rows: list[Row] = []
+    try:
+        rows.extend(measured)
+    except Incomplete as error:
+        raise Incomplete([*rows, *error.rows], str(error)) from error
+    except SystemExit as error:
+        raise Incomplete(rows, str(error)) from error
+    return rows
 
 
 def device_here() -> str:
@@ -142,15 +163,18 @@ def ask_all(arguments: Arguments, device: str) -> list[Row]:
     """
     rows: list[Row] = []
     failed: list[str] = []
+    until = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
         for name, part in PARTS.items():
             began, file = time.monotonic(), Path(folder, f"{name}.json")
+            until += part.share_s
+            share_s = max(part.share_s, until - began)
             missing = [module for module in part.needs if find_spec(module) is None]
             if missing:
                 outcome = f"left out: no {', '.join(missing)} here (make gpu-packages)"
             else:
-                print(f"\n=== {name}: {part.share_s:.0f} s at most", flush=True)
-                outcome = ask(part.words(arguments, device, file), part.share_s)
+                print(f"\n=== {name}: {share_s:.0f} s at most", flush=True)
+                outcome = ask(part.words(arguments, device, file), share_s)
                 if outcome != DONE:
                     failed.append(f"{name}: {outcome}")
             if file.exists():
@@ -170,7 +194,13 @@ def ask(words: Sequence[str], share_s: float) -> str:
     """
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     # Looking for a device by CUDA itself would spoil a process that others are forked from.
-    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        SHARE: str(share_s),
+    }
+    environment.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's: the host's name may mean nothing here
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, start_new_session=True)
     try:
         code = process.wait(share_s)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench import recovery
-from bench.devices import APART, CUDA, fits
+from bench.devices import APART, CUDA, roomiest
 from bench.recovery import MIB, RANKS, Case, Life, Scale, check, launch
 from bench.recovery_rank import PARTS, PROTECTED
 from bench.result import Arguments, Incomplete, Row, WrongResult, summary
@@ -28,21 +28,23 @@ from ecemb.code import Code
 CODE = Code(4, 3)
 PROTECT = "protect"
 GIB = 1 << 30
+HALVINGS = 6
+"""Of tables, at most, so that they fit."""
 LEAST_S = 25.0
 """With less time left, a training is not begun."""
 
 
 def cases(table_bytes: int) -> tuple[Case, ...]:
     """What is lost, of shards of this size."""
-    return tuple(Case(kind, CODE, table_bytes, 1) for kind in ("process", "memory"))
+    return tuple(Case(kind, CODE, table_bytes, 1) for kind in ("memory", "process"))
 
 
-FULL = dataclasses.replace(recovery.FULL, cases=cases(1024 * MIB), launches=1, kills=2, device=CUDA)
-QUICK = dataclasses.replace(FULL, cases=cases(64 * MIB), kills=1)
+FULL = dataclasses.replace(recovery.FULL, cases=cases(1024 * MIB), launches=1, kills=1, device=CUDA)
+QUICK = dataclasses.replace(FULL, cases=cases(64 * MIB))
 SMALL = dataclasses.replace(QUICK, cases=cases(2 * MIB), device=APART)
 
 
-def run(arguments: Arguments, device: str, until: float) -> list[Row]:
+def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
     """Measures this part.
 
     Args:
@@ -51,16 +53,13 @@ def run(arguments: Arguments, device: str, until: float) -> list[Row]:
         until: When it has to be done, on time.monotonic().
 
     Raises:
-        Incomplete: Some of it failed, or came too late.
+        Incomplete: Some of it failed, or came too late; the rows before that were given.
     """
     scale = fitting(SMALL if device != CUDA else QUICK if arguments.quick else FULL)
-    rows: list[Row] = []
     try:
-        for row in measure(scale, arguments.seed, until):
-            rows.append(row)  # what there is before a failure is kept
+        yield from measure(scale, arguments.seed, until)
     except (LaunchFailed, WrongResult) as error:
-        raise Incomplete(rows, str(error)) from error
-    return rows
+        raise Incomplete([], str(error)) from error
 
 
 def measure(scale: Scale, seed: int, until: float) -> Iterator[Row]:
@@ -101,12 +100,12 @@ def over_copy(case: Case, restarts: Sequence[Life]) -> Iterator[Row]:
 
 def fitting(scale: Scale) -> Scale:
     """With shards of such a size, halved as often as has to be, and with a folder, in which it fits."""
-    while (table_bytes := scale.cases[0].table_bytes) > MIB:
-        spare_bytes = RANKS * GIB if scale.device == CUDA else 0
+    spare_bytes = RANKS * GIB if scale.device == CUDA else 0
+    sizes: list[tuple[int, int, int]] = []
+    for halved in range(HALVINGS + 1):
+        table_bytes = max(MIB, scale.cases[0].table_bytes >> halved)
         tables_bytes = RANKS * table_bytes
         arena_bytes = tables_bytes * CODE.n // CODE.k + spare_bytes
-        folder = fits(scale.device, tables_bytes + 2 * spare_bytes, arena_bytes)
-        if folder is not None:
-            return dataclasses.replace(scale, arena_dir=folder)
-        scale = dataclasses.replace(scale, cases=cases(table_bytes // 2))
-    return scale
+        sizes.append((table_bytes, tables_bytes + 2 * spare_bytes, arena_bytes))
+    table_bytes, folder = roomiest(scale.device, sizes) or (sizes[-1][0], scale.arena_dir)
+    return dataclasses.replace(scale, cases=cases(table_bytes), arena_dir=folder)

@@ -10,7 +10,8 @@ batches, each timed until the device is done. Processor time includes waiting fo
   a guard keeps the image and the journals, so that a crash of the process loses nothing, and that is all. Its
   `code` is not used.
 - `image_over_step`: what bringing images up to date takes of the protected step's wall time (the phase
-  `image` of `step_phase_ms`).
+  `image` of `step_phase_ms`). That phase begins when the host comes to it, and first waits for what the
+  device still has to do of the step, so that it is an upper bound.
 - `left_out`: what the machine lacks, with the reason.
 
 Where memory is short, rows are halved until tables, images and parity fit: the `setting` says how many rows
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from bench import overhead
-from bench.devices import APART, CUDA, fits
+from bench.devices import APART, CUDA, roomiest
 from bench.overhead import Scale
 from bench.overhead_rank import BARE, PROTECTED
 from bench.ranks import RankFailed
@@ -40,6 +41,8 @@ LEAST_S = 20.0
 """With less time left, a training is not begun."""
 VALUE_BYTES = 4
 GIB = 1 << 30
+HALVINGS = 6
+"""Of rows, at most, so that they fit."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ SMALL_GROUPS = (SHARED, Group("gloo", 1, Code(2, 1)))
 SMALL_SAMPLES = 256
 
 
-def run(arguments: Arguments, device: str, until: float) -> list[Row]:
+def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
     """Measures this part.
 
     Args:
@@ -87,32 +90,30 @@ def run(arguments: Arguments, device: str, until: float) -> list[Row]:
     return ask(QUICK if arguments.quick else FULL, GROUPS, SAMPLES, arguments.seed, until)
 
 
-def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: float) -> list[Row]:
-    """Measures in each group, with and without overlap; what fails doesn't stop the rest.
+def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: float) -> Iterator[Row]:
+    """Measures in each group, with overlap, then without; what fails doesn't stop the rest.
 
     Raises:
-        Incomplete: Some of it failed, or came too late.
+        Incomplete: Some of it failed, or came too late; the other rows were given.
     """
-    rows: list[Row] = []
     failed: list[str] = []
-    for group in groups:
-        if group.backend == "nccl" and not dist.is_nccl_available():
-            why = "torch was built without NCCL"
-            rows.append(once("left_out", "parts", 1, what="a world of one rank over nccl", why=why))
+    lacking = [group for group in groups if group.backend == "nccl" and not dist.is_nccl_available()]
+    for _ in lacking:
+        why = "torch was built without NCCL"
+        yield once("left_out", "parts", 1, what="a world of one rank over nccl", why=why)
+    tried = [(overlap, group) for overlap in (True, False) for group in groups if group not in lacking]
+    for overlap, group in tried:  # what matters most comes first: time may run out
+        what = f"{group.ranks} ranks over {group.backend}, overlap {overlap}"
+        left_s = until - time.monotonic()
+        if left_s < LEAST_S:
+            failed.append(f"{what}: not begun, with {left_s:.0f} s left")
             continue
-        for overlap in (False, True):
-            what = f"{group.ranks} ranks over {group.backend}, overlap {overlap}"
-            left_s = until - time.monotonic()
-            if left_s < LEAST_S:
-                failed.append(f"{what}: not begun, with {left_s:.0f} s left")
-                continue
-            try:
-                rows += measure(replace(scale, timeout_s=left_s), group, samples, overlap=overlap, seed=seed)
-            except (RankFailed, WrongResult) as error:
-                failed.append(f"{what}: {error}")
+        try:
+            yield from measure(replace(scale, timeout_s=left_s), group, samples, overlap=overlap, seed=seed)
+        except (RankFailed, WrongResult) as error:
+            failed.append(f"{what}: {error}")
     if failed:
-        raise Incomplete(rows, "\n".join(failed))
-    return rows
+        raise Incomplete([], "\n".join(failed))
 
 
 def measure(scale: Scale, group: Group, samples: int, *, overlap: bool, seed: int) -> Iterator[Row]:
@@ -141,18 +142,15 @@ def measure(scale: Scale, group: Group, samples: int, *, overlap: bool, seed: in
 
 def fitting(scale: Scale, group: Group) -> Scale:
     """With so many rows, halved as often as has to be, and with a folder, in which it fits."""
-    while scale.rows > 1:
-        tables_bytes = scale.tables * scale.rows * scale.dim * VALUE_BYTES
-        spare_bytes = group.ranks * GIB if scale.device == CUDA else 0
-        folder = fits(
-            scale.device,
-            len(scale.methods) * tables_bytes + 2 * spare_bytes,
-            int(group.arena_share * tables_bytes) + spare_bytes,
-        )
-        if folder is not None:
-            return replace(scale, arena_dir=folder)
-        scale = replace(scale, rows=scale.rows // 2)
-    return scale
+    spare_bytes = group.ranks * GIB if scale.device == CUDA else 0
+    sizes: list[tuple[int, int, int]] = []
+    for halved in range(HALVINGS + 1):
+        rows = max(1, scale.rows >> halved)
+        tables_bytes = scale.tables * rows * scale.dim * VALUE_BYTES
+        on_device = len(scale.methods) * tables_bytes + 2 * spare_bytes
+        sizes.append((rows, on_device, int(group.arena_share * tables_bytes) + spare_bytes))
+    rows, folder = roomiest(scale.device, sizes) or (sizes[-1][0], scale.arena_dir)
+    return replace(scale, rows=rows, arena_dir=folder)
 
 
 def image_over_step(rows: Sequence[Row], **more: int) -> Row:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,6 +119,8 @@ class Isal:
 
 
 def _row_loop(update: Any) -> Callable[..., None]:
+    import numba  # every question imports this module, and few have a use for it
+
     @numba.njit
     def loop(
         size: int,

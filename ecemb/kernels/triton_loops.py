@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers that change from call to call are left general: each kind of number would be compiled anew.
+@triton.jit(do_not_specialize=["rows", "source_column", "target_column"])
 def _copy(
     source,
     source_rows,
@@ -43,7 +44,7 @@ def _copy(
     tl.store(target + (end * target_stride + target_column)[:, None] + column[None, :], values, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "start"])
 def _differ(
     table, ids, old, out, stride, start, rows, width, block_rows: tl.constexpr, block_columns: tl.constexpr
 ):
@@ -70,7 +71,7 @@ def _product(x, t0, t1, t2, t3, t4, t5, t6, t7):
     return y
 
 
-@triton.jit(do_not_specialize=[f"t{bit}" for bit in range(8)])
+@triton.jit(do_not_specialize=["rows", *(f"t{bit}" for bit in range(8))])
 def _add_rows(
     dst,
     offsets,

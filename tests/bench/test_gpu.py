@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from ecemb.code import Code
 
 
 def test_kernels_run_interpreted() -> None:
-    rows = gpu_kernels.run(Arguments(seed=1), APART, until=0.0)
+    rows = list(gpu_kernels.run(Arguments(seed=1), APART, until=0.0))
     assert {row.metric for row in rows} == {
         *("copy_gb_per_s", "multiply_add_gb_per_s", "multiply_add_over_copy"),
         *("fetch_ms", "fetch_over_copy", "put_gb_per_s", "put_over_copy"),
@@ -53,35 +55,53 @@ def test_what_fails_or_is_missing_does_not_stop_other_steps(monkeypatch: pytest.
         scale: Scale, group: gpu_step.Group, samples: int, *, overlap: bool, seed: int
     ) -> Iterator[Row]:
         asked.append((group.backend, overlap))
-        if overlap:
+        if not overlap:
             raise RankFailed("rank 1 of 4 raised")
         yield once("x", "s", scale.timeout_s)
 
     monkeypatch.setattr(gpu_step, "measure", measure)
     monkeypatch.setattr(gpu_step.dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(gpu_step, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    with pytest.raises(Incomplete, match="^4 ranks over gloo, overlap True: rank 1 of 4 raised$") as raised:
-        gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=190.0)
-    kept, left_out = raised.value.rows
+    with pytest.raises(Incomplete, match="^4 ranks over gloo, overlap False: rank 1 of 4 raised$") as raised:
+        gpu.kept(gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=190.0))
+    left_out, kept = raised.value.rows
     assert kept.value == 90.0
     assert (left_out.metric, left_out.labels["why"]) == ("left_out", "torch was built without NCCL")
-    assert asked == [("gloo", False), ("gloo", True)]
+    assert asked == [("gloo", True), ("gloo", False)]
     with pytest.raises(Incomplete, match="not begun, with 10 s left"):
-        gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=110.0)
+        gpu.kept(gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=110.0))
+
+
+def test_a_part_that_is_ended_keeps_what_it_has_measured() -> None:
+    def measured() -> Iterator[Row]:
+        yield once("x", "s", 1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield once("x", "s", 2.0)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Incomplete, match="ended from outside") as raised:
+            gpu.kept(measured())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [row.value for row in raised.value.rows] == [1.0]
 
 
 def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def fits(device: str, device_bytes: int, arena_bytes: int) -> str | None:
-        asked.append((device_bytes, arena_bytes))
-        return "/there" if arena_bytes < 10 << 30 else None
-
-    monkeypatch.setattr(gpu_step, "fits", fits)
-    scale = gpu_step.fitting(dataclasses.replace(gpu_step.FULL, device=APART), gpu_step.SHARED)
-    tables_bytes = 26 * 500_000 * 128 * 4
-    assert (scale.rows, scale.arena_dir) == (500_000, "/there")
-    assert asked[-1] == (2 * tables_bytes, int(tables_bytes * 4 / 3))
+    free_bytes = {"/dev/shm": 5 << 30, "/disk": 40 << 30}
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free_bytes[folder]))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/disk")
+    monkeypatch.setattr("ecemb.space.machine_limit", lambda: None)
+    full = dataclasses.replace(gpu_step.FULL, device=APART)
+    tables_bytes = 26 * 1_000_000 * 128 * 4 * 4 / 3
+    assert tables_bytes / 4 > 0.8 * (5 << 30) > tables_bytes / 8
+    scale = gpu_step.fitting(full, gpu_step.SHARED)  # in memory, though the disk would have all
+    assert (scale.rows, scale.arena_dir) == (125_000, "/dev/shm")
+    monkeypatch.setattr("ecemb.space.machine_limit", lambda: SimpleNamespace(free_bytes=2 << 30))
+    assert gpu_step.fitting(full, gpu_step.SHARED).rows == 62_500
+    free_bytes["/dev/shm"] = 64 << 20
+    scale = gpu_step.fitting(full, gpu_step.SHARED)
+    assert (scale.rows, scale.arena_dir) == (1_000_000, "/disk")
     assert gpu_step.Group("nccl", 1, Code(2, 1)).arena_share == 1
 
 
@@ -114,15 +134,15 @@ WRITES = (
 
 def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
-        "fails": Part(60, (), words(f"{WRITES}; sys.exit(3)")),
         "hangs": Part(0.1, (), words("import signal; signal.pause()")),
+        "fails": Part(60, (), words(f"{WRITES}; sys.exit(3)")),
         "lacks": Part(60, ("no_such_module",), words("")),
         "is done": Part(60, ("pytest",), words(WRITES)),
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
     with pytest.raises(Incomplete) as raised:
         gpu.ask_all(Arguments(), APART)
-    assert str(raised.value) == "fails: ended with 3\nhangs: ended after its share of 0 s"
+    assert str(raised.value) == "hangs: ended after its share of 0 s\nfails: ended with 3"
     told = {row.labels["part"]: row.labels["outcome"] for row in raised.value.rows if row.metric == "part_s"}
     assert told["lacks"] == "left out: no no_such_module here (make gpu-packages)"
     assert told["is done"] == gpu.DONE
@@ -131,7 +151,7 @@ def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(monkeypatch: p
 
 
 def test_parts_are_asked_for_by_commands_and_take_less_than_8_minutes(tmp_path: Path) -> None:
-    assert sum(part.share_s for part in gpu.PARTS.values()) < 8 * 60 - 20
+    assert sum(part.share_s for part in gpu.PARTS.values()) < 8 * 60 - 20  # seconds
     found = {name: part.words(Arguments(seed=5), CUDA, tmp_path) for name, part in gpu.PARTS.items()}
     assert set(gpu.MEASURED) == {name for name in found if "--setting" in found[name]}
     assert all((gpu.ROOT / path).exists() for path in (*gpu.TESTED, found["kills"][0]))
