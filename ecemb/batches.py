@@ -17,7 +17,7 @@ import torch
 
 from . import generators
 from .errors import ConfigurationError, LayoutMismatch, UsageError
-from .loaders import Source, find_source
+from .loaders import Source, find_source, set_epoch
 from .packing import dump, load
 from .rankstate import RankState
 
@@ -111,7 +111,7 @@ class Batches(Iterator[Any]):
         self._stale = True  # the iterator goes when another takes its place: ending its workers may take long
 
     def _begin(self) -> Iterator[Any]:
-        self._set_epoch()
+        set_epoch(self.source.parts, self.epoch)
         self._start = torch.frombuffer(bytearray(dump(self._states())), dtype=torch.uint8)
         self._stale = False
         return self.source.begin()
@@ -119,7 +119,7 @@ class Batches(Iterator[Any]):
     def _resume(self, start: torch.Tensor) -> Iterator[Any]:
         """The epoch's iterator again, made as it was the first time; all generators stay as they are."""
         self._iterator = None
-        self._set_epoch()
+        set_epoch(self.source.parts, self.epoch)
         now, begun = self._states(), load(start.numpy().tobytes())
         try:
             iterator = self.source.resume(
@@ -144,11 +144,6 @@ class Batches(Iterator[Any]):
             )
         self._stale = False
         return iterator
-
-    def _set_epoch(self) -> None:
-        for part in self.source.parts:
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(self.epoch)
 
     def _states(self) -> list[Any]:
         return [generators.process_states(), [generators.state(one) for one in self._generators]]

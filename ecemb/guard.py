@@ -333,9 +333,10 @@ class Guard:
         self._check_usable()
 
     def _undone(self, step: Step, ranks: list[int]) -> None:
-        step.aborted = True
-        self._aborted += 1
+        step.aborted, self._aborted = True, self._aborted + 1
+        self._failed = f"the abort of step {step.number} was interrupted"  # unless:
         self._tables.take_back()
+        self._failed = None
         level = logging.WARNING if self._session.rank == 0 else logging.DEBUG
         logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
 

@@ -156,9 +156,9 @@ class Protection(_Callback):
         """Lightning's hook: keeps DistributedDataParallel away from the tables."""
         tables = self._protected(pl_module).values()
         weights = {id(one) for table in tables for one in table.parameters()}
-        pl_module._ddp_params_and_buffers_to_ignore = [  # where DistributedDataParallel looks for it
-            name for name, parameter in pl_module.named_parameters() if id(parameter) in weights
-        ]
+        name = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for it
+        found = [key for key, parameter in pl_module.named_parameters() if id(parameter) in weights]
+        setattr(pl_module, name, [*getattr(pl_module, name, ()), *found])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning's hook: a fresh start, or a recovery, happens here.

@@ -161,7 +161,9 @@ class Indexed(Source):
         self.reset()
         if self._persistent and epoch > 0:  # the workers were made earlier, with draws of their own
             self._indexes.closed = True
+            set_epoch(self.parts, 0)  # which they have known ever since
             self.begin()
+            set_epoch(self.parts, epoch)
             self._indexes.closed = False
         rewind()
         self._indexes.skip = drawn
@@ -245,6 +247,13 @@ class Indexes:
         for indices in iterator:
             self._drawn.append(_checksum(indices))
             yield indices
+
+
+def set_epoch(parts: Iterable[object], epoch: int) -> None:
+    """Tells the parts of a loader that want to know it."""
+    for part in parts:
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
 
 
 def find_source(loader: Any) -> Source:

@@ -5,7 +5,7 @@ Must not know: what the tensors are taken for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Members:
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         self._modules = list(model.modules())
+        self._children = [(held, list(held.values())) for held in (_dicts(one)[2] for one in self._modules)]
         holders: dict[int, tuple[dict[str, Any], str]] = {}
         for module in self._modules:
             for held in _dicts(module)[:2]:
@@ -31,14 +32,40 @@ class Members:
 
     def have_changed(self) -> bool:
         """Whether modules, parameters or buffers came or went since, or some are in no module."""
-        return self._counted() != self._count or any(held.get(key) is None for _, held, key in self._places)
+        return (
+            self._counted() != self._count
+            or any(held.get(key) is None for _, held, key in self._places)
+            or any(list(held.values()) != children for held, children in self._children)
+        )
 
     def now(self) -> dict[str, torch.Tensor]:
         """The tensors that stand in those places now, by name: replaced ones, too."""
         return {name: held[key] for name, held, key in self._places}
 
     def _counted(self) -> int:
-        return sum(len(held) for module in self._modules for held in _dicts(module))
+        """How many tensors and modules there are; empty places for them don't count."""
+        dicts = (held for module in self._modules for held in _dicts(module))
+        return sum(one is not None for held in dicts for one in held.values())
+
+
+def empty_buffers(model: nn.Module) -> Iterator[str]:
+    """Names of buffers that are None now: a step may fill them."""
+    for prefix, module in model.named_modules():
+        for key, buffer in _dicts(module)[1].items():
+            if buffer is None:
+                yield f"{prefix}.{key}".removeprefix(".")
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Puts a tensor, or nothing, in a buffer's place."""
+    path, _, key = name.rpartition(".")
+    _dicts(model.get_submodule(path))[1][key] = value
+
+
+def takes(buffer: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values can be copied into a buffer: they fit, and no two of its places are one."""
+    apart = all(stride or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return apart and (buffer.dtype, buffer.shape) == (values.dtype, values.shape)
 
 
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:

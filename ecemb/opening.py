@@ -116,8 +116,9 @@ def open_memory(session: Session, request: Request) -> Opened:
             "restoring rank state", lambda: rank_state.unpack(rankstate.read(memory.rank_state))
         )
         counts = bytes(len(orders) for orders in buckets.state())
-        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1:
+        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1 and any(counts):
             buckets.rehearse()
+            transport.together("restoring what hooks changed", lambda: _again(memory, replicated, rank_state))
     job = Job(session.job, world.lineage, (request.code.n, request.code.k))
     saver = Saver(
         job,
@@ -133,6 +134,12 @@ def open_memory(session: Session, request: Request) -> Opened:
         _tell_of_resumption(session, request, world, world.stored)
     tell(memory, report)
     return Opened(memory, transport, tables, replicated, rank_state, saver, report)
+
+
+def _again(memory: RankMemory, replicated: ReplicatedState, rank_state: RankState) -> None:
+    """Gradients' hooks, the user's and DistributedDataParallel's, may draw, count, and step optimizers."""
+    replicated.load(memory.slots, memory.committed)
+    rank_state.unpack(rankstate.read(memory.rank_state))
 
 
 def _put(tables: Tables, memory: RankMemory) -> None:

@@ -113,7 +113,7 @@ class RankState:
             StepFailed: it takes more than `room_bytes`.
         """
         parts = {
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            "cuda": _cuda_states(),
             "scalars": plain(self._scalars(), at="the tables' scalars"),
             "stateful": [_state(item) for item in self._stateful],
             "positions": [*map(_position, self.positions), *self._pending],
@@ -168,7 +168,7 @@ class RankState:
             self._pending = states[len(self.positions) :]
         generators.set_process_states(drawn)
         if saved["cuda"]:
-            torch.cuda.set_rng_state_all(saved["cuda"])
+            _set_cuda_states(*saved["cuda"])
 
     def unpack_scalars(self, data: bytes) -> None:
         """Puts back only the tables' scalars: what another rank's state can give to this one."""
@@ -231,6 +231,23 @@ def read(record: NDArray[np.uint8]) -> bytes:
             f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
+
+
+def _cuda_states() -> list[Any]:
+    """The number of this process's own device, and the generators of all devices; empty without CUDA."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
+
+
+def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
+    """Puts generators back; that of the process's own device to its own one now, which may be another."""
+    count = torch.cuda.device_count()
+    now = torch.cuda.current_device() if count else own
+    swapped = {own: now, now: own}
+    for device, state in enumerate(states):
+        if (there := swapped.get(device, device)) < count:
+            torch.cuda.set_rng_state(state, there)
 
 
 def _state(item: Stateful) -> Any:

@@ -23,7 +23,7 @@ from torch import nn
 
 from .arena import Arena
 from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
-from .members import Members
+from .members import Members, empty_buffers, set_buffer, takes
 from .packing import WAY_OUT, dump, load, plain
 
 _ALIGN_BYTES = 64
@@ -140,6 +140,8 @@ class ReplicatedState:
         self._aside = list(aside)
         self._protected = {id(parameter) for parameter in protected}
         self._optimizers = [optimizer for optimizer in optimizers if self._dense(optimizer)]
+        self._empty = set(empty_buffers(model))
+        self._fixed = self._fixed_now()
         self._outline: object = None
         self._outline_bytes = b""
         self._outline_sum = 0
@@ -155,10 +157,15 @@ class ReplicatedState:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def save(self, slots: StateStore, transaction: int) -> None:
-        """Writes the state of `transaction`."""
+        """Writes the state of `transaction`.
+
+        Raises:
+            LayoutMismatch: a restart could not put it back.
+        """
         tensors: list[torch.Tensor] = []
         outline = _outline(self._collect(), tensors)
         if outline != self._outline:
+            self._check_fixed()
             self._outline, self._outline_bytes = outline, dump(outline)
             self._outline_sum = zlib.crc32(self._outline_bytes)
             self._views.clear()
@@ -251,26 +258,51 @@ class ReplicatedState:
             if id(parameter) not in self._protected
         ]
 
+    def _fixed_now(self) -> dict[str, object]:
+        """What may not change under protection, since a restart begins with what the script has built."""
+        parameters = ((n, one) for n, one in self._model.named_parameters() if id(one) not in self._protected)
+        fixed: dict[str, object] = {name: (one.dtype, one.shape) for name, one in parameters}
+        groups = {f"groups of optimizer {i}": len(o.param_groups) for i, o in enumerate(self._optimizers)}
+        return fixed | groups
+
+    def _check_fixed(self) -> None:
+        now = self._fixed_now()
+        names = self._fixed.keys() | now.keys()
+        if changed := sorted(name for name in names if self._fixed.get(name) != now.get(name)):
+            name = changed[0]
+            raise LayoutMismatch(
+                f"{name} has changed under protection ({self._fixed.get(name)} before, {now.get(name)} now): "
+                f"after a failure the script would begin without that; change it before ecemb.protect()"
+            )
+
     @torch.no_grad()
     def _restore(self, saved: dict[str, Any]) -> None:
         tensors = self._tensors()
-        if set(tensors) != set(saved["model"]) or len(self._optimizers) != len(saved["optimizers"]):
-            differing = sorted(set(tensors) ^ set(saved["model"]))
+        differing = tensors.keys() ^ saved["model"].keys()
+        if differing - self._empty or len(self._optimizers) != len(saved["optimizers"]):
+            differing = sorted(differing)
             raise LayoutMismatch(
                 f"the job was started with other dense parameters or optimizers "
                 f"(differing: {differing[:8]}, {len(saved['optimizers'])} optimizers then and "
                 f"{len(self._optimizers)} now): run the script that started it, or use another job="
             )
-        for name, tensor in tensors.items():
+        both = {name: tensor for name, tensor in tensors.items() if name in saved["model"]}
+        for name, tensor in both.items():
             then = saved["model"][name]
-            if (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
+            if isinstance(tensor, nn.Parameter) and (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
                 raise LayoutMismatch(
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {then.dtype} of shape "
                     f"{tuple(then.shape)} when the job was started: run the script that started it, or use "
                     f"another job="
                 )
-        for name, tensor in tensors.items():  # nothing is written before all are known to fit
-            tensor.copy_(saved["model"][name])
+        for name in differing:  # nothing is written before all are known to fit
+            set_buffer(self._model, name, _copied(saved["model"].get(name), _any_of(tensors)))
+        for name, tensor in both.items():
+            then = saved["model"][name]
+            if isinstance(tensor, nn.Parameter) or takes(tensor, then):
+                tensor.copy_(then)
+            else:
+                set_buffer(self._model, name, _copied(then, tensor))
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             if len(optimizer.param_groups) != len(kept["options"]):
                 raise LayoutMismatch(
@@ -393,8 +425,13 @@ def _filled(value: Any, tensors: list[torch.Tensor]) -> object:
     return value
 
 
-def _copied(value: Any, parameter: nn.Parameter | None) -> Any:
-    """Optimizer state out of the slot: tensors cloned, those of an accelerator on the parameter's."""
+def _any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """One on an accelerator, if there is one."""
+    return next((one for one in tensors.values() if one.device.type != "cpu"), None)
+
+
+def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
+    """State out of the slot: tensors cloned, those of an accelerator onto the parameter's."""
     if isinstance(value, torch.Tensor):
         if parameter is None or getattr(value, "ecemb_device", "cpu") == "cpu":
             return value.clone()

@@ -129,7 +129,8 @@ class Saver:
                     lambda: writer.take(token, rank, given) or "",
                 )
         elif asynchronous:
-            pieces = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+            with self._discarding(writer, token):
+                shared(self._transport, "copying all tables", lambda: _copy_(pieces))
         if asynchronous:
             if self._aside is None:
                 self._aside = self._another()
@@ -193,7 +194,8 @@ class Saver:
 
     def _wait(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # its own waits have deadlines
+            if self._thread.ident is not None:  # else something interrupted its start
+                self._thread.join()  # its own waits have deadlines
             self._thread = None
 
     def _agree(self, asked: list[Any]) -> dict[str, Any]:
@@ -284,6 +286,12 @@ class Saver:
     def _log(self, writer: CheckpointWriter, facts: Mapping[str, Any], seconds: float) -> None:
         level = logging.INFO if self._transport.rank == 0 else logging.DEBUG
         logger.log(level, "step %d is saved in %s (%.2f s)", facts["step"], name_of(writer), seconds)
+
+
+def _copy_(pieces: list[Piece]) -> str:
+    """Has pieces hold copies."""
+    pieces[:] = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+    return ""
 
 
 def _discard(writer: CheckpointWriter, token: str) -> None:

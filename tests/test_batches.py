@@ -364,6 +364,29 @@ def test_the_order_is_the_one_that_a_plain_loop_has(name: str, seed: int) -> Non
     assert drawn == expected
 
 
+class Told(Numbers):
+    """Samples that depend on the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return index + 1000 * self.epoch
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_workers_know_the_epoch_that_they_would_have_known(persistent: bool, seed: int) -> None:
+    """Persistent ones that of their start: that of the first epoch."""
+
+    def make() -> Any:
+        return map_loader(dataset=Told(), num_workers=2, persistent_workers=persistent)
+
+    undisturbed = train(make, seed)
+    assert train(make, seed, deaths=some_deaths(seed, 2)) == undisturbed
+
+
 def test_what_the_dataset_draws_comes_back_without_workers(seed: int) -> None:
     def make() -> Any:
         return map_loader(dataset=Noisy(), shuffle=True)

@@ -12,6 +12,7 @@ import signal
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -235,6 +236,17 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
     abort_a_step(guard, training)
     guard.close()
     assert torch.isfinite(training.model.head.weight).all()
+
+
+def test_an_abort_that_is_interrupted_ends_the_guard() -> None:
+    """Tables on a device are put back after the commit; what fails there may not go on with them."""
+    tables = mock.Mock(**{"take_back.side_effect": [KeyboardInterrupt, None]})
+    guard = mock.Mock(_tables=tables, _aborted=0, _failed=None, _session=mock.Mock(rank=1))
+    with pytest.raises(KeyboardInterrupt):
+        ecemb.Guard._undone(guard, mock.Mock(number=7), [0])
+    assert guard._failed == "the abort of step 7 was interrupted"
+    ecemb.Guard._undone(guard, mock.Mock(number=8), [0])
+    assert guard._failed is None and guard._aborted == 2
 
 
 def abort_a_step(guard: ecemb.Guard, training: Training) -> None:

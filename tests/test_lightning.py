@@ -115,9 +115,10 @@ def test_distributed_data_parallel_leaves_tables_alone(kind: Any) -> None:
     by_hand = nn.Embedding(3, 2, sparse=True)
     model = nn.Module()
     model.table, model.by_hand, model.head = ecemb.nn.ShardedEmbeddingBag(4, 2), by_hand, nn.Linear(2, 1)
+    model._ddp_params_and_buffers_to_ignore = ["head.bias"]
     kind(code=ecemb.Code(2, 1), tables={"by hand": by_hand}).setup(None, model, "fit")
     ignored: Any = model._ddp_params_and_buffers_to_ignore
-    assert set(ignored) == {"table.weight", "by_hand.weight"}
+    assert set(ignored) == {"head.bias", "table.weight", "by_hand.weight"}
 
 
 def test_what_lightning_would_move_behind_the_guard(kind: Any) -> None:

@@ -31,8 +31,11 @@ def test_what_comes_and_goes_is_noticed() -> None:
         lambda model: delattr(model[0], "bias"),
         lambda model: setattr(model[0], "bias", None),
         lambda model: model.__delitem__(1),
+        lambda model: setattr(model[1], "empty", torch.zeros(1)),
+        lambda model: model.__setitem__(0, nn.Linear(2, 3)),
     ):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        model[1].register_buffer("empty", None)
         members = Members(model, named(model))
         assert not members.have_changed()
         change(model)

@@ -30,6 +30,7 @@ from processes import run_ranks
 from raised import matching
 from simulation import Job, Machines
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ecemb
 from ecemb import agreement, opening
@@ -92,8 +93,15 @@ def life(place: Place) -> Iterator[None]:
 class Training(lives.Training):
     """The small training."""
 
-    def __init__(self, *, rows: int = ROWS, device: str | None = None, kind: str = "adagrad") -> None:
-        super().__init__(lambda: nn.Linear(DIM, 1), rows=rows, device=device, kind=kind)
+    def __init__(
+        self,
+        *,
+        rows: int = ROWS,
+        device: str | None = None,
+        kind: str = "adagrad",
+        head: Callable[[], nn.Module] = lambda: nn.Linear(DIM, 1),
+    ) -> None:
+        super().__init__(head, rows=rows, device=device, kind=kind)
 
     def bits(self) -> str:
         """A digest of everything that must come back: all tensors, and what would be drawn next."""
@@ -293,6 +301,25 @@ def one_ranks_bad_argument_is_every_ranks_error(place: Place) -> None:
         assert not place.arenas()
 
 
+def noisy_head() -> nn.Module:
+    """Hooks add noise to its gradients, which DistributedDataParallel averages."""
+    head = nn.Linear(DIM, 1)
+    for parameter in head.parameters():
+        parameter.register_hook(lambda gradient: gradient + 0.1 * torch.rand_like(gradient))
+    return DistributedDataParallel(head)
+
+
+def hooks_of_gradients_that_draw_leave_no_trace_at_a_restart(place: Place) -> None:
+    """The rehearsal of DistributedDataParallel's buckets goes through them."""
+    expected = unguarded(place, head=noisy_head)
+    for until in (2, STEPS):
+        with life(place):
+            training = Training(head=noisy_head)
+            training.run(training.protect(), until)
+            bits = training.bits()
+    assert bits == expected
+
+
 SCENARIOS: dict[str, Callable[[Place], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -306,6 +333,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         another_script_is_refused_and_the_first_goes_on,
         replicas_that_differ_are_refused_and_leave_no_trace,
         one_ranks_bad_argument_is_every_ranks_error,
+        hooks_of_gradients_that_draw_leave_no_trace_at_a_restart,
     )
 }
 

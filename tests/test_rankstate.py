@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,32 @@ def test_positions_go_on_where_they_were_packed_in_the_order_they_are_bound() ->
     third.state["at"] = 8
     again.unpack(data)
     assert third.state == {"at": 7}  # bound since: as it was then
+
+
+def test_a_generator_of_a_device_follows_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be on another device after a restart, and on a host with fewer."""
+    states = [torch.tensor([i]) for i in range(3)]
+    here = {"current": 1, "count": 3}
+    held: dict[int, int] = {}
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: here["current"],
+        device_count=lambda: here["count"],
+        get_rng_state_all=lambda: states,
+        set_rng_state=lambda state, device: held.update({device: int(state)}),
+    )
+    monkeypatch.setattr("ecemb.rankstate.torch.cuda", cuda)
+    data = state_of().pack()
+    for current, count, expected in (
+        (1, 3, {0: 0, 1: 1, 2: 2}),
+        (0, 3, {0: 1, 1: 0, 2: 2}),
+        (0, 1, {0: 1}),
+        (0, 0, {}),
+    ):
+        here.update(current=current, count=count)
+        held.clear()
+        state_of().unpack(data)
+        assert held == expected
 
 
 def test_positions_may_be_left_where_they_are() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ecemb import rankstate
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, NotEnoughSpace
-from ecemb.replicated import ReplicatedState, Slots
+from ecemb.replicated import ReplicatedState, Slots, unpacked
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -324,6 +324,62 @@ def test_another_model_is_refused(model: nn.Module, message: str, slots: Slots) 
     with pytest.raises(LayoutMismatch, match=message):
         ReplicatedState(model, [optimizer], []).load(slots, 0)
     assert everything(model, optimizer) == before
+
+
+class Lazy(nn.Module):
+    """Buffers that a step fills, whose shape it changes, and one whose places are all one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mask", torch.ones(1).expand(3), persistent=False)
+
+    def run(self, step: int) -> None:
+        self.mean = torch.full((2,), float(step))
+        self.seen = torch.arange(step + 2.0)
+        with torch.no_grad():
+            self.head.weight.add_(step)
+
+    def held(self) -> list[Any]:
+        return [None if one is None else one.tolist() for one in (self.mean, self.seen, self.mask)]
+
+
+def test_buffers_come_back_as_they_were_filled(slots: Slots) -> None:
+    model = Lazy()
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    before = model.held()
+    model.run(1)
+    state.load(slots, 0)  # an abort
+    assert model.held() == before == [None, [0.0], [1.0, 1.0, 1.0]]
+    model.run(2)
+    state.save(slots, 1)
+    model.run(3)
+    state.load(slots, 1)
+    assert model.held() == [[2.0, 2.0], [0.0, 1.0, 2.0, 3.0], [1.0, 1.0, 1.0]]
+    again = Lazy()  # a restart
+    state = ReplicatedState(again, [], [])
+    state.load(slots, 1)
+    assert again.held() == model.held() and torch.equal(again.head.weight, model.head.weight)
+    again.run(4)
+    state.save(slots, 2)
+    assert any(torch.equal(tensor, torch.full((2,), 4.0)) for tensor in unpacked(slots.read(2))[2])
+
+
+def test_what_a_restart_could_not_put_back_is_refused_when_it_is_saved(slots: Slots) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    state = ReplicatedState(model, [optimizer], [])
+    state.save(slots, 0)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(LayoutMismatch, match=r"groups of optimizer 0 has changed .*\(1 before, 2 now\)"):
+        state.save(slots, 1)
+    del optimizer.param_groups[1]
+    model[1] = nn.Linear(3, 1)
+    with pytest.raises(LayoutMismatch, match="1.weight has changed under protection"):
+        state.save(slots, 1)
 
 
 @pytest.mark.parametrize(("optimizers", "groups"), [(0, 1), (2, 1), (1, 2)])

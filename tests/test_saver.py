@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from raised import refused
 
+from ecemb.checkpoint import Piece
 from ecemb.errors import CheckpointFailed, ConfigurationError
 from ecemb.saver import Saver
 
@@ -53,6 +54,19 @@ def test_a_failed_save_in_an_outage_is_told_as_what_it_is(caplog: pytest.LogCapt
     with refused(CheckpointFailed, "writing a checkpoint failed on rank 0", "Outage: could not connect"):
         saver._write(saver._transport, Unreachable(), "token", {"step": 7}, [], 2)
     assert "what a failed save left behind can't be removed: Outage: could not connect" in caplog.text
+
+
+def test_a_copy_that_fails_fails_on_all_ranks_and_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would wait in the background for this one."""
+    saver, writer = rank_0(), mock.Mock(spec=Unreachable)
+    writer.prepare.return_value = "token"
+    full = mock.Mock(**{"clone.side_effect": RuntimeError("can't allocate memory")})
+    monkeypatch.setattr("ecemb.saver.pieces_of", lambda *_: [Piece("a", (1,), 0, full)])
+    monkeypatch.setattr(saver, "_agree", lambda asked: {"step": 7})
+    with refused(CheckpointFailed, "copying all tables failed on rank 0", "can't allocate memory"):
+        saver.save(writer, keep=1, asynchronous=True)
+    writer.discard.assert_called_once_with("token")
+    saver.drain()
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, None, 2.5, float("inf"), "2"])
