@@ -495,7 +495,7 @@ def side_by_side(number: int, meet: Barrier, ports: list[int], folder: Path) -> 
     if pair == 1:
         end()
         with matching(ArenaBusy, "living processes hold arenas", "/job0/here/", "by process"):
-            start(index, folder, "job0", ports[2], seconds=2)
+            start(index, folder, "job0", ports[2], seconds=5)
         assert rendezvous._session is None
     meet.wait(60)
     if pair == 0:

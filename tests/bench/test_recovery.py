@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,8 +86,9 @@ def test_a_recovery_is_told_over_the_copy_of_its_slowest_rank() -> None:
 
 
 def test_what_was_measured_before_time_is_up_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training with a loss of memory would be the third one, and is not begun."""
+    """The training whose process is lost would be the third one, and is not begun."""
     kills: list[int] = []
+    kept: list[Row] = []
     left = iter([100.0, 60.0, 20.0])
 
     def launch(scale: Scale, case: Case, method: str, number: int, seed: int) -> tuple[list[Life], list[str]]:
@@ -97,25 +99,25 @@ def test_what_was_measured_before_time_is_up_is_kept(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recovery, "rows_of", lambda case, lives: [once("x", "s", 1.0, kind=case.kind)])
     monkeypatch.setattr(gpu_recovery, "over_copy", lambda case, restarts: [])
     monkeypatch.setattr(gpu_recovery, "time", SimpleNamespace(monotonic=lambda: 1000 - next(left)))
-    with pytest.raises(Incomplete, match="the loss of a memory was not tried, with 20 s left") as raised:
-        gpu_recovery.run(Arguments(), APART, 1000.0)
-    assert [row.labels["kind"] for row in raised.value.rows] == ["process"]
+    with pytest.raises(Incomplete, match="the loss of a process was not tried, with 20 s left"):
+        kept.extend(gpu_recovery.run(Arguments(), APART, 1000.0))
+    assert [row.labels["kind"] for row in kept] == ["memory"]
     assert kills == [0, 1]
 
 
 def test_shards_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
-    def fits(device: str, device_bytes: int, arena_bytes: int) -> str | None:
-        asked.append((device_bytes, arena_bytes))
-        return "/there" if arena_bytes < 3 << 30 else None
+    def roomiest(device: str, sizes: Iterable[tuple[int, int, int]]) -> tuple[int, str] | None:
+        asked.extend(sizes)
+        return next((size, "/there") for size, _, in_arenas in asked if in_arenas < 3 << 30)
 
-    monkeypatch.setattr(gpu_recovery, "fits", fits)
+    monkeypatch.setattr(gpu_recovery, "roomiest", roomiest)
     scale = gpu_recovery.fitting(dataclasses.replace(gpu_recovery.FULL, device=APART))
     assert {case.table_bytes for case in scale.cases} == {512 * MIB}
-    assert [case.kind for case in scale.cases] == ["process", "memory"]
+    assert [case.kind for case in scale.cases] == ["memory", "process"]
     assert scale.arena_dir == "/there"
-    assert asked[-1] == (2 << 30, (2 << 30) * 4 // 3)
+    assert asked[1] == (512 * MIB, 2 << 30, (2 << 30) * 4 // 3)
 
 
 def told(**change: Any) -> Life:
