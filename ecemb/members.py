@@ -21,12 +21,12 @@ class Members:
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._modules = list(model.modules())
-        self._children = [(held, list(held.values())) for held in (_dicts(one)[2] for one in self._modules)]
+        dicts = [_dicts(module) for module in model.modules()]
+        self._held = [held for parameters, buffers, _ in dicts for held in (parameters, buffers)]
+        self._children = [(held, list(held.values())) for _, _, held in dicts]
         holders: dict[int, tuple[dict[str, Any], str]] = {}
-        for module in self._modules:
-            for held in _dicts(module)[:2]:
-                holders.update((id(tensor), (held, key)) for key, tensor in held.items())
+        for held in self._held:
+            holders.update((id(tensor), (held, key)) for key, tensor in held.items())
         self._places = [(name, *holders.get(id(tensor), ({}, ""))) for name, tensor in tensors.items()]
         self._count = self._counted() if all(held for _, held, _ in self._places) else -1
 
@@ -43,9 +43,8 @@ class Members:
         return {name: held[key] for name, held, key in self._places}
 
     def _counted(self) -> int:
-        """How many tensors and modules there are; empty places for them don't count."""
-        dicts = (held for module in self._modules for held in _dicts(module))
-        return sum(one is not None for held in dicts for one in held.values())
+        """How many tensors there are; empty places for them don't count."""
+        return sum(one is not None for held in self._held for one in held.values())
 
 
 def empty_buffers(model: nn.Module) -> Iterator[str]:
