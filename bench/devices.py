@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 ARENA, CUDA, APART = "arena", "cuda", "apart"
 
+HALVINGS = 6
+"""Of a size that doesn't fit, at most."""
 _MEMORY = "/dev/shm"
 
 _MOST_OF = 0.8

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench import recovery
-from bench.devices import APART, CUDA, roomiest
+from bench.devices import APART, CUDA, HALVINGS, roomiest
 from bench.recovery import MIB, RANKS, Case, Life, Scale, check, launch
 from bench.recovery_rank import PARTS, PROTECTED
 from bench.result import Arguments, Incomplete, Row, WrongResult, summary
@@ -28,8 +28,6 @@ from ecemb.code import Code
 CODE = Code(4, 3)
 PROTECT = "protect"
 GIB = 1 << 30
-HALVINGS = 6
-"""Of tables, at most, so that they fit."""
 LEAST_S = 25.0
 """With less time left, a training is not begun."""
 

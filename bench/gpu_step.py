@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from bench import overhead
-from bench.devices import APART, CUDA, roomiest
+from bench.devices import APART, CUDA, HALVINGS, roomiest
 from bench.overhead import Scale
 from bench.overhead_rank import BARE, PROTECTED
 from bench.ranks import RankFailed
@@ -41,8 +41,6 @@ LEAST_S = 20.0
 """With less time left, a training is not begun."""
 VALUE_BYTES = 4
 GIB = 1 << 30
-HALVINGS = 6
-"""Of rows, at most, so that they fit."""
 
 
 @dataclass(frozen=True)
