@@ -160,12 +160,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert is_right(Life(store, tmp_path, "one_shot"))
 
 
-def test_an_older_checkpoint_is_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def of_three(folder: Path) -> Store:
+    """A store of three checkpoints, each of which stands on those before it."""
     store = somewhere()
-    life = Life(store, tmp_path, "consecutive", keep=3)
+    life = Life(store, folder, "consecutive", keep=3)
     for _ in range(3):
         life.save()
         life.step()
+    return store
+
+
+def test_an_older_checkpoint_is_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = of_three(tmp_path)
     last, between, _ = newest(store.paths())
     store.remove([f"{between}{SUFFIX}"])
     again = Life(store, tmp_path, "consecutive")
@@ -177,11 +183,7 @@ def test_an_older_checkpoint_is_not_taken_silently(tmp_path: Path, caplog: pytes
 
 
 def test_a_torn_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = somewhere()
-    life = Life(store, tmp_path, "consecutive", keep=3)
-    for _ in range(3):
-        life.save()
-        life.step()
+    store = of_three(tmp_path)
     path = f"{newest(store.paths())[0]}{SUFFIX}"
     good = store.get(path)
     assert text_of(manifest_of(good)) == good
