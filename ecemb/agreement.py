@@ -45,6 +45,7 @@ from .window import Window
 logger: logging.Logger = logging.getLogger("ecemb")
 
 FailureDomain = Literal["auto", "host", "rank"]
+ParityBackend = Literal["gloo", "nccl"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,11 @@ class Request:
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next one's body.
         failure_domain: see `ecemb.protect`.
+        parity_backend: what deltas go over.
         reader: where to find a checkpoint, or None.
+
+    Raises:
+        ConfigurationError: an attribute breaks a rule.
     """
 
     model: nn.Module
@@ -71,7 +76,26 @@ class Request:
     window: Window
     overlap: bool
     failure_domain: FailureDomain
+    parity_backend: ParityBackend = "gloo"
     reader: CheckpointReader | None = None
+
+    def __post_init__(self) -> None:
+        if self.failure_domain not in ("auto", "host", "rank"):
+            raise ConfigurationError(
+                f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
+            )
+        if not isinstance(self.code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {self.code!r}")
+        if not isinstance(self.overlap, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"overlap= is True or False; it is {self.overlap!r}")
+        if self.parity_backend not in ("gloo", "nccl"):
+            raise ConfigurationError(f"parity_backend is 'gloo' or 'nccl'; it is {self.parity_backend!r}")
+        if self.parity_backend == "nccl" and self.overlap:
+            raise ConfigurationError(
+                "parity_backend='nccl' with overlap=True: deltas would be sent while the next step's "
+                "training uses NCCL, too, and two of its communicators in use at the same time may wait for "
+                "each other for ever. Leave one of the two out: over gloo, deltas go beside the next step"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +154,7 @@ def agree(
     }
     asked = [
         [code.n, code.k],
-        [*request.window.asked, request.overlap],
+        [*request.window.asked, request.overlap, request.parity_backend],
         request.failure_domain,
         saver.name_of(request.reader),
     ]
@@ -139,7 +163,8 @@ def agree(
     told = [json.loads(text)[0] for text in texts]
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
-            f"the ranks ask for different codes, windows or overlaps, failure domains or checkpoints: "
+            f"the ranks ask for different codes; windows, overlaps or parity backends; failure domains or "
+            f"checkpoints: "
             f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }; call ecemb.protect() "
             f"alike on all ranks"
         )

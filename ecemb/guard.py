@@ -14,11 +14,11 @@ from torch import nn
 
 from .adapters.engine import Hooks
 from .adapters.tables import listed, modules_of, optimizers_of
-from .agreement import FailureDomain, Request
+from .agreement import FailureDomain, ParityBackend, Request
 from .batches import Batches, bind
 from .checkpoint import CheckpointReader, CheckpointWriter
 from .code import Code
-from .errors import ArenaInsecure, ConfigurationError, PeerFailure, StepFailed, UsageError
+from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
 from .header import State
 from .opening import Opened, open_memory
 from .rankstate import Stateful
@@ -370,6 +370,7 @@ def protect(
     mtbf: timedelta | None = None,
     overlap: bool = False,
     failure_domain: FailureDomain = "auto",
+    parity_backend: ParityBackend = "gloo",
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
@@ -401,6 +402,9 @@ def protect(
             committed by `Guard.close`, `Guard.save` or `Guard.scrub`.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
+        parity_backend: what deltas go to parity's keepers over: "gloo", from host memory, or "nccl", through
+            the memory of each rank's current CUDA device, for fabrics that reach it. All else that ecemb
+            sends goes over gloo. Not with `overlap`.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
             a fresh start begins, with any number of ranks, and where the job goes on when more memory is
             lost than the code survives. It isn't read while memory can be recovered, and may be empty or
@@ -423,12 +427,6 @@ def protect(
     session = current()
     if session.protected:
         raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
-    if failure_domain not in ("auto", "host", "rank"):
-        raise ConfigurationError(f"failure_domain is 'auto', 'host' or 'rank'; it is {failure_domain!r}")
-    if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {code!r}")
-    if not isinstance(overlap, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"overlap= is True or False; it is {overlap!r}")
     request = Request(
         model=model,
         optimizers=optimizers_of(optimizers),
@@ -438,6 +436,7 @@ def protect(
         window=Window(window, mtbf),
         overlap=overlap,
         failure_domain=failure_domain,
+        parity_backend=parity_backend,
         reader=None if resume is None else reader_of(resume),
     )
     opened = open_memory(session, request)

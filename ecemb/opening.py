@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from . import durable, kernels, rankstate
 from .adapters.tables import Tables, find
-from .agreement import Request, World, agree
+from .agreement import ParityBackend, Request, World, agree
 from .arena import Arena
 from .buckets import GradientBuckets, check_apart, found_in
 from .checkpoint import CheckpointReader, Stored
@@ -38,7 +38,7 @@ from .rendezvous import Session
 from .replicated import ReplicatedState
 from .rows import WORD_BYTES, arrange
 from .saver import Saver, name_of, shared
-from .transport import Transport
+from .transport import Fabric, Transport
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -74,6 +74,9 @@ def open_memory(session: Session, request: Request) -> Opened:
     with watch.phase("kernels"):
         cpu = kernels.get("cpu", torch.get_num_threads())
     before = session.arena
+    if request.parity_backend != "gloo" and world.placement is not None:
+        with watch.phase("fabric"):
+            transport.fabric = _fabric(session, request.parity_backend, transport)
     with watch.phase("attach"):
         memory = _memory(session, request, transport, world, replicated, cpu)
         rank_state.room_bytes = len(memory.rank_state)
@@ -151,6 +154,34 @@ def _control_group(session: Session) -> Transport:
     patience = datetime.timedelta(seconds=session.patience_s)
     group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
     return Transport(group, session.patience_s)
+
+
+def _fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:
+    device = transport.together("looking for a device", lambda: _device(backend))
+    used = transport.gather(_name_of(device), "comparing devices")
+    if shared_by := [rank for rank, name in enumerate(used) if used.count(name) > 1]:
+        raise ConfigurationError(
+            f"parity_backend={backend!r} needs a device of its own for each rank, and ranks {shared_by} "
+            f"share theirs: call torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count()) before "
+            f"ecemb.protect(), or leave parity_backend out"
+        )
+    patience = datetime.timedelta(seconds=session.patience_s)
+    group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
+    return Fabric(group, device, session.patience_s)
+
+
+def _device(backend: ParityBackend) -> torch.device:
+    """Where a backend's messages are sent from."""
+    if torch.cuda.is_available() and dist.is_backend_available(backend):
+        return torch.device("cuda", torch.cuda.current_device())
+    raise ConfigurationError(
+        f"parity_backend={backend!r} needs a CUDA device for each rank and a torch that was built with "
+        f"{backend}; one of them is missing here: leave parity_backend out, and deltas go over gloo"
+    )
+
+
+def _name_of(device: torch.device) -> bytes:
+    return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
 def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:

@@ -2,6 +2,7 @@
 
 The only module that calls torch.distributed's collectives. All of them are all-to-alls or point-to-point:
 with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours.
+A `Transport` goes over gloo, from host memory; deltas may go over a `Fabric` instead, from a device's memory.
 
 Whoever gets a `PeerFailure` may conclude nothing about what other ranks received.
 """
@@ -12,6 +13,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -32,19 +34,115 @@ _TELL = 1  # tag of what `tell` and `leave` send
 _EXCHANGES = 1 << 20  # tags of as many exchanges, after that one; the rest has tag 0
 
 
-class Transport:
-    """This rank's end of the control group.
-
-    Args:
-        group: a gloo process group of all ranks, used by nobody else.
-        timeout_s: deadline of every collective.
-    """
+class _Waits:
+    """Waits for what a group does, each with a name and a deadline."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
+
+    def close(self) -> None:
+        """Ends the group. All ranks, each for itself."""
+        dist.destroy_process_group(self._group)
+
+    def _started(self, start: Callable[[], T | None], what: str) -> T:
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._failure(what, 0.0, error) from error
+        if work is None:
+            raise EcembError(f"rank {self.rank} is not in the group that it uses for {what}")
+        return work
+
+    def _finish(self, work: dist.Work, what: str) -> None:
+        began = time.monotonic()
+        try:
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise self._failure(what, time.monotonic() - began, error) from error
+
+    def _failure(self, what: str, waited_s: float, error: RuntimeError) -> PeerFailure:
+        return PeerFailure(
+            f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
+            f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
+            f"that torchrun restarts the job from its arenas (or raise timeout=, if the peer is only slow)"
+        )
+
+
+class Fabric(_Waits):
+    """Messages from a device's memory to another's, over a group whose backend reaches it, such as NCCL's.
+
+    All ranks, once: the group's connections are made here, as point-to-point messages between some of the
+    ranks may not be the first that a group does (`torch.distributed.batch_isend_irecv`).
+
+    Args:
+        group: a process group of all ranks, used by nobody else.
+        device: where messages are sent from, and received: one of this rank's own.
+        timeout_s: deadline of every exchange.
+
+    Raises:
+        PeerFailure: the ranks can't reach each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group, timeout_s)
+        self.device = device
+        self._room = torch.empty(0, dtype=torch.int64, device=device)
+        here = torch.zeros(1, device=device)
+        what = "connecting the devices"
+        with self._on_device():
+            self._finish(self._started(lambda: dist.all_reduce(here, group=group, async_op=True), what), what)
+
+    def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
+        """See `Transport.exchange`. What is in `out` has arrived in host memory when this returns.
+
+        The device's current stream is waited for.
+        """
+        messages = [*send.values(), *out.values()]
+        if not messages:
+            return
+        sizes = [len(words) for words in messages]
+        if (size := sum(sizes)) > len(self._room):
+            self._room = torch.empty(size + size // 4, dtype=torch.int64, device=self.device)
+        parts = self._room[:size].split(sizes)
+        held = [torch.from_numpy(words.view(np.int64)) for words in messages]
+        with self._on_device():
+            for part, words in zip(parts[: len(send)], held, strict=False):
+                part.copy_(words, non_blocking=True)  # not pinned, so that it is read before this returns
+            peers = [(dist.isend, rank) for rank in send] + [(dist.irecv, rank) for rank in out]
+            operations = [
+                dist.P2POp(start, part, group=self._group, group_peer=rank)
+                for (start, rank), part in zip(peers, parts, strict=True)
+            ]
+            for work in self._started(lambda: dist.batch_isend_irecv(operations), what):
+                self._finish(work, what)  # a deadline makes NCCL's wait one of the host, too
+                if not work.is_completed():
+                    raise self._failure(what, self._timeout_s, RuntimeError("it is not complete"))
+            for words, part in zip(held[len(send) :], parts[len(send) :], strict=True):
+                words.copy_(part)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """NCCL wants the tensors' device to be the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+class Transport(_Waits):
+    """This rank's end of the control group.
+
+    Args:
+        group: a gloo process group of all ranks, used by nobody else.
+        timeout_s: deadline of every collective.
+
+    Attributes:
+        fabric: what exchanges go over; None: over the control group.
+        sent_bytes: in exchanges, and point to point.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        super().__init__(group, timeout_s)
+        self.fabric: Fabric | None = None
         self._last_words: object = None
         self._exchanges = 0
         self.sent_bytes: int = 0
@@ -131,6 +229,10 @@ class Transport:
         Raises:
             PeerFailure: one of these peers died or did not come before the deadline; `out` holds anything.
         """
+        if self.fabric is not None:
+            self.sent_bytes += sum(words.nbytes for words in send.values())
+            self.fabric.exchange(send, out, what)
+            return
         self._exchanges += 1
         tag = _TELL + 1 + self._exchanges % _EXCHANGES
         received = [self.expect(words, source, what, tag) for source, words in out.items()]
@@ -197,9 +299,11 @@ class Transport:
         return result
 
     def close(self) -> None:
-        """Ends the control group. All ranks, each for itself."""
+        """Ends the control group, and the fabric. All ranks, each for itself."""
         self._last_words = None
-        dist.destroy_process_group(self._group)
+        if self.fabric is not None:
+            self.fabric.close()
+        super().close()
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
@@ -240,26 +344,3 @@ class Transport:
 
     def _guarded(self, start: Callable[[], dist.Work | None], what: str) -> None:
         self._finish(self._started(start, what), what)
-
-    def _started(self, start: Callable[[], dist.Work | None], what: str) -> dist.Work:
-        try:
-            work = start()
-        except RuntimeError as error:
-            raise self._failure(what, 0.0, error) from error
-        if work is None:
-            raise EcembError(f"rank {self.rank} is not in the group that it uses for {what}")
-        return work
-
-    def _finish(self, work: dist.Work, what: str) -> None:
-        began = time.monotonic()
-        try:
-            work.wait(datetime.timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise self._failure(what, time.monotonic() - began, error) from error
-
-    def _failure(self, what: str, waited_s: float, error: RuntimeError) -> PeerFailure:
-        return PeerFailure(
-            f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
-            f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
-            f"that torchrun restarts the job from its arenas (or raise timeout=, if the peer is only slow)"
-        )

@@ -6,9 +6,13 @@ moment are in tests/failures; here the starts are few, and what the user sees is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 from trainings import TIMEOUT_S, Bags, Training, bags, headers, initialise
 
 import ecemb
-from ecemb import stripes
+from ecemb import opening, stripes
 from ecemb.directory import arenas
 from ecemb.errors import (
     ConfigurationError,
@@ -90,6 +94,8 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
         ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
+        ({"parity_backend": "mpi"}, ("parity_backend", "'gloo'", "'nccl'", "'mpi'")),
+        ({"parity_backend": "nccl", "overlap": True}, ("overlap=True", "wait for each other", "over gloo")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
         ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
         ({"tables": [table]}, ("tables=", "a mapping", "list")),
@@ -383,6 +389,51 @@ def test_restarts_of_a_killed_job(tmp_path: Path) -> None:
     assert headers(tmp_path) == {}
 
 
+# --- deltas over another backend ----------------------------------------------------------------
+
+
+@contextmanager
+def as_if_ranks_had_devices(name: str = "") -> Iterator[None]:
+    """Ranks send from host memory over gloo where they would over NCCL; devices are told apart by name."""
+    with (
+        mock.patch.object(opening, "_device", return_value=torch.device("cpu")),
+        mock.patch.object(opening, "_name_of", return_value=(name or str(dist.get_rank())).encode()),
+        mock.patch.object(dist, "new_group", functools.partial(_over_gloo, dist.new_group)),
+    ):
+        yield
+
+
+def _over_gloo(new_group: Callable[..., Any], backend: str, timeout: timedelta) -> Any:
+    return new_group(backend="gloo", timeout=timeout)
+
+
+def train_over_a_fabric(folder: Path, meet: Barrier, backend: str) -> tuple[dict[str, str], int, bool]:
+    initialise(folder)
+    training = bags()
+    with as_if_ranks_had_devices():
+        guard = training.protect(4, 2, parity_backend=backend)
+    assert (guard._transport.fabric is not None) == (backend == "nccl")
+    for number in range(4):
+        with guard.step() as step:
+            training.body()
+            if number == 2 and dist.get_rank() == 1:
+                step.abort()
+    found = training.snapshot(), guard.stats()["sent_bytes"], parity_fits(guard)
+    guard.close()
+    return found
+
+
+def test_deltas_over_a_fabric_are_those_over_gloo(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for backend in ("nccl", "gloo"):
+        (tmp_path / backend).mkdir()
+        found.append(launch(4, train_over_a_fabric, tmp_path / backend, backend))
+    over_fabric, over_gloo = found
+    assert [one[0] for one in over_fabric] == [one[0] for one in over_gloo]
+    assert [one[1] for one in over_fabric] == [one[1] for one in over_gloo]
+    assert all(fits for _, _, fits in (*over_fabric, *over_gloo))
+
+
 # --- memory that rots ---------------------------------------------------------------------------
 
 
@@ -479,6 +530,13 @@ def refusals(folder: Path, meet: Barrier) -> None:
         bags().protect(2 + rank, 1)
     with refused(ConfigurationError, "no table to protect on any rank"):
         ecemb.protect(nn.Linear(2, 2), code=ecemb.Code(2, 1))
+    with refused(ConfigurationError, "parity backends", "'gloo'], 'auto'", "'nccl'], 'auto'"):
+        bags().protect(2, 1, parity_backend="gloo" if rank else "nccl")
+    with refused(ConfigurationError, "parity_backend='nccl' needs a CUDA device", "leave parity_backend out"):
+        bags().protect(2, 1, parity_backend="nccl")
+    shared = refused(ConfigurationError, "ranks [0, 1] share theirs", "torch.cuda.set_device")
+    with as_if_ranks_had_devices("one for both"), shared:
+        bags().protect(2, 1, parity_backend="nccl")
     training = bags()
     if rank == 1:
         with refused(ConfigurationError, "state=", "object"):

@@ -18,7 +18,7 @@ ABORT_EVERY = 8  # of so many steps the last one is aborted
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings end with equal bits, whatever the last four attributes are.
+    """What is trained. Runs of equal settings end with equal bits, whatever the last five attributes are.
 
     Attributes:
         ranks: number of ranks.
@@ -31,6 +31,7 @@ class Setting:
         window: steps of a transaction.
         overlap: whether it is decided beside the next one's first step.
         apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
+        fabric: whether deltas go through a device's memory, over a group of their own.
     """
 
     ranks: int
@@ -43,11 +44,14 @@ class Setting:
     window: int = 1
     overlap: bool = False
     apart: bool = False
+    fabric: bool = False
 
     @property
     def plain(self) -> Setting:
         """What runs with equal ends have in common."""
-        return dataclasses.replace(self, workers=0, window=1, overlap=False, apart=self.device != "cpu")
+        return dataclasses.replace(
+            self, workers=0, window=1, overlap=False, apart=self.device != "cpu", fabric=False
+        )
 
     @property
     def tolerated(self) -> int:
@@ -60,6 +64,7 @@ class Setting:
         options = f", window {self.window}" if self.window > 1 else ""
         options += ", overlap" if self.overlap else ""
         options += ", images" if self.apart else ""
+        options += ", fabric" if self.fabric else ""
         return f"code ({self.n}, {self.k}){options}" + (f", {self.device}" if self.device != "cpu" else "")
 
 

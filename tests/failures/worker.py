@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ecemb
-from ecemb import stripes
+from ecemb import opening, stripes
 from ecemb.adapters import sparse as sparse_tables
+from ecemb.transport import Fabric
 
 USERS, ITEMS, BATCH = 997, 1301, 24
 OPTIMIZERS = {
@@ -141,6 +142,9 @@ def train(
     random.seed(300 + rank)
     if setting.apart and device == "cpu":  # as if that were a device of its own
         sparse_tables.is_apart = lambda tensor: True
+    if setting.fabric:  # NCCL refuses ranks that share a device
+        group = dist.new_group(backend="gloo")
+        opening._fabric = lambda session, *_: Fabric(group, torch.device("cpu"), session.patience_s)
     guard = ecemb.protect(
         model,
         optimizers=[sparse, dense],
@@ -149,6 +153,7 @@ def train(
         window=setting.window,
         overlap=setting.overlap,
         failure_domain=failure_domain,
+        parity_backend="nccl" if setting.fabric else "gloo",
         resume=checkpoints,
     )
     data = batches(setting, rank, guard.next_step)
