@@ -24,11 +24,19 @@ _MOST_OF = 0.8
 """Of what is free, for what is known to be needed: there is more."""
 
 
-def begin(device: str) -> str | None:
+def count(device: str) -> int:
+    """How many devices there are, at least 1."""
+    import torch
+
+    return max(1, torch.cuda.device_count()) if device == CUDA else 1
+
+
+def begin(device: str, rank: int = 0) -> str | None:
     """Gets this process ready, before it builds its model.
 
     Args:
         device: One of the above.
+        rank: This process's, on this host: ranks are dealt out over the devices that there are.
 
     Returns:
         torch's name of where tables stay; None if they move into the arena.
@@ -42,7 +50,7 @@ def begin(device: str) -> str | None:
         return "cpu"
     import torch
 
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(rank % count(device))
     return device
 
 

@@ -9,6 +9,8 @@ batches, each timed until the device is done. Processor time includes waiting fo
 - Over NCCL, which refuses two ranks on one device, one rank has all tables. It has nobody to keep its parity:
   a guard keeps the image and the journals, so that a crash of the process loses nothing, and that is all. Its
   `code` is not used.
+- Where there are several devices, ranks are dealt out over them (`devices`); with four, they train over NCCL,
+  too, and deltas go over gloo or NCCL (`parity`).
 - `image_over_step`: what bringing images up to date takes of the protected step's wall time (the phase
   `image` of `step_phase_ms`). That phase begins when the host comes to it, and first waits for what the
   device still has to do of the step, so that it is an upper bound.
@@ -28,11 +30,12 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from bench import overhead
-from bench.devices import APART, CUDA, HALVINGS, roomiest
+from bench.devices import APART, CUDA, HALVINGS, count, roomiest
 from bench.overhead import Scale
 from bench.overhead_rank import BARE, PROTECTED
 from bench.ranks import RankFailed
 from bench.result import Arguments, Incomplete, Row, WrongResult, once
+from ecemb.agreement import ParityBackend
 from ecemb.code import Code
 
 SAMPLES = 8192
@@ -51,11 +54,13 @@ class Group:
         backend: Of the training.
         ranks: That share the device.
         code: Of the parity, if there are several.
+        parity: What deltas go over.
     """
 
     backend: str
     ranks: int
     code: Code
+    parity: ParityBackend = "gloo"
 
     @property
     def arena_share(self) -> float:
@@ -65,6 +70,8 @@ class Group:
 
 SHARED = Group("gloo", 4, Code(4, 3))
 GROUPS = (SHARED, Group("nccl", 1, Code(2, 1)))
+APIECE = (Group("nccl", 4, Code(4, 3)), Group("nccl", 4, Code(4, 3), parity="nccl"))
+"""With a device for each rank."""
 FULL = Scale(rows=1_000_000, dim=128, repeats=10, methods=(PROTECTED, BARE), device=CUDA, rule="SGD")
 QUICK = replace(FULL, rows=50_000, repeats=2)
 SMALL = replace(FULL, tables=3, rows=1000, dim=16, steps=2, repeats=2, device=APART)
@@ -85,7 +92,13 @@ def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
     """
     if device != CUDA:
         return ask(SMALL, SMALL_GROUPS, SMALL_SAMPLES, arguments.seed, until)
-    return ask(QUICK if arguments.quick else FULL, GROUPS, SAMPLES, arguments.seed, until)
+    scale = QUICK if arguments.quick else FULL
+    return ask(scale, groups_on(count(device)), SAMPLES, arguments.seed, until)
+
+
+def groups_on(devices: int) -> tuple[Group, ...]:
+    """The groups to measure with so many devices."""
+    return GROUPS + tuple(group for group in APIECE if group.ranks <= devices)
 
 
 def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: float) -> Iterator[Row]:
@@ -99,9 +112,15 @@ def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: f
     for _ in lacking:
         why = "torch was built without NCCL"
         yield once("left_out", "parts", 1, what="a world of one rank over nccl", why=why)
-    tried = [(overlap, group) for overlap in (True, False) for group in groups if group not in lacking]
+    tried = [
+        (overlap, group)
+        for overlap in (True, False)
+        for group in groups
+        if group not in lacking and not (overlap and group.parity == "nccl")
+    ]
     for overlap, group in tried:  # what matters most comes first: time may run out
         what = f"{group.ranks} ranks over {group.backend}, overlap {overlap}"
+        what += f", parity over {group.parity}" if group.parity != "gloo" else ""
         left_s = until - time.monotonic()
         if left_s < LEAST_S:
             failed.append(f"{what}: not begun, with {left_s:.0f} s left")
@@ -129,24 +148,26 @@ def measure(scale: Scale, group: Group, samples: int, *, overlap: bool, seed: in
             ranks=group.ranks,
             batch=samples // group.ranks,
             threads=max(1, len(os.sched_getaffinity(0)) // group.ranks),
+            parity=group.parity,
         ),
         group,
     )
     rows = overhead.measure(scale, "sparse", group.code, 1, overlap, seed)
     for row in rows:
-        yield replace(row, labels=row.labels | {"rows_asked": asked})
+        yield replace(row, labels=row.labels | {"rows_asked": asked, "devices": count(scale.device)})
     yield image_over_step(rows, rows_asked=asked)
 
 
 def fitting(scale: Scale, group: Group) -> Scale:
     """With so many rows, halved as often as has to be, and with a folder, in which it fits."""
     spare_bytes = group.ranks * GIB if scale.device == CUDA else 0
+    shared_by = min(group.ranks, count(scale.device))
     sizes: list[tuple[int, int, int]] = []
     for halved in range(HALVINGS + 1):
         rows = max(1, scale.rows >> halved)
         tables_bytes = scale.tables * rows * scale.dim * VALUE_BYTES
         on_device = len(scale.methods) * tables_bytes + 2 * spare_bytes
-        sizes.append((rows, on_device, int(group.arena_share * tables_bytes) + spare_bytes))
+        sizes.append((rows, on_device // shared_by, int(group.arena_share * tables_bytes) + spare_bytes))
     rows, folder = roomiest(scale.device, sizes) or (sizes[-1][0], scale.arena_dir)
     return replace(scale, rows=rows, arena_dir=folder)
 

@@ -44,6 +44,7 @@ from bench.devices import ARENA
 from bench.overhead_rank import BARE, METHODS, PHASE, PROTECTED, REPLICATION, Order, work
 from bench.ranks import Line, Ranks
 from bench.result import Arguments, Label, Row, WrongResult, summary
+from ecemb.agreement import ParityBackend
 from ecemb.code import Code
 from ecemb.directory import arenas, remove
 
@@ -80,6 +81,7 @@ class Scale:
         backend: Of the training's group.
         threads: Of a rank.
         ranks: How many there are; 0 for as many as a stripe has blocks.
+        parity: What deltas go over.
     """
 
     name: str = "dlrm"
@@ -100,6 +102,7 @@ class Scale:
     backend: str = "gloo"
     threads: int = 1
     ranks: int = 0
+    parity: ParityBackend = "gloo"
 
     @property
     def setting(self) -> str:
@@ -176,6 +179,7 @@ def train(
         rule=scale.rule,
         backend=scale.backend,
         threads=scale.threads,
+        parity=scale.parity,
     )
     try:
         imports = IMPORTS.get(engine, ())
@@ -229,6 +233,7 @@ def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
         "optimizer": scale.rule,
         "ranks": scale.ranks or code.n,
         "backend": scale.backend,
+        "parity": scale.parity,
         "threads": scale.threads,
         "arenas": scale.arena_dir,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from bench.devices import ARENA, begin, settle
 from bench.overhead_models import ENGINES, INTEGERS, Batch, Twin
 from bench.ranks import Line
 from bench.replication import Replication, Shard, joined
+from ecemb.agreement import ParityBackend
 
 PROTECTED, REPLICATION, BARE = "protected", "replication", "bare"
 METHODS = (PROTECTED, REPLICATION, BARE)
@@ -61,6 +63,7 @@ class Order:
         rule: The tables' optimizer, where it isn't `ARENA`; see `sparse_twin`.
         backend: Of the training's process group.
         threads: Of each rank.
+        parity: What deltas go over.
     """
 
     engine: str
@@ -86,6 +89,7 @@ class Order:
     rule: str = "Adagrad"
     backend: str = "gloo"
     threads: int = 1
+    parity: ParityBackend = "gloo"
 
     @property
     def warm_up(self) -> int:
@@ -154,7 +158,7 @@ class Replicated(Bare):
 def work(line: Line, order: Order) -> None:
     """What one rank does."""
     torch.set_num_threads(order.threads)
-    device = begin(order.device)
+    device = begin(order.device, int(os.environ["RANK"]))
     timeout = timedelta(seconds=order.timeout_s)
     ecemb.init_process_group(order.backend, job=order.job, arena_dir=order.arena_dir, timeout=timeout)
     rank = dist.get_rank()
@@ -214,6 +218,7 @@ def protect(twin: Twin, order: Order) -> ecemb.Guard:
         window=order.window,
         overlap=order.overlap,
         failure_domain="rank",
+        parity_backend=order.parity,
     )
 
 

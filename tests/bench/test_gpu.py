@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_kernels, gpu_step, overhead_rank
+from bench import devices, gpu, gpu_kernels, gpu_step, overhead_rank
 from bench.devices import APART, CUDA
 from bench.gpu import Part
 from bench.overhead import Scale
@@ -165,3 +165,33 @@ def test_nothing_is_measured_without_a_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unavailable, match="torch sees no CUDA device: ask on a machine with one"):
         gpu.run(Arguments())
+
+
+def test_more_devices_give_each_rank_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_step.groups_on(1) == gpu_step.groups_on(3) == gpu_step.GROUPS
+    several = gpu_step.groups_on(4)[len(gpu_step.GROUPS) :]
+    assert [(group.backend, group.ranks, group.parity) for group in several] == [
+        ("nccl", 4, "gloo"),
+        ("nccl", 4, "nccl"),
+    ]
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert [devices.begin(CUDA, rank) for rank in range(5)] == [CUDA] * 5
+    assert taken == [0, 1, 2, 0, 1]
+    assert devices.count(APART) == 1
+
+
+def test_deltas_over_nccl_are_not_measured_with_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def measure(
+        scale: Scale, group: gpu_step.Group, samples: int, *, overlap: bool, seed: int
+    ) -> Iterator[Row]:
+        asked.append((group.parity, overlap))
+        yield once("x", "s", 1.0)
+
+    monkeypatch.setattr(gpu_step, "measure", measure)
+    monkeypatch.setattr(gpu_step.dist, "is_nccl_available", lambda: True)
+    gpu.kept(gpu_step.ask(gpu_step.FULL, gpu_step.APIECE, 8192, 0, until=float("inf")))
+    assert asked == [("gloo", True), ("gloo", False), ("nccl", False)]
