@@ -2,13 +2,13 @@
 
 A table of 4 GiB, weights and optimizer state, sharded over four ranks that share the device, over gloo, under
 stock torchrun. One rank is killed in the middle of a step, without its memory or with it; then, as all are
-started again, every shard goes from its image to the device, and what was lost is rebuilt before that. The
-phases, and what is checked, are those of the question about recovery.
+started again, every shard goes from its image to the device, what was lost while it is rebuilt. Phases and
+checks are those of the question about recovery.
 
 - `copy_s`: the ceiling, in the same run, right after the recovery: all ranks at once copy as many bytes as
   their shards have from pinned memory to the device.
-- `recovery_over_copy`: a phase of the recovery over that: `restore`, in which images and dense state are put
-  back; `rebuild`, of what was lost; and all of `protect`.
+- `recovery_over_copy`: a phase of the recovery over that: `restore`, which waits for what is left of images,
+  and puts dense state back; `rebuild`, beside which images go to the device; and all of `protect`.
 """
 
 from __future__ import annotations

@@ -96,9 +96,13 @@ def open_memory(session: Session, request: Request) -> Opened:
                 session.arena = before
             raise
     else:
-        report = recover(memory, transport, world.plan, cpu, watch)
+        transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
+        with tables.putter(memory.space) as putter:
+            report = recover(memory, transport, world.plan, cpu, watch, putter.ready)
+            with watch.phase("restore"):
+                transport.together("bringing images to their tables", putter.finish)
         with watch.phase("restore"):
-            transport.together("pointing to the tables", lambda: _put(tables, memory))
+            tables.note()
             transport.together(
                 "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
             )
@@ -143,11 +147,6 @@ def _again(memory: RankMemory, replicated: ReplicatedState, rank_state: RankStat
     """Gradients' hooks, the user's and DistributedDataParallel's, may draw, count, and step optimizers."""
     replicated.load(memory.slots, memory.committed)
     rank_state.unpack(rankstate.read(memory.rank_state))
-
-
-def _put(tables: Tables, memory: RankMemory) -> None:
-    tables.place(memory.space.tables, fresh=False)
-    tables.put()
 
 
 def _control_group(session: Session) -> Transport:

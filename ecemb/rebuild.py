@@ -29,6 +29,8 @@ from .transport import Transport
 
 Words = NDArray[np.uint64]
 Wait = Callable[[], None]
+Ready = Callable[[int, int], None]
+"""Called with words start..stop-1 of this rank's row space, once they hold what they shall."""
 
 CHUNK_WORDS = 1 << 19
 """4 MiB: with smaller chunks gloo's work for each message shows."""
@@ -38,7 +40,9 @@ _TOGETHER = 256
 """Chunks after which all ranks wait for each other: who has no part must not wait beyond a deadline."""
 
 
-def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels) -> int:
+def rebuild_lost(
+    memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels, ready: Ready
+) -> int:
     """Rebuilds the plan's lost blocks. All ranks.
 
     All chunks of all blocks have one order. Every rank begins its parts in that order, and ends them in it;
@@ -46,6 +50,13 @@ def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, k
     look at the first chunk that is not done, and at the first rank in its chain that has not done its part.
     It waits for no other chunk: its earlier parts are done, and whoever they were sent to has received them,
     so that their buffers are free. Its predecessor has posted the send, and it posts the receive: it goes on.
+
+    Args:
+        memory: this rank's.
+        transport: the control group.
+        plan: the same on all ranks.
+        kernels: does the work on bytes.
+        ready: told of this rank's rows that were lost, each block's in their order.
 
     Returns:
         Bytes that this rank received for itself.
@@ -56,7 +67,7 @@ def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, k
     placement, received = memory.geometry.placement, 0
     if placement is None or memory.parity is None:
         return 0
-    chains = [_Chain(task, placement, memory, transport, kernels) for task in plan.rebuild]
+    chains = [_Chain(task, placement, memory, transport, kernels, ready) for task in plan.rebuild]
     mine = [chain for chain in chains if chain.place is not None]
     every = _chunks(max((chain.words for chain in chains), default=0))
     size = sum(chain.words for chain in mine) * WORD_BYTES
@@ -140,8 +151,10 @@ class _Chain:
         memory: RankMemory,
         transport: Transport,
         kernels: Kernels,
+        ready: Ready,
     ) -> None:
         self._task, self._memory, self._transport, self._kernels = task, memory, transport, kernels
+        self._ready = ready
         self._what = f"the rebuild of block {task.block} of stripe class {task.stripe_class}"
         self._ranks = [rank for _, rank in task.sources] + [task.rank]
         self.place = self._ranks.index(memory.rank) if memory.rank in self._ranks else None
@@ -164,6 +177,9 @@ class _Chain:
         task, words, place = self._task, buffer.words, self.place or 0
         if place == len(task.sources):
             self._memory.write_block_(task.stripe_class, task.block, start, words)
+            bounds = self._memory.space.bounds
+            if task.block < len(bounds) - 1:
+                self._ready(bounds[task.block] + start, bounds[task.block] + start + len(words))
             return words.nbytes
         block, weight = task.sources[place][0], self._weights[place : place + 1]
         own = self._memory.read_block(task.stripe_class, block, start, start + len(words))

@@ -18,7 +18,7 @@ from .header import State
 from .kernels import Kernels
 from .memory import RankMemory
 from .plan import Kind, RecoveryPlan, plan_recovery
-from .rebuild import copy_replicated, rebuild_lost
+from .rebuild import Ready, copy_replicated, rebuild_lost
 from .stripes import chunks, collect, compare, longest_block
 from .transport import Transport
 
@@ -128,6 +128,7 @@ def recover(
     plan: RecoveryPlan,
     kernels: Kernels,
     watch: Stopwatch,
+    ready: Ready = lambda start, stop: None,
 ) -> RecoveryReport:
     """Brings every rank to the plan's transaction and rebuilds what was lost. All ranks.
 
@@ -137,6 +138,7 @@ def recover(
         plan: the same on all ranks.
         kernels: does the work on bytes.
         watch: takes the time.
+        ready: told of this rank's rows, as soon as no more of recovery will change them.
 
     Raises:
         InconsistentArenas: the rebuilt bytes don't fit the parity, or what a rank has to undo or redo from is
@@ -151,12 +153,14 @@ def recover(
 
     with watch.phase("decide"):
         undone, redone = transport.together("undo and redo", decide)
+    if not newcomer:
+        ready(0, memory.space.words)
     if plan.encode:
         with watch.phase("encode"):
             _encode_again(memory, transport)
     if plan.lost:
         with watch.phase("rebuild"):
-            received += rebuild_lost(memory, transport, plan, kernels)
+            received += rebuild_lost(memory, transport, plan, kernels, ready)
         with watch.phase("replicated"):
             received += copy_replicated(memory, transport, plan)
         with watch.phase("verify"):

@@ -323,6 +323,17 @@ class RowSpace:
         """The k + 1 places at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
         return np.searchsorted(ids, self._cuts[table]).tolist()
 
+    def completed(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """The rows, table by table, whose last word is one of words start..stop-1.
+
+        Of runs of words that follow one another, each row is in one, whole with those before it.
+        """
+        for index, (table, base) in enumerate(zip(self.tables, self.bases, strict=False)):
+            if width := table.layout.record_words:
+                first, last = (min(max(0, at - base) // width, table.layout.rows) for at in (start, stop))
+                if first < last:
+                    yield index, range(first, last)
+
     def read(self, start: int, stop: int) -> Words:
         """Returns words start..stop-1 of the row space as a new uint64 array."""
         parts: list[Words] = []

@@ -216,6 +216,29 @@ def test_writing_from_any_word_to_any_word(layouts: list[TableLayout], seed: int
             space.write_(0, original)
 
 
+@pytest.mark.parametrize("layouts", SPACES)
+def test_rows_are_completed_once_and_whole(layouts: list[TableLayout], seed: int) -> None:
+    """Blocks are rebuilt in chunks that take turns, and end within records."""
+    rng = random.Random(seed)
+    for k in (1, 2, 3):
+        space = space_of(layouts, k, rng)
+        for size in range(1, space.words + 2):
+            here = np.zeros(space.words, bool)
+            found: list[tuple[int, int]] = []
+            blocks = list(itertools.pairwise(space.bounds))
+            for start in range(0, space.words + 1, size):
+                for low, high in blocks:
+                    words = slice(min(low + start, high), min(low + start + size, high))
+                    here[words] = True
+                    for table, rows in space.completed(words.start, words.stop):
+                        width = layouts[table].record_words
+                        first = space.bases[table]
+                        assert here[first + rows.start * width : first + rows.stop * width].all()
+                        found += [(table, row) for row in rows]
+            whole = [(i, row) for i, one in enumerate(layouts) if one.record_words for row in range(one.rows)]
+            assert sorted(found) == whole
+
+
 def test_an_empty_space() -> None:
     for tables in ([], [layout("a", 0, 8)], [layout("a", 3)]):
         space = space_of(tables, 3, random.Random(0))

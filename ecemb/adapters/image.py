@@ -12,14 +12,15 @@ Must not know: engines, journals, parity.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..kernels import RowSet
-from ..rows import WORD_BYTES, Table
+from ..rows import WORD_BYTES, RowSpace, Table
 
 Ids = NDArray[np.int64]
 
@@ -106,19 +107,19 @@ class Image:
             one.index_copy_(0, rows, records[:, at : at + one.shape[1]].contiguous())
             at += one.shape[1]
 
-    def put(self) -> None:
-        """Overwrites the tensors with the image."""
-        self._copy(from_image=True)
+    def put(self, rows: range | None = None) -> None:
+        """Overwrites the tensors, or these rows of them, with the image."""
+        self._copy(range(self._stored.layout.rows) if rows is None else rows, from_image=True)
 
     def fill(self) -> None:
         """Overwrites the image with the tensors."""
-        self._copy(from_image=False)
+        self._copy(range(self._stored.layout.rows), from_image=False)
 
     @torch.no_grad()
-    def _copy(self, *, from_image: bool) -> None:
+    def _copy(self, rows: range, *, from_image: bool) -> None:
         """Copies whole columns through buffers, one of which is filled while a device copies the other."""
         lanes = [_Lane(self.device) for _ in range(_BUFFERS)]
-        pieces = self._pieces()
+        pieces = self._pieces(rows)
         for (held, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
             if from_image:
                 lane.send(held, own)
@@ -127,12 +128,48 @@ class Image:
         for lane in lanes:
             lane.end()
 
-    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of the columns, in the image and in the tensors; uint8, one-dimensional."""
-        for column, own in zip(self._stored.columns, self._rows, strict=True):
+    def _pieces(self, rows: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of some rows' columns, in the image and in the tensors; uint8, one-dimensional."""
+        for column, whole in zip(self._stored.columns, self._rows, strict=True):
+            own = whole[rows.start : rows.stop].view(-1)
             if own.numel():
-                held = torch.from_numpy(column.reshape(-1))
-                yield from zip(held.split(_CHUNK_BYTES), own.view(-1).split(_CHUNK_BYTES), strict=True)
+                held = torch.from_numpy(column[rows.start : rows.stop].reshape(-1))
+                yield from zip(held.split(_CHUNK_BYTES), own.split(_CHUNK_BYTES), strict=True)
+
+
+class Putter:
+    """Brings images to their tensors while recovery still rebuilds others, in a thread of its own.
+
+    Leaving the block ends what has not begun.
+
+    Args:
+        images: by their tables' numbers in the row space.
+        space: the row space.
+    """
+
+    def __init__(self, images: Mapping[int, Image], space: RowSpace) -> None:
+        self._images, self._space = images, space
+        self._thread = ThreadPoolExecutor(1, "ecemb-put") if images else None
+        self._begun: list[Future[None]] = []
+
+    def __enter__(self) -> Putter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def ready(self, start: int, stop: int) -> None:
+        """Words start..stop-1 of the row space hold what they shall; of a block, from its start on."""
+        if self._thread is not None:
+            for index, rows in self._space.completed(start, stop):
+                if (image := self._images.get(index)) is not None:
+                    self._begun.append(self._thread.submit(image.put, rows))
+
+    def finish(self) -> None:
+        """Waits until all that was ready is in the tensors."""
+        for done in self._begun:
+            done.result()
 
 
 class _Lane:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, LayoutMismatch, UsageError
-from ..rows import Table
+from ..rows import RowSpace, Table
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids
-from .image import Fetcher, Image
+from .image import Fetcher, Image, Putter
 from .nn import ShardedEmbeddingBag
 from .sparse import SparseTables
 
@@ -177,6 +177,10 @@ class Tables:
         if fresh:
             for image in self._images.values():
                 image.fill()
+
+    def putter(self, space: RowSpace) -> Putter:
+        """What brings images to tables that lie apart while rows are recovered; `note` comes after it."""
+        return Putter(self._images, space)
 
     def put(self) -> None:
         """Overwrites tables that lie apart with their images, all rows, and takes that as declared."""

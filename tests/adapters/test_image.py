@@ -22,10 +22,10 @@ from trainings import Training, headers, initialise
 
 import ecemb
 from ecemb import kernels
-from ecemb.adapters.image import Fetcher, Image, _Lane
+from ecemb.adapters.image import Fetcher, Image, Putter, _Lane
 from ecemb.directory import arenas
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
-from ecemb.rows import Column, Table, TableLayout, arrange
+from ecemb.rows import Column, RowSpace, Table, TableLayout, arrange
 
 DEVICES = (
     "cpu",
@@ -39,14 +39,16 @@ STEPS = 6
 # --- one image -----------------------------------------------------------------------------------
 
 
-def made(device: str, rows: int, *columns: tuple[torch.dtype, int]) -> tuple[Image, Table, list[Tensor]]:
+def made(
+    device: str, rows: int, *columns: tuple[torch.dtype, int], name: str = "t"
+) -> tuple[Image, Table, list[Tensor]]:
     """An image, the memory that it writes to, and the tensors that it is of."""
     tensors = [
         torch.arange(rows * width, dtype=torch.float64).reshape(rows, width).to(dtype).to(device)
         for dtype, width in columns
     ]
     sizes = [width * dtype.itemsize for dtype, width in columns]
-    layout = TableLayout("t", rows, tuple(Column(str(i), "any", size) for i, size in enumerate(sizes)))
+    layout = TableLayout(name, rows, tuple(Column(str(i), "any", size) for i, size in enumerate(sizes)))
     (starts,), size = arrange([layout])
     table = Table(layout, np.zeros(size, np.uint8), starts, kernels.get("reference"))
     return Image(table, tensors), table, tensors
@@ -122,6 +124,42 @@ def test_a_lane_waits_for_the_device_that_copies() -> None:
             begin(held, own)
             event().record.assert_called_once_with("the stream of cuda:1")
             event().record.reset_mock()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_put_as_they_are_ready(device: str) -> None:
+    columns = (torch.float32, 3), (torch.float16, 1)
+    several = [made(device, rows, *columns, name=f"t{rows}") for rows in (6, 9, 4)]
+    space = RowSpace([table for _, table, _ in several], 2, [table for _, table, _ in several])
+    images = {i: several[i][0] for i in (0, 2)}
+    untouched = [[tensor.clone() for tensor in tensors] for _, _, tensors in several]
+    for image, _, _ in several:
+        image.fill()
+    for _, table, _ in several:
+        for column in table.columns:
+            column ^= 255
+    with Putter(images, space) as putter:
+        for at in range(0, space.words, 5):  # a record has two words
+            putter.ready(at, min(at + 5, space.words))
+            if at == 5:
+                putter.finish()
+                assert torch.equal(several[0][2][1][5], untouched[0][1][5])  # not yet
+        putter.finish()
+    for i, (_, table, tensors) in enumerate(several):
+        assert equal(table, tensors) == (i in images)
+
+
+def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
+    image, table, _ = made("cpu", 6, (torch.float32, 2))
+    space = RowSpace([table], 1, [table])
+    broken = mock.patch.object(image, "put", side_effect=RuntimeError("CUDA error"))
+    with broken, Putter({0: image}, space) as putter:
+        putter.ready(0, space.words)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            putter.finish()
+    with Putter({}, space) as putter:  # nothing lies apart
+        putter.ready(0, space.words)
+        putter.finish()
 
 
 @pytest.mark.parametrize("device", DEVICES)
