@@ -37,6 +37,10 @@ class Line:
         """Tells what was measured, once."""
         self._pipe.send((answer, None))
 
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`: there is something once the rank is dismissed."""
+        return self._pipe.fileno()
+
     def await_end(self) -> None:
         """Waits to be dismissed, or for the caller to be gone."""
         try:
