@@ -9,8 +9,10 @@ are explained by the modules of the parts.
   processes sharing it: SIGKILL in the middle of a step and in the recovery from it, of processes alone, and
   with their memory; in the end every parameter has to have the bytes of an undisturbed training's.
 - `kernels`, 40 s: kernels and images against the device's copies (bench/gpu_kernels.py).
-- `step`, 150 s: the cost of protecting a step (bench/gpu_step.py).
-- `recovery`, 105 s: recovering a table, over copying it (bench/gpu_recovery.py).
+- `step`, 130 s: the cost of protecting a step (bench/gpu_step.py).
+- `recovery`, 90 s: recovering a table, over copying it (bench/gpu_recovery.py).
+- `keeper`, 35 s: a prototype, of a process that keeps a table on the device without an image, against the
+  image (bench/gpu_keeper.py).
 
 What a part leaves of its time is the next one's.
 
@@ -37,7 +39,7 @@ from pathlib import Path
 
 import torch
 
-from bench import gpu_kernels, gpu_recovery, gpu_step
+from bench import gpu_keeper, gpu_kernels, gpu_recovery, gpu_step
 from bench.devices import APART, CUDA
 from bench.result import Arguments, Incomplete, Row, Unavailable, once
 
@@ -54,6 +56,7 @@ MEASURED: Mapping[str, Callable[[Arguments, str, float], Iterator[Row]]] = {
     "kernels": gpu_kernels.run,
     "step": gpu_step.run,
     "recovery": gpu_recovery.run,
+    "keeper": gpu_keeper.run,
 }
 """Parts that are measured in a process that asks for them alone."""
 TESTED = ("tests/adapters/test_image.py", "tests/contracts/test_kernels.py")
@@ -103,8 +106,9 @@ PARTS: Mapping[str, Part] = {
     "tests": Part(80, ("pytest", "pytest_timeout", "galois", "triton"), tests),
     "kills": Part(80, ("galois",), kills),
     "kernels": Part(40, ("triton",), measured("kernels")),
-    "step": Part(150, ("galois",), measured("step")),
-    "recovery": Part(105, ("galois",), measured("recovery")),
+    "step": Part(130, ("galois",), measured("step")),
+    "recovery": Part(90, ("galois",), measured("recovery")),
+    "keeper": Part(35, (), measured("keeper")),
 }
 
 
