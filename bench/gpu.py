@@ -59,7 +59,7 @@ MEASURED: Mapping[str, Callable[[Arguments, str, float], Iterator[Row]]] = {
     "keeper": gpu_keeper.run,
 }
 """Parts that are measured in a process that asks for them alone."""
-TESTED = ("tests/adapters/test_image.py", "tests/contracts/test_kernels.py")
+TESTED = ("tests/adapters/test_image.py", "tests/contracts/test_kernels.py", "tests/kernels/test_cuda.py")
 KILLS = tuple(f"{cell}*images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1"))
 """Cells of the failure matrix. In small, the first one."""
 

@@ -1,9 +1,10 @@
 """Kernels on a GPU, in Triton; by its interpreter (TRITON_INTERPRET=1, before the import) on any machine.
 
-Owns how `triton_loops` are launched: products in GF(2^8) added to tensors of the device
-(`multiply_add_rows_`, `multiply_add_`), and the contract of `ecemb.kernels` (`Cuda`), whose arrays are host
-memory. Memory that is registered with CUDA (by cudaHostRegister, or pinned by torch) is read and written in
-place, over the bus; any other is copied to the device and back.
+Owns how `triton_loops` are launched: on tensors that the device reaches, rows copied (`copy_rows_`) and
+compared (`differ_rows_`), and products in GF(2^8) added (`multiply_add_rows_`, `multiply_add_`); and the
+contract of `ecemb.kernels` (`Cuda`), whose arrays are host memory. Memory that is registered with CUDA (by
+cudaHostRegister, or pinned by torch) is read and written in place, over the bus; any other is copied to the
+device and back.
 
 A product by a constant is linear in the bits of the other factor: with T_b the constant times 2^b,
 `weight * x = XOR_b T_b * (bit b of x)`. The bits b of four bytes are one shift and one mask, their products
@@ -32,9 +33,65 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _interpreter = threading.Lock()  # it changes Triton's own functions while one of ours runs
 # What one program takes; the interpreter takes its time for each program.
-_ROWS, _COLUMNS = (64, 64) if INTERPRETED else (16, 128)
+_ELEMENTS, _COLUMNS = (4096, 64) if INTERPRETED else (2048, 128)
+_NARROW = 16
 _BLOCK, _LARGEST_BLOCK = 2048, 1 << 16 if INTERPRETED else 2048
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def copy_rows_(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    to: torch.Tensor | None = None,
+    of: torch.Tensor | None = None,
+) -> None:
+    """Copies rows: `target[to[i]] = source[of[i]]`.
+
+    Begun on the device's current stream; not waited for. Tensors are the device's, or registered with CUDA.
+
+    Args:
+        target: int8/16/32/64 [*, w], whose rows may lie at any distance, each of them contiguous; those
+            named are overwritten.
+        source: of the same kind [*, w]; read. Not overlapping `target`.
+        to: int64 [m], each row once; read. 0..m-1 when None.
+        of: int64 [m], in any order, repeats allowed; read. 0..m-1 when None.
+    """
+    numbers = of if of is not None else to
+    rows, width = len(source if numbers is None else numbers), source.shape[1]
+    if rows and width:
+        grid, blocks = _tiles(rows, width)
+        loops.copy[grid](
+            source,
+            source if of is None else of,
+            source.stride(0),
+            target,
+            target if to is None else to,
+            target.stride(0),
+            rows,
+            width,
+            by_source=of is not None,
+            by_target=to is not None,
+            **blocks,
+        )
+
+
+def differ_rows_(out: torch.Tensor, old: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> None:
+    """Computes how rows of a table differ from records: `out[i] = table[ids[i]] XOR old[i]`.
+
+    Begun on the device's current stream; not waited for. Tensors are the device's, or registered with CUDA.
+
+    Args:
+        out: int8/16/32/64 [m, w], whose rows may lie at any distance, each of them contiguous; overwritten.
+        old: of the same kind [m, w]; read.
+        table: of the same kind [*, w]; read.
+        ids: int64 [m], in any order, repeats allowed; read.
+    """
+    rows, width = len(ids), table.shape[1]
+    if rows and width:
+        grid, blocks = _tiles(rows, width)
+        strides = table.stride(0), old.stride(0), out.stride(0)
+        loops.differ[grid](table, ids, old, out, *strides, rows, width, **blocks)
 
 
 def multiply_add_rows_(
@@ -52,7 +109,8 @@ def multiply_add_rows_(
         apart: no two rows overlap in `dst`; else they are added by atomic operations.
     """
     rows, width = src.shape
-    loops.add_rows[_grid(rows, 2 * width)](
+    grid, blocks = _tiles(rows, 2 * width)
+    loops.add_rows[grid](
         dst.view(torch.int32),
         offsets,
         src.reshape(-1).view(torch.int32),
@@ -60,8 +118,7 @@ def multiply_add_rows_(
         2 * width,
         *_constants(weight),
         atomic=not apart,
-        block_rows=_ROWS,
-        block_columns=_COLUMNS,
+        **blocks,
     )
 
 
@@ -80,8 +137,23 @@ def multiply_add_(dst: torch.Tensor, src: torch.Tensor, weight: int) -> None:
     )
 
 
-def _grid(rows: int, width: int) -> tuple[int, int]:
-    return -(-rows // _ROWS), -(-width // _COLUMNS)
+def _tiles(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """How rows of some elements are shared among programs: the grid, and what one takes.
+
+    Of narrow rows it takes more, or most of its lanes had nothing to do. Other sizes would be compiled anew.
+    """
+    columns = _NARROW if width <= _NARROW else _COLUMNS
+    taken = _ELEMENTS // columns
+    return (-(-rows // taken), -(-width // columns)), {"block_rows": taken, "block_columns": columns}
+
+
+def rows_at_words(words: torch.Tensor, width: int) -> torch.Tensor:
+    """Every row of `width` words that there is in `words` (int64 [S], contiguous), numbered by its first one.
+
+    Returns:
+        A view, int64 [S - width + 1, width], whose rows overlap.
+    """
+    return words.as_strided((len(words) - width + 1, width), (1, 1))
 
 
 def _constants(weight: int) -> list[int]:
@@ -160,42 +232,20 @@ class Cuda(Kernels):
 
     def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
         with _Reached() as reached:
-            _moved(
-                reached, table, ids, table.shape[1], 0, out, None, out.shape[1], column, *_size(ids, table)
-            )
+            part = reached.writes(out)[:, column : column + table.shape[1]]
+            copy_rows_(part, reached.reads(table), of=reached.reads(ids))
 
     def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
         ids, records = _last(ids, records, 1)
         with _Reached() as reached:
-            _moved(
-                reached,
-                records,
-                None,
-                records.shape[1],
-                column,
-                table,
-                ids,
-                table.shape[1],
-                0,
-                *_size(ids, table),
-            )
+            part = reached.reads(records)[:, column : column + table.shape[1]]
+            copy_rows_(reached.writes(table), part, to=reached.reads(ids))
 
     def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
-        rows, width = _size(ids, table)
-        if rows and width:
-            with _Reached() as reached:
-                loops.differ[_grid(rows, width)](
-                    reached.reads(table),
-                    reached.reads(ids),
-                    reached.reads(old),
-                    reached.writes(out),
-                    out.shape[1],
-                    column,
-                    rows,
-                    width,
-                    block_rows=_ROWS,
-                    block_columns=_COLUMNS,
-                )
+        columns = slice(column, column + table.shape[1])
+        with _Reached() as reached:
+            parts = reached.writes(out)[:, columns], reached.reads(old)[:, columns]
+            differ_rows_(*parts, reached.reads(table), reached.reads(ids))
 
     def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
         return distinct(ids, rows, out)  # the set is in host memory, and so are the ids
@@ -204,16 +254,19 @@ class Cuda(Kernels):
         forget_(rows, ids)
 
     def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
-        with _Reached() as reached:
-            _moved(reached, src, offsets, 1, 0, out, None, out.shape[1], 0, *out.shape)
+        if out.size:
+            with _Reached() as reached:
+                rows = rows_at_words(reached.reads(src), out.shape[1])
+                copy_rows_(reached.writes(out), rows, of=reached.reads(offsets))
 
     def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
         if not _are_apart(offsets, src.shape[1]):  # the last one stays: one after the other
             for offset, row in zip(offsets, src, strict=True):
                 dst[offset : offset + row.size] = row
-            return
-        with _Reached() as reached:
-            _moved(reached, src, None, src.shape[1], 0, dst, offsets, 1, 0, *src.shape)
+        elif src.size:
+            with _Reached() as reached:
+                rows = rows_at_words(reached.writes(dst), src.shape[1])
+                copy_rows_(rows, reached.reads(src), to=reached.reads(offsets))
 
     def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
         if src.size:
@@ -244,47 +297,9 @@ class Cuda(Kernels):
                             multiply_add_(target, source, weight)
 
 
-def _size(ids: Indices, table: Elements) -> tuple[int, int]:
-    return len(ids), table.shape[1]
-
-
 def _last(ids: Indices, records: Elements, width: int) -> tuple[Indices, Elements]:
     """Rows and their records, each row once, with the last of its records."""
     if _are_apart(ids, width):
         return ids, records
     found, place = np.unique(ids[::-1], return_index=True)
     return found, np.ascontiguousarray(records[::-1][place])
-
-
-def _moved(
-    reached: _Reached,
-    source: NDArray[Any],
-    source_rows: Indices | None,
-    source_stride: int,
-    source_column: int,
-    target: NDArray[Any],
-    target_rows: Indices | None,
-    target_stride: int,
-    target_column: int,
-    rows: int,
-    width: int,
-) -> None:
-    """Copies rows; those without numbers follow one another."""
-    if rows and width:
-        begin, end = reached.reads(source), reached.writes(target)
-        loops.copy[_grid(rows, width)](
-            begin,
-            begin if source_rows is None else reached.reads(source_rows),
-            source_stride,
-            source_column,
-            end,
-            end if target_rows is None else reached.reads(target_rows),
-            target_stride,
-            target_column,
-            rows,
-            width,
-            by_source=source_rows is not None,
-            by_target=target_rows is not None,
-            block_rows=_ROWS,
-            block_columns=_COLUMNS,
-        )

@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 
 
-# Numbers that change from call to call are left general: each kind of number would be compiled anew.
-@triton.jit(do_not_specialize=["rows", "source_column", "target_column"])
+# Numbers that change from call to call are left general: each kind of number would be compiled anew. Where
+# rows are only moved, so are their widths, and what is aligned: few of a table's columns are.
+@triton.jit(
+    do_not_specialize=["source_stride", "target_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["source", "source_rows", "target", "target_rows"],
+)
 def _copy(
     source,
     source_rows,
     source_stride,
-    source_column,
     target,
     target_rows,
     target_stride,
-    target_column,
     rows,
     width,
     by_source: tl.constexpr,
@@ -40,22 +42,35 @@ def _copy(
         begin = tl.load(source_rows + row, mask=there, other=0)
     if by_target:
         end = tl.load(target_rows + row, mask=there, other=0)
-    values = tl.load(source + (begin * source_stride + source_column)[:, None] + column[None, :], mask=here)
-    tl.store(target + (end * target_stride + target_column)[:, None] + column[None, :], values, mask=here)
+    values = tl.load(source + (begin * source_stride)[:, None] + column[None, :], mask=here)
+    tl.store(target + (end * target_stride)[:, None] + column[None, :], values, mask=here)
 
 
-@triton.jit(do_not_specialize=["rows", "start"])
+@triton.jit(
+    do_not_specialize=["table_stride", "old_stride", "out_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["table", "ids", "old", "out"],
+)
 def _differ(
-    table, ids, old, out, stride, start, rows, width, block_rows: tl.constexpr, block_columns: tl.constexpr
+    table,
+    ids,
+    old,
+    out,
+    table_stride,
+    old_stride,
+    out_stride,
+    rows,
+    width,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     column = tl.program_id(1).to(tl.int64) * block_columns + tl.arange(0, block_columns)
     there = row < rows
     here = there[:, None] & (column < width)[None, :]
     begin = tl.load(ids + row, mask=there, other=0)
-    place = (row * stride + start)[:, None] + column[None, :]
-    new = tl.load(table + (begin * width)[:, None] + column[None, :], mask=here)
-    tl.store(out + place, new ^ tl.load(old + place, mask=here), mask=here)
+    new = tl.load(table + (begin * table_stride)[:, None] + column[None, :], mask=here)
+    before = tl.load(old + (row * old_stride)[:, None] + column[None, :], mask=here)
+    tl.store(out + (row * out_stride)[:, None] + column[None, :], new ^ before, mask=here)
 
 
 @triton.jit
