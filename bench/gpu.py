@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -130,7 +131,7 @@ def kept(measured: Iterable[Row]) -> list[Row]:
     """The rows of a part, until it has done, fails, or is ended from outside.
 
     Raises:
-        Incomplete: One of the latter; it has the rows until then.
+        Incomplete: One of the latter; it has the rows until then. The log has what failed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # clears away what it began
     rows: list[Row] = []
@@ -140,6 +141,9 @@ def kept(measured: Iterable[Row]) -> list[Row]:
         raise Incomplete([*rows, *error.rows], str(error)) from error
     except SystemExit as error:
         raise Incomplete(rows, str(error)) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise Incomplete(rows, f"{type(error).__name__}: {error}") from error
     return rows
 
 

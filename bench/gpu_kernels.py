@@ -12,6 +12,7 @@ shows in small, with Triton's interpreter, that it works.
   step waits for; `fetch_over_copy`: over copying as many bytes to pinned memory.
 - `put_gb_per_s`, `put_over_copy`: a whole table from its image, as after a restart, and over the copy from
   pinned memory.
+- A commit on the host's cores against one on the device: bench/gpu_commit.py.
 
 Results are compared with the reference kernels' before anything is timed.
 """
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench import gpu_commit
 from bench.devices import CUDA
 from bench.result import Arguments, Row, WrongResult, summary
 from bench.timing import interleaved
@@ -64,33 +66,36 @@ INTERPRETED = Scale(block_words=1 << 12, rows=1 << 9, dim=127, touched=100, repe
 
 
 def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
-    """Measures this part; its share of time is known to do.
+    """Measures this part.
 
     Args:
         arguments: Of the question.
         device: Where tables are, one of `devices`.
-        until: When it has to be done, on time.monotonic().
+        until: When it has to be done, on time.monotonic(); for all but the commits its share is known to do.
+
+    Raises:
+        Incomplete: Time ran out; the rows before that were given.
     """
-    if device != CUDA:
-        return measure(INTERPRETED, torch.device("cpu"), arguments.seed)
-    return measure(QUICK if arguments.quick else FULL, torch.device(device), arguments.seed)
+    scale = INTERPRETED if device != CUDA else QUICK if arguments.quick else FULL
+    yield from measure(scale, torch.device(CUDA if device == CUDA else "cpu"), arguments.seed)
+    yield from gpu_commit.run(arguments, device, until)
 
 
 def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     """Measures all metrics on a device."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     block_bytes = 8 * scale.block_words
-    source = torch.randint(-(2**62), 2**62, (scale.block_words,), generator=generator).to(device)
+    source = torch.randint(-(2**62), 2**62, (scale.block_words,), device=device, generator=generator)
     target = torch.zeros_like(source)
     pinned = torch.empty(scale.block_words, dtype=torch.int64, pin_memory=device.type == "cuda")
-    table, image, tensors = _table(scale, device)
+    table, image, tensors = _table(scale, device, generator)
     table_bytes = sum(tensor.nbytes for tensor in tensors)
-    ids = torch.randperm(scale.rows, generator=generator)[: scale.touched].numpy()
+    ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched].cpu().numpy()
     image.tell(ids)
     fetcher = Fetcher()
     fetched_bytes = scale.touched * image.record_bytes
-    products = _products(scale, source, target)
-    _check(scale, source, target, products)
+    products = _products(source, target, generator)
+    _check(source, target, products)
     image.fill()
     if not np.array_equal(table.columns[0], tensors[0].cpu().view(torch.uint8).numpy()):
         raise WrongResult("the image differs from its table")
@@ -144,8 +149,10 @@ def _whole(device: torch.device, call: Callable[[], object]) -> Callable[[], Non
     return waited
 
 
-def _table(scale: Scale, device: torch.device) -> tuple[Table, Image, list[Tensor]]:
-    tensors = [torch.rand(scale.rows, width, device=device) for width in (scale.dim, 1)]
+def _table(
+    scale: Scale, device: torch.device, generator: torch.Generator
+) -> tuple[Table, Image, list[Tensor]]:
+    tensors = [torch.rand(scale.rows, width, device=device, generator=generator) for width in (scale.dim, 1)]
     columns = (Column("weight", "float32", 4 * scale.dim), Column("sum", "float32", 4))
     layout = TableLayout("table", scale.rows, columns)
     (starts,), size = arrange([layout])
@@ -153,7 +160,7 @@ def _table(scale: Scale, device: torch.device) -> tuple[Table, Image, list[Tenso
     return table, Image(table, tensors), tensors
 
 
-def _products(scale: Scale, source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
+def _products(source: Tensor, target: Tensor, generator: torch.Generator) -> dict[str, Callable[[], None]]:
     """Multiply-adds of a block's size, by what they are of."""
     from ecemb.kernels.cuda import multiply_add_, multiply_add_rows_
 
@@ -161,14 +168,14 @@ def _products(scale: Scale, source: Tensor, target: Tensor) -> dict[str, Callabl
     for row_bytes in (64, 512):
         width = row_bytes // 8
         rows = source.view(-1, width)
-        offsets = (torch.randperm(len(rows)) * width).to(source.device)
+        offsets = torch.randperm(len(rows), device=source.device, generator=generator) * width
         found[f"rows of {row_bytes} bytes"] = lambda rows=rows, offsets=offsets: multiply_add_rows_(
             target, offsets, rows, WEIGHT, apart=True
         )
     return found
 
 
-def _check(scale: Scale, source: Tensor, target: Tensor, products: Mapping[str, Callable[[], None]]) -> None:
+def _check(source: Tensor, target: Tensor, products: Mapping[str, Callable[[], None]]) -> None:
     """Raises WrongResult if a multiply-add is wrong, by sums that don't depend on where rows go."""
     begun = source[: 1 << 12].cpu().numpy().view(np.uint64)
     products["blocks"]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,16 @@ from bench.gpu import Part
 from bench.overhead import Scale
 from bench.overhead_rank import BARE, PROTECTED
 from bench.ranks import RankFailed
-from bench.result import Arguments, Incomplete, Row, Unavailable, once
+from bench.result import Arguments, Incomplete, Row, Unavailable, WrongResult, once
 from ecemb.code import Code
 
 
 def test_kernels_run_interpreted() -> None:
-    rows = list(gpu_kernels.run(Arguments(seed=1), APART, until=0.0))
+    rows = list(gpu_kernels.run(Arguments(seed=1), APART, until=math.inf))
     assert {row.metric for row in rows} == {
         *("copy_gb_per_s", "multiply_add_gb_per_s", "multiply_add_over_copy"),
         *("fetch_ms", "fetch_over_copy", "put_gb_per_s", "put_over_copy"),
+        *("commit_ms", "commit_phase_ms", "device_over_host"),
     }
     assert all(row.value > 0 for row in rows)
 
@@ -85,6 +87,21 @@ def test_a_part_that_is_ended_keeps_what_it_has_measured() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [row.value for row in raised.value.rows] == [1.0]
+
+
+def test_a_part_that_fails_keeps_what_it_has_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    def measured() -> Iterator[Row]:
+        yield once("x", "s", 1.0)
+        raise WrongResult("the product is wrong")
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Incomplete, match="^WrongResult: the product is wrong$") as raised:
+            gpu.kept(measured())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [row.value for row in raised.value.rows] == [1.0]
+    assert "in measured" in capfd.readouterr().err  # where, for the log
 
 
 def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
