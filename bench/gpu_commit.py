@@ -49,10 +49,12 @@ from bench.timing import interleaved
 from ecemb.kernels.reference import product
 from ecemb.rows import WORD_BYTES
 
+Spare = tuple[torch.Tensor, torch.Tensor]
+
 HOST, DEVICE = "host", "device"
 SAMPLE_ROWS = 50
 """Whose product is compared with the reference's, which takes its time."""
-LEAST_S = 4.0
+LEAST_S = 2.0
 """With less time left, commits of so many rows are not begun."""
 
 
@@ -100,6 +102,8 @@ def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
 def measure(scale: Scale, device: torch.device, seed: int, until: float) -> Iterator[Row]:
     """Measures all metrics on a device; see `run`."""
     held = Held(scale.rows, scale.dim, scale.touched[-1], device, seed)
+    memory = torch.from_numpy(held.memory)
+    spare = torch.empty_like(memory), torch.empty_like(memory)
     kinds: dict[str, type[OnHost | OnDevice]] = {HOST: OnHost}
     with contextlib.ExitStack() as stack:
         try:
@@ -116,18 +120,23 @@ def measure(scale: Scale, device: torch.device, seed: int, until: float) -> Iter
             if (left_s := until - time.monotonic()) < LEAST_S:
                 raise Incomplete([], f"commits of {touched} rows: not begun, with {left_s:.0f} s left")
             work = Work(held, touched)
-            yield from compare(
-                scale, work, {where: Commits(work, kind(work)) for where, kind in kinds.items()}
-            )
+            ways = {where: Commits(work, kind(work)) for where, kind in kinds.items()}
+            yield from compare(scale, work, ways, spare)
 
 
-def compare(scale: Scale, work: Work, ways: Mapping[str, Commits]) -> Iterator[Row]:
+def compare(scale: Scale, work: Work, ways: Mapping[str, Commits], spare: Spare) -> Iterator[Row]:
     """Times the ways of one commit against each other, once they have come to the same.
+
+    Args:
+        scale: Of the measurement.
+        work: The commit.
+        ways: How; the host's is the first.
+        spare: See `check`.
 
     Raises:
         WrongResult: They don't, or the first one doesn't come to what it should.
     """
-    check(work, ways)
+    check(work, ways, spare)
     for commits in ways.values():
         commits.seconds.clear()
     labels = {
@@ -148,20 +157,26 @@ def compare(scale: Scale, work: Work, ways: Mapping[str, Commits]) -> Iterator[R
         yield summary("device_over_host", "ratio", ratios, **labels)
 
 
-def check(work: Work, ways: Mapping[str, Commits]) -> None:
+def check(work: Work, ways: Mapping[str, Commits], spare: Spare) -> None:
     """Commits there and back in each way.
+
+    Args:
+        work: The commit.
+        ways: How.
+        spare: uint8, each as large as all of the memory; overwritten.
 
     Raises:
         WrongResult: The first way's results are wrong, or all that another leaves in memory isn't the same.
     """
     memory = torch.from_numpy(work.held.memory)
     work.forget()  # what commits of other rows have left
-    begun, expected = memory.clone(), None
-    for where, commit in ways.items():
+    begun, expected = spare
+    begun.copy_(memory)
+    for place, (where, commit) in enumerate(ways.items()):
         commit()
-        if expected is None:
+        if place == 0:
             check_results(work)
-            expected = memory.clone()
+            expected.copy_(memory)
         elif not torch.equal(memory, expected):
             raise WrongResult(f"a commit of {work.touched} rows on the {where} leaves other bytes behind")
         commit()

@@ -60,7 +60,7 @@ class Scale:
     at_least_s: float
 
 
-FULL = Scale(block_words=1 << 27, rows=2 << 20, dim=127, touched=200_000, repeats=7, at_least_s=0.1)
+FULL = Scale(block_words=1 << 27, rows=1 << 20, dim=127, touched=200_000, repeats=7, at_least_s=0.05)
 QUICK = Scale(block_words=1 << 22, rows=1 << 18, dim=127, touched=20_000, repeats=3, at_least_s=0.02)
 INTERPRETED = Scale(block_words=1 << 12, rows=1 << 9, dim=127, touched=100, repeats=2, at_least_s=0.0)
 

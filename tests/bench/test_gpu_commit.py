@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,6 +33,10 @@ def work(seed: int) -> Work:
 
 def ways(work: Work) -> dict[str, Commits]:
     return {HOST: Commits(work, OnHost(work)), DEVICE: Commits(work, OnDevice(work))}
+
+
+def spare(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(work.held.memory.copy()), torch.from_numpy(work.held.memory.copy())
 
 
 def test_commits_are_measured_in_both_ways(seed: int) -> None:
@@ -83,7 +87,7 @@ def test_a_device_that_computes_something_else_is_not_timed(
 ) -> None:
     monkeypatch.setattr(cuda, name, nothing)
     with pytest.raises(WrongResult, match="^a commit of 13 rows on the device leaves other bytes behind$"):
-        gpu_commit.check(work, ways(work))
+        gpu_commit.check(work, ways(work), spare(work))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_a_host_that_computes_something_else_is_not_timed(work: Work, phase: str
     phases: dict[str, Callable[[], None]] = {**host.phases, phase: nothing}
     host.phases = phases
     with pytest.raises(WrongResult, match=f"^after a commit of 13 rows, {wrong} isn't what it should be$"):
-        gpu_commit.check(work, {HOST: Commits(work, host)})
+        gpu_commit.check(work, {HOST: Commits(work, host)}, spare(work))
 
 
 def test_a_commit_that_is_not_taken_back_is_not_timed(work: Work) -> None:
@@ -106,7 +110,7 @@ def test_a_commit_that_is_not_taken_back_is_not_timed(work: Work) -> None:
             commit()
 
     with pytest.raises(WrongResult, match="^two commits of 13 rows on the host don't cancel each other$"):
-        gpu_commit.check(work, {HOST: once})  # pyright: ignore[reportArgumentType]
+        gpu_commit.check(work, {HOST: cast("Commits", once)}, spare(work))
 
 
 def test_without_registered_memory_the_device_is_left_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +129,8 @@ def test_without_registered_memory_the_device_is_left_out(seed: int, monkeypatch
 
 def test_commits_that_there_is_no_time_for_are_not_begun(seed: int) -> None:
     scale = dataclasses.replace(INTERPRETED, touched=(20,))
-    with pytest.raises(Incomplete, match="^commits of 20 rows: not begun, with 3 s left$"):
-        list(gpu_commit.measure(scale, CPU, seed, time.monotonic() + 3.2))
+    with pytest.raises(Incomplete, match="^commits of 20 rows: not begun, with 1 s left$"):
+        list(gpu_commit.measure(scale, CPU, seed, time.monotonic() + 1.4))
 
 
 # --- registering -----------------------------------------------------------------------------------
