@@ -42,7 +42,7 @@ OTHERS = (
     Setting(4, 4, 2, "SparseAdam", window=3),
     Setting(4, 4, 2, "Adagrad", overlap=True),
     Setting(4, 4, 2, "Adagrad", apart=True),
-    Setting(4, 4, 2, "Adagrad", apart=True, fabric=True),
+    Setting(4, 4, 2, "Adagrad", fabric=True),
 )
 
 When = Literal["fresh", "first", "step", "last", "recovery", "end"]
