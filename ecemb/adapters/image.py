@@ -26,6 +26,8 @@ Ids = NDArray[np.int64]
 
 _CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By an element's bytes; int64 for more. Rows are gathered by element: the wider, the faster."""
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
@@ -44,7 +46,7 @@ class Image:
     def __init__(self, stored: Table, tensors: Sequence[torch.Tensor]) -> None:
         self._stored = stored
         self._rows = [
-            tensor.detach().view(stored.layout.rows, -1).view(torch.uint8)
+            tensor.detach().view(stored.layout.rows, -1).view(_INTEGERS.get(tensor.itemsize, torch.int64))
             if tensor.numel()
             else torch.empty(stored.layout.rows, 0, dtype=torch.uint8, device=tensor.device)
             for tensor in tensors
@@ -86,7 +88,7 @@ class Image:
         Args:
             rows: int64 [m] on that device.
         """
-        parts = [one.index_select(0, rows) for one in self._rows]
+        parts = [one.index_select(0, rows).view(torch.uint8) for one in self._rows]
         if padding := self.record_bytes - sum(part.shape[1] for part in parts):
             parts.append(parts[0].new_zeros(len(rows), padding))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -104,8 +106,10 @@ class Image:
         rows = torch.from_numpy(ids).to(self.device)
         at = 0
         for one in self._rows:
-            one.index_copy_(0, rows, records[:, at : at + one.shape[1]].contiguous())
-            at += one.shape[1]
+            size = one.shape[1] * one.itemsize
+            part = records[:, at : at + size].clone(memory_format=torch.contiguous_format)  # aligned
+            one.index_copy_(0, rows, part.view(one.dtype))
+            at += size
 
     def put(self, rows: range | None = None) -> None:
         """Overwrites the tensors, or these rows of them, with the image."""
@@ -131,7 +135,7 @@ class Image:
     def _pieces(self, rows: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of some rows' columns, in the image and in the tensors; uint8, one-dimensional."""
         for column, whole in zip(self._stored.columns, self._rows, strict=True):
-            own = whole[rows.start : rows.stop].view(-1)
+            own = whole[rows.start : rows.stop].view(-1).view(torch.uint8)
             if own.numel():
                 held = torch.from_numpy(column[rows.start : rows.stop].reshape(-1))
                 yield from zip(held.split(_CHUNK_BYTES), own.split(_CHUNK_BYTES), strict=True)
