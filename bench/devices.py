@@ -70,8 +70,8 @@ def roomiest(device: str, sizes: Iterable[tuple[T, int, int]]) -> tuple[T, str] 
 
     Args:
         device: One of the above.
-        sizes: From the largest on: what it is, and its bytes on the device, of all ranks, which share it, and
-            in arenas, of all ranks, which share one host.
+        sizes: From the largest on: what it is, and its bytes on a device, of all ranks that share it, and in
+            arenas, of all ranks, which share one host.
     """
     import shutil
     import tempfile

@@ -52,7 +52,7 @@ class Group:
 
     Attributes:
         backend: Of the training.
-        ranks: That share the device.
+        ranks: How many, dealt out over the devices.
         code: Of the parity, if there are several.
         parity: What deltas go over.
     """
@@ -61,6 +61,12 @@ class Group:
     ranks: int
     code: Code
     parity: ParityBackend = "gloo"
+
+    @property
+    def text(self) -> str:
+        """What it is, in words."""
+        parity = f", parity over {self.parity}" if self.parity != "gloo" else ""
+        return f"{self.ranks} ranks over {self.backend}{parity}"
 
     @property
     def arena_share(self) -> float:
@@ -109,9 +115,9 @@ def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: f
     """
     failed: list[str] = []
     lacking = [group for group in groups if group.backend == "nccl" and not dist.is_nccl_available()]
-    for _ in lacking:
+    for group in lacking:
         why = "torch was built without NCCL"
-        yield once("left_out", "parts", 1, what="a world of one rank over nccl", why=why)
+        yield once("left_out", "parts", 1, what=group.text, why=why)
     tried = [
         (overlap, group)
         for overlap in (True, False)
@@ -119,8 +125,7 @@ def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: f
         if group not in lacking and not (overlap and group.parity == "nccl")
     ]
     for overlap, group in tried:  # what matters most comes first: time may run out
-        what = f"{group.ranks} ranks over {group.backend}, overlap {overlap}"
-        what += f", parity over {group.parity}" if group.parity != "gloo" else ""
+        what = f"{group.text}, overlap {overlap}"
         left_s = until - time.monotonic()
         if left_s < LEAST_S:
             failed.append(f"{what}: not begun, with {left_s:.0f} s left")

@@ -152,21 +152,23 @@ def agree(
         "rank_state_bytes": state_bytes,
         "code": [code.n, code.k],
     }
-    asked = [
-        [code.n, code.k],
-        [*request.window.asked, request.overlap, request.parity_backend],
-        request.failure_domain,
-        saver.name_of(request.reader),
-    ]
+    window, mtbf = request.window.asked
+    asked = {
+        "code": [code.n, code.k],
+        "window": window,
+        "mtbf": mtbf,
+        "overlap": request.overlap,
+        "failure_domain": request.failure_domain,
+        "parity_backend": request.parity_backend,
+        "resume": saver.name_of(request.reader),
+    }
     mine = json.dumps([own, asked, secrets.token_hex(8)])
     texts = transport.gather(mine.encode(), "comparing layouts")
     told = [json.loads(text)[0] for text in texts]
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
         raise ConfigurationError(
-            f"the ranks ask for different codes; windows, overlaps or parity backends; failure domains or "
-            f"checkpoints: "
-            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }; call ecemb.protect() "
-            f"alike on all ranks"
+            f"the ranks call ecemb.protect() with different arguments: "
+            f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }; call it alike on all ranks"
         )
     if not any(one["tables"] for one in told):
         raise ConfigurationError(

@@ -402,9 +402,10 @@ def protect(
             committed by `Guard.close`, `Guard.save` or `Guard.scrub`.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
-        parity_backend: what deltas go to parity's keepers over: "gloo", from host memory, or "nccl", through
-            the memory of each rank's current CUDA device, for fabrics that reach it. All else that ecemb
-            sends goes over gloo. Not with `overlap`.
+        parity_backend: what keepers of parity are sent deltas over (and rows, by a fresh start, by checks
+            after a rebuild, and by `Guard.scrub`): "gloo", from host memory, or "nccl", through the memory of
+            each rank's current CUDA device, for fabrics that reach it; not with `overlap`. All else goes over
+            gloo. Of no effect on a job of one rank, which has no parity.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
             a fresh start begins, with any number of ranks, and where the job goes on when more memory is
             lost than the code survives. It isn't read while memory can be recovered, and may be empty or

@@ -156,9 +156,9 @@ def _control_group(session: Session) -> Transport:
 
 
 def _fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:
-    device = transport.together("looking for a device", lambda: _device(backend))
-    used = transport.gather(_name_of(device), "comparing devices")
-    if shared_by := [rank for rank, name in enumerate(used) if used.count(name) > 1]:
+    device, name = transport.together("looking for a device", lambda: _device(backend))
+    used = transport.gather(name, "comparing devices")
+    if shared_by := [rank for rank, one in enumerate(used) if used.count(one) > 1]:
         raise ConfigurationError(
             f"parity_backend={backend!r} needs a device of its own for each rank, and ranks {shared_by} "
             f"share theirs: call torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count()) before "
@@ -169,18 +169,15 @@ def _fabric(session: Session, backend: ParityBackend, transport: Transport) -> F
     return Fabric(group, device, session.patience_s)
 
 
-def _device(backend: ParityBackend) -> torch.device:
-    """Where a backend's messages are sent from."""
+def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
+    """Where a backend's messages are sent from, and a name that no other device has."""
     if torch.cuda.is_available() and dist.is_backend_available(backend):
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        return device, str(torch.cuda.get_device_properties(device).uuid).encode()
     raise ConfigurationError(
         f"parity_backend={backend!r} needs a CUDA device for each rank and a torch that was built with "
         f"{backend}; one of them is missing here: leave parity_backend out, and deltas go over gloo"
     )
-
-
-def _name_of(device: torch.device) -> bytes:
-    return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
 def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:

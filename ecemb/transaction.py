@@ -127,7 +127,9 @@ class Transactions:
     @property
     def held_bytes(self) -> dict[str, int]:
         """Memory beside the arena, by what it holds."""
-        return {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+        fabric = self._transport.fabric
+        held = {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+        return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:
         """Begins a step: arms the journal for the next transaction, or extends the one whose window is open.

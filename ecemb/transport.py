@@ -1,8 +1,9 @@
 """The collectives that the protocol uses, each with a name and a deadline.
 
 The only module that calls torch.distributed's collectives. All of them are all-to-alls or point-to-point:
-with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours.
-A `Transport` goes over gloo, from host memory; deltas may go over a `Fabric` instead, from a device's memory.
+with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours. (One
+does for connecting a `Fabric`.) A `Transport` goes over gloo, from host memory; what is sent to keepers of
+parity may go over a `Fabric` instead, from a device's memory.
 
 Whoever gets a `PeerFailure` may conclude nothing about what other ranks received.
 """
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from .errors import EcembError, PeerFailure
+from .errors import EcembError, NotEnoughSpace, PeerFailure
 
 Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
@@ -59,7 +60,9 @@ class _Waits:
     def _finish(self, work: dist.Work, what: str) -> None:
         began = time.monotonic()
         try:
-            work.wait(datetime.timedelta(seconds=self._timeout_s))
+            work.wait(datetime.timedelta(seconds=self._timeout_s))  # so NCCL's is one of the host, too
+            if not work.is_completed():
+                raise RuntimeError("the wait has ended before it")
         except RuntimeError as error:
             raise self._failure(what, time.monotonic() - began, error) from error
 
@@ -99,14 +102,16 @@ class Fabric(_Waits):
         """See `Transport.exchange`. What is in `out` has arrived in host memory when this returns.
 
         The device's current stream is waited for.
+
+        Raises:
+            NotEnoughSpace: the device has no room for the messages; none was sent from here.
+            PeerFailure: as there.
         """
         messages = [*send.values(), *out.values()]
         if not messages:
             return
         sizes = [len(words) for words in messages]
-        if (size := sum(sizes)) > len(self._room):
-            self._room = torch.empty(size + size // 4, dtype=torch.int64, device=self.device)
-        parts = self._room[:size].split(sizes)
+        parts = self._taken(sum(sizes), what).split(sizes)
         held = [torch.from_numpy(words.view(np.int64)) for words in messages]
         with self._on_device():
             for part, words in zip(parts[: len(send)], held, strict=False):
@@ -117,11 +122,28 @@ class Fabric(_Waits):
                 for (start, rank), part in zip(peers, parts, strict=True)
             ]
             for work in self._started(lambda: dist.batch_isend_irecv(operations), what):
-                self._finish(work, what)  # a deadline makes NCCL's wait one of the host, too
-                if not work.is_completed():
-                    raise self._failure(what, self._timeout_s, RuntimeError("it is not complete"))
+                self._finish(work, what)
             for words, part in zip(held[len(send) :], parts[len(send) :], strict=True):
                 words.copy_(part)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device, for messages."""
+        return self._room.nbytes
+
+    def _taken(self, size: int, what: str) -> torch.Tensor:
+        """int64 [size] of the device's memory, of any content; what was there before goes."""
+        if size > len(self._room):
+            self._room = self._room.new_empty(0)  # first: both may not fit
+            try:
+                self._room = self._room.new_empty(size + size // 4)
+            except torch.OutOfMemoryError as error:
+                raise NotEnoughSpace(
+                    f"{what} needs {8 * (size + size // 4)} bytes of {self.device}'s memory, which are not "
+                    f"free: train with a smaller batch or window, or leave parity_backend out, so that "
+                    f"deltas go from host memory"
+                ) from error
+        return self._room[:size]
 
     def _on_device(self) -> AbstractContextManager[object]:
         """NCCL wants the tensors' device to be the current one."""

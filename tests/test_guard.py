@@ -395,9 +395,9 @@ def test_restarts_of_a_killed_job(tmp_path: Path) -> None:
 @contextmanager
 def as_if_ranks_had_devices(name: str = "") -> Iterator[None]:
     """Ranks send from host memory over gloo where they would over NCCL; devices are told apart by name."""
+    device = torch.device("cpu"), (name or str(dist.get_rank())).encode()
     with (
-        mock.patch.object(opening, "_device", return_value=torch.device("cpu")),
-        mock.patch.object(opening, "_name_of", return_value=(name or str(dist.get_rank())).encode()),
+        mock.patch.object(opening, "_device", return_value=device),
         mock.patch.object(dist, "new_group", functools.partial(_over_gloo, dist.new_group)),
     ):
         yield
@@ -413,6 +413,7 @@ def train_over_a_fabric(folder: Path, meet: Barrier, backend: str) -> tuple[dict
     with as_if_ranks_had_devices():
         guard = training.protect(4, 2, parity_backend=backend)
     assert (guard._transport.fabric is not None) == (backend == "nccl")
+    assert ("fabric" in guard.stats()["bytes"]) == (backend == "nccl")
     for number in range(4):
         with guard.step() as step:
             training.body()
@@ -526,11 +527,11 @@ def refusals(folder: Path, meet: Barrier) -> None:
         bags().protect(4, 3)
     with refused(PlacementError, "code (2, 1)", "failure domains"):
         bags().protect(2, 1, failure_domain="host")
-    with refused(ConfigurationError, "different codes", "0: [[2, 1]", "1: [[3, 1]"):
+    with refused(ConfigurationError, "different arguments", "0: {'code': [2, 1]", "1: {'code': [3, 1]"):
         bags().protect(2 + rank, 1)
     with refused(ConfigurationError, "no table to protect on any rank"):
         ecemb.protect(nn.Linear(2, 2), code=ecemb.Code(2, 1))
-    with refused(ConfigurationError, "parity backends", "'gloo'], 'auto'", "'nccl'], 'auto'"):
+    with refused(ConfigurationError, "different arguments", "nccl", "'parity_backend': 'gloo'"):
         bags().protect(2, 1, parity_backend="gloo" if rank else "nccl")
     with refused(ConfigurationError, "parity_backend='nccl' needs a CUDA device", "leave parity_backend out"):
         bags().protect(2, 1, parity_backend="nccl")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 
-from ecemb.errors import PeerFailure
+from ecemb.errors import NotEnoughSpace, PeerFailure
 from ecemb.transport import Fabric, Transport
 
 
@@ -124,4 +124,20 @@ def pretend() -> str:
 
 
 def test_what_has_not_arrived_over_a_fabric_is_no_exchange() -> None:
-    assert all("it is not complete" in told for told in run_ranks(2, pretend))
+    assert all("the wait has ended before it" in told for told in run_ranks(2, pretend))
+
+
+def lack_room() -> str:
+    fabric = Fabric(new_group(), torch.device("cpu"), 30)
+    with (
+        mock.patch.object(torch.Tensor, "new_empty", side_effect=[fabric._room, torch.OutOfMemoryError]),
+        pytest.raises(NotEnoughSpace) as raised,
+    ):
+        fabric.exchange({1 - fabric.rank: np.zeros(8, np.uint64)}, {}, "the exchange of step 7")
+    return str(raised.value)
+
+
+def test_a_device_without_room_for_messages_is_named_with_what_it_lacks() -> None:
+    for told in run_ranks(2, lack_room):
+        assert "the exchange of step 7 needs 80 bytes of cpu's memory" in told
+        assert "leave parity_backend out" in told

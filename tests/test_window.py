@@ -29,9 +29,9 @@ def train(
     """Windows of `steps` steps: one is aborted in the middle of its window, one ends early in a scrub."""
     initialise(folder)
     training = bags(users=12)
-    with refused(ConfigurationError, "different codes, windows"):
+    with refused(ConfigurationError, "different arguments", "'window': "):
         training.protect(4, 2, window=1 + dist.get_rank())
-    with refused(ConfigurationError, "different codes, windows or overlaps"):
+    with refused(ConfigurationError, "different arguments", "'overlap': "):
         training.protect(4, 2, overlap=dist.get_rank() == 0)
     guard = training.protect(4, 2, window=steps, overlap=overlap)
     began = guard.next_step

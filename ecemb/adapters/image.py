@@ -122,8 +122,9 @@ class Image:
     @torch.no_grad()
     def _copy(self, rows: range, *, from_image: bool) -> None:
         """Copies whole columns through buffers, one of which is filled while a device copies the other."""
-        lanes = [_Lane(self.device) for _ in range(_BUFFERS)]
-        pieces = self._pieces(rows)
+        pieces = list(self._pieces(rows))
+        size = max((len(own) for _, own in pieces), default=0)
+        lanes = [_Lane(self.device, size) for _ in range(_BUFFERS)]
         for (held, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
             if from_image:
                 lane.send(held, own)
@@ -144,7 +145,8 @@ class Image:
 class Putter:
     """Brings images to their tensors while recovery still rebuilds others, in a thread of its own.
 
-    Leaving the block ends what has not begun.
+    That thread's current stream is a device's default one: what the main thread has begun on its own, such as
+    the tensors' initialisation, is waited for first. Leaving the block ends what has not begun.
 
     Args:
         images: by their tables' numbers in the row space.
@@ -155,6 +157,9 @@ class Putter:
         self._images, self._space = images, space
         self._thread = ThreadPoolExecutor(1, "ecemb-put") if images else None
         self._begun: list[Future[None]] = []
+        for device in {image.device for image in images.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def __enter__(self) -> Putter:
         return self
@@ -181,12 +186,13 @@ class _Lane:
 
     Args:
         device: a CUDA device's copies are only begun here; any other's are done at once.
+        size: most bytes of a copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int) -> None:
         self._device = device
         self._done = torch.cuda.Event() if device.type == "cuda" else None
-        self._buffer = _staging(_CHUNK_BYTES, device)
+        self._buffer = _staging(size, device)
         self._to: torch.Tensor | None = None  # where what the device has written to the buffer goes
         self._size = 0
 

@@ -119,7 +119,7 @@ def test_a_lane_waits_for_the_device_that_copies() -> None:
         mock.patch("torch.cuda.Event") as event,
         mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
     ):
-        lane = _Lane(torch.device("cuda", 1))
+        lane = _Lane(torch.device("cuda", 1), 5)
         for begin in (lane.send, lane.receive):
             begin(held, own)
             event().record.assert_called_once_with("the stream of cuda:1")
@@ -147,6 +147,15 @@ def test_rows_are_put_as_they_are_ready(device: str) -> None:
         putter.finish()
     for i, (_, table, tensors) in enumerate(several):
         assert equal(table, tensors) == (i in images)
+
+
+def test_rows_are_put_after_what_the_main_thread_has_begun() -> None:
+    """Its stream need not be that of the thread that puts."""
+    devices = [torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 1)]
+    images: dict[int, Any] = {i: mock.Mock(device=device) for i, device in enumerate(devices)}
+    with mock.patch("torch.cuda.current_stream") as stream, Putter(images, mock.Mock()):
+        stream.assert_called_once_with(devices[0])
+        stream().synchronize.assert_called_once_with()
 
 
 def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
