@@ -443,6 +443,8 @@ def hits(chain: Chain, outcome: Outcome) -> set[int]:
         if met and isinstance(event, Exact):
             first = deaths[event.victims[0].rank]
             met = first.phase == event.phase and (not event.torn or first.place.startswith("in the middle"))
+            if event.phase == "starting":  # each was held there
+                met = met and {death.phase for death in deaths.values()} == {event.phase}
         if met and cell.refused:
             after = chain.plan.events[index + 1]
             met = index + 1 in outcome.refused or (isinstance(after, Refused) and after.unless != "")

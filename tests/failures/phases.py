@@ -3,8 +3,9 @@
 `install()` wraps functions of ecemb and torch from outside, by name, so that a worker writes to its
 board what it is doing; a function that was renamed is an error. If the plan has an exact event for
 this start of the job, lines of code are counted with `sys.settrace`, and the worker kills itself at
-the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Where
-the plan expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
+the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Those that
+are to die with it are waited for there; until the rendezvous no worker waits for another, so that they are
+held before that. Where the plan expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -48,6 +50,9 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
+
+HOLD_S = 20.0  # at most: until all victims are there
+_POLL_S = 0.002
 
 _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("worker.py")))
 _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves instead; compiled at each start
@@ -155,6 +160,12 @@ class Worker:
         if self._is_here(self.main, phase) and PHASES[phase] in STARTING:
             self.die("its end")
 
+    def hold(self) -> None:
+        """Nothing is left of "starting", which others don't wait for: whoever is to die there stays there."""
+        event = self.event
+        if event is not None and event.phase == "starting" and self.board.known_rank in event.ranks:
+            time.sleep(HOLD_S)
+
     def opened(self, next_step: int) -> None:
         """The start is over: training goes on from this step."""
         self.board.set("resumed", next_step)
@@ -225,14 +236,22 @@ class Worker:
             raise OnPurpose(place)
         victims = {victim.rank: victim for victim in self.event.victims}
         own = victims.pop(self.event.victims[0].rank)
-        for path in (self.folder / "boards").glob("*.board"):
-            other = Board(path)
-            here = other.get("start") == self.start and path != self.board.path
-            if here and other.known_rank in victims and other.alive:
+        for other in self._beside(victims):
+            if other.alive:
                 os.kill(other.get("pid"), signal.SIGKILL)
                 other.fell(self.start, victims[other.known_rank].lost, self.event.away)
         self.board.fell(self.start, own.lost, self.event.away, phase)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _beside(self, ranks: Collection[int]) -> list[Board]:
+        """The boards of other ranks of this start, some of which may only just begin."""
+        deadline = time.monotonic() + HOLD_S
+        while True:
+            others = (Board(path) for path in (self.folder / "boards").glob("*.board"))
+            found = [one for one in others if one.get("start") == self.start and one.known_rank in ranks]
+            if len(found) >= len(ranks) or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_S)
 
     def trace(self) -> None:
         """Have lines counted from here on, if this start needs it."""
@@ -334,6 +353,7 @@ def _watch_start(worker: Worker) -> None:
 
     def initialised(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         worker.leave()
+        worker.hold()
         with worker.during("rendezvous"):
             init(*args, **kwargs)
         sys.settrace(None)  # the worker now imports much through torch, for which it costs seconds

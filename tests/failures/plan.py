@@ -80,6 +80,8 @@ class Victim:
 class Exact:
     """The first victim kills the others and itself at a line of code, or inside a kernel.
 
+    It waits there for those that have not begun yet; in "starting", the others wait for it, too.
+
     Attributes:
         victims: the first one is the one that finds the line.
         phase: where; a name in `board.PHASES`.
@@ -97,6 +99,11 @@ class Exact:
     torn: bool = False
     raises: bool = False
     away: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who dies."""
+        return [victim.rank for victim in self.victims]
 
 
 @dataclasses.dataclass(frozen=True)

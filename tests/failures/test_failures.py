@@ -10,14 +10,18 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from failures import phases
 from failures.board import AWAY, NAMES, PHASES, Board, memory_of
 from failures.campaign import CONTROLLED, CONTROLS, References, verdict
 from failures.draws import Lengths
-from failures.driver import ROOT, differences, lost_steps, run
-from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, Cell, Chains, cells
+from failures.driver import ROOT, Death, differences, lost_steps, run
+from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, Cell, Chains, cells, hits
 from failures.plan import ABORT_EVERY, Exact, Plan, Refused
 from failures.refusals import contents
 
@@ -34,9 +38,11 @@ def references() -> References:
 
 @pytest.mark.timeout(900)
 def test_some_cells_of_the_matrix(references: References, seed: int) -> None:
-    """One in a step, one in the recovery from it, and one of more losses than the code survives."""
+    """Failures in steps, in the recoveries from them, and of more losses than the code survives."""
     random_ = random.Random(seed)
+    starting = Cell("starting", 2, random_.random() < 0.5, MAIN)
     chosen = [
+        starting,
         Cell(random_.choice(RECOVERY), random_.choice([1, 2]), random_.random() < 0.5, MAIN),
         Cell(random_.choice(["capture", "apply", "exchange", "commit"]), 3, True, MAIN),
     ]
@@ -49,6 +55,7 @@ def test_some_cells_of_the_matrix(references: References, seed: int) -> None:
     refused = [start for start, event in enumerate(events) if isinstance(event, Refused)]
     assert refused and sorted(outcome.refused) == refused, f"see {outcome.folder}"
     assert len({death.event for death in outcome.deaths}) == len(events) - len(refused)
+    assert starting in {chain.cells[index] for index in hits(chain, outcome)}, f"see {outcome.folder}"
     outcome.discard()
 
 
@@ -88,6 +95,43 @@ def test_a_board_outlives_its_process(tmp_path: Path) -> None:
     board = Board(path)
     assert (board.get("step"), board.phase, board.text("place")) == (7, "apply", "memory.py:12")
     assert (board.get("rank"), board.text("arena"), board.alive) == (-1, "", False)
+
+
+def test_victims_that_have_not_begun_are_waited_for_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(pid: int, start: int) -> None:
+        board = Board.create(tmp_path / "boards", pid)
+        board.set("worker", pid % 10)
+        board.set("start", start)
+
+    (tmp_path / "boards").mkdir()
+    for pid in (11, 12, 13):
+        begin(pid, start=0)
+    begin(22, start=1)
+    waited = iter([23])
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: begin(next(waited), start=1))
+    monkeypatch.setattr(phases, "time", clock)
+    worker: Any = SimpleNamespace(folder=tmp_path, start=1)
+    found = phases.Worker._beside(worker, {2, 3})
+    assert sorted(board.get("pid") for board in found) == [22, 23]
+    monkeypatch.setattr(phases, "HOLD_S", -1.0)
+    assert [board.get("pid") for board in phases.Worker._beside(worker, {1, 2})] == [22]
+
+
+def test_a_victim_that_was_past_the_start_was_not_starting() -> None:
+    """Other phases wait for all ranks: there the first victim's counts alone."""
+    for phase in ("starting", "joining"):
+        cell = Cell(phase, 2, False, MAIN)
+        chain = next(iter(Chains(0, Lengths(), [cell])))
+        [(index, _)] = [(index, one) for index, one in chain.cells.items() if one == cell]
+        event = chain.plan.events[index]
+        assert isinstance(event, Exact)
+        for other in (phase, "rendezvous"):
+            places = zip(event.ranks, (phase, other), strict=True)
+            deaths = [Death(index, rank, where, -1, "process", "", None) for rank, where in places]
+            outcome: Any = SimpleNamespace(deaths=deaths, refused={})
+            assert (index in hits(chain, outcome)) == (phase == "joining" or other == phase)
 
 
 def test_a_victims_memory_is_its_arenas_file(tmp_path: Path) -> None:
