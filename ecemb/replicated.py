@@ -275,40 +275,43 @@ class ReplicatedState:
                 f"after a failure the script would begin without that; change it before ecemb.protect()"
             )
 
-    @torch.no_grad()
-    def _restore(self, saved: dict[str, Any]) -> None:
-        tensors = self._tensors()
-        differing = tensors.keys() ^ saved["model"].keys()
-        if differing - self._empty or len(self._optimizers) != len(saved["optimizers"]):
-            differing = sorted(differing)
+    def _check_fits(self, saved: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Before anything is written."""
+        differing = sorted(tensors.keys() ^ saved["model"].keys())
+        if {*differing} - self._empty or len(self._optimizers) != len(saved["optimizers"]):
             raise LayoutMismatch(
                 f"the job was started with other dense parameters or optimizers "
                 f"(differing: {differing[:8]}, {len(saved['optimizers'])} optimizers then and "
                 f"{len(self._optimizers)} now): run the script that started it, or use another job="
             )
-        both = {name: tensor for name, tensor in tensors.items() if name in saved["model"]}
-        for name, tensor in both.items():
-            then = saved["model"][name]
+        for name, tensor in tensors.items():
+            then = saved["model"].get(name, tensor)
             if isinstance(tensor, nn.Parameter) and (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
                 raise LayoutMismatch(
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {then.dtype} of shape "
                     f"{tuple(then.shape)} when the job was started: run the script that started it, or use "
                     f"another job="
                 )
-        for name in differing:  # nothing is written before all are known to fit
-            set_buffer(self._model, name, _copied(saved["model"].get(name), _any_of(tensors)))
-        for name, tensor in both.items():
-            then = saved["model"][name]
-            if isinstance(tensor, nn.Parameter) or takes(tensor, then):
-                tensor.copy_(then)
-            else:
-                set_buffer(self._model, name, _copied(then, tensor))
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             if len(optimizer.param_groups) != len(kept["options"]):
                 raise LayoutMismatch(
                     f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, and had "
                     f"{len(kept['options'])}: add groups before ecemb.protect(), as when the job was started"
                 )
+
+    @torch.no_grad()
+    def _restore(self, saved: dict[str, Any]) -> None:
+        tensors = self._tensors()
+        self._check_fits(saved, tensors)
+        for name in {**tensors, **saved["model"]}:
+            tensor, then = tensors.get(name), saved["model"].get(name)
+            if tensor is None or then is None:
+                set_buffer(self._model, name, _copied(then, _any_of(tensors)))
+            elif isinstance(tensor, nn.Parameter) or takes(tensor, then):
+                tensor.copy_(then)
+            else:
+                set_buffer(self._model, name, _copied(then, tensor))
+        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
                 group.update(_copied(then, None))
             for index, parameter in enumerate(self._dense(optimizer)):

@@ -346,6 +346,26 @@ class Lazy(nn.Module):
         return [None if one is None else one.tolist() for one in (self.mean, self.seen, self.mask)]
 
 
+def test_a_refused_restart_has_neither_filled_buffers_nor_set_options(slots: Slots) -> None:
+    """The optimizer that differs is the last one."""
+
+    def built(groups: int) -> tuple[Lazy, ReplicatedState, torch.optim.Optimizer]:
+        model = Lazy()
+        first = torch.optim.SGD(model.parameters(), lr=0.1 * groups)
+        parameters = list(model.parameters())
+        other = torch.optim.SGD([{"params": parameters[i::groups]} for i in range(groups)], lr=0.1)
+        return model, ReplicatedState(model, [first, other], []), first
+
+    model, state, _ = built(1)
+    model.run(3)
+    state.save(slots, 0)
+    model, state, first = built(2)
+    before, held = everything(model, first), model.held()
+    with pytest.raises(LayoutMismatch, match="SGD has 2 parameter groups, and had 1: add groups before"):
+        state.load(slots, 0)
+    assert (everything(model, first), model.held()) == (before, held)
+
+
 def test_buffers_come_back_as_they_were_filled(slots: Slots) -> None:
     model = Lazy()
     state = ReplicatedState(model, [], [])
@@ -386,5 +406,8 @@ def test_what_a_restart_could_not_put_back_is_refused_when_it_is_saved(slots: Sl
 def test_other_optimizers_are_refused(optimizers: int, groups: int, slots: Slots) -> None:
     saved(slots, optimizers, groups)
     model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    before = everything(model, optimizer)
     with pytest.raises(LayoutMismatch, match="optimizers|parameter groups"):
-        ReplicatedState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], []).load(slots, 0)
+        ReplicatedState(model, [optimizer], []).load(slots, 0)
+    assert everything(model, optimizer) == before
