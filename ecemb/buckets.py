@@ -71,14 +71,15 @@ class GradientBuckets:
         for module, orders in zip(self._modules, self._orders, strict=True):
             parameters = _parameters(module)
             gradients = [parameter.grad for parameter in parameters]
-            model = module.module
+            model, broadcasts = module.module, module.broadcast_buffers
             try:
+                module.broadcast_buffers = False  # it would look for them in what stands in for the model
                 for order in orders:
                     module.module = _Rehearsal([parameters[index] for index in order])
                     with torch.enable_grad():
                         module().backward()
             finally:
-                module.module = model
+                module.module, module.broadcast_buffers = model, broadcasts
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
 

@@ -15,15 +15,20 @@ STEPS, CUT = 7, 4
 
 
 class Net(nn.Module):
-    """Gradients come in another order than the parameters were registered in, and not in one bucket."""
+    """Gradients come in another order than the parameters were registered in, and not in one bucket.
+
+    There is a buffer, which DistributedDataParallel broadcasts from rank 0 in each forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(61, 3)
         self.first = nn.Linear(17, 61)
         self.middle = nn.Linear(61, 61)
+        self.register_buffer("largest", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest = torch.maximum(self.largest, x.max())
         return self.last(self.middle(self.first(x).relu()).relu()).square().mean()
 
 
@@ -53,7 +58,9 @@ def restarted(static: bool, cut: int, rehearses: bool) -> list[torch.Tensor]:
         kept = [parameter.grad for parameter in again.parameters()]
         buckets_again.rehearse()
         assert all(p.grad is grad for p, grad in zip(again.parameters(), kept, strict=True))
+        assert again.module.largest == model.module.largest > 0
     train(again, optimizer_again, range(cut, STEPS))
+    assert again.will_sync_module_buffers()
     if rehearses and cut > 2:
         assert buckets_again.state() == buckets.state()
     return [parameter.detach() for parameter in again.parameters()]
