@@ -57,9 +57,9 @@ class GradientBuckets:
         return [[list(order) for order in orders] for orders in self._orders]
 
     def set_state(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Takes orders back; what this process has seen itself stays."""
+        """Takes orders back, but for those of other parameters; what this process has seen itself stays."""
         for number, orders in enumerate(state[: len(self._orders)]):
-            if not self._orders[number]:
+            if not self._orders[number] and all(_fits(self._modules[number], order) for order in orders):
                 self._orders[number] = [list(order) for order in orders]
 
     def rehearse(self) -> None:
@@ -122,6 +122,15 @@ def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Par
 def _counting(module: DistributedDataParallel) -> int:
     """How many backwards there are before the buckets are laid out for good."""
     return 2 if module.static_graph else 1
+
+
+def _fits(module: DistributedDataParallel, order: Sequence[int]) -> bool:
+    """Whether gradients can come in this order: all of them, but in a static graph, which may leave some out.
+
+    The script may have frozen other parameters since, or have been changed.
+    """
+    known = set(range(len(_parameters(module))))
+    return known >= set(order) if module.static_graph else known == set(order)
 
 
 def _laid_out(module: DistributedDataParallel) -> bool:

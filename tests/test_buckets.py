@@ -32,9 +32,14 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu()).square().mean()
 
 
-def start(static: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GradientBuckets]:
+def start(
+    static: bool, frozen: str = ""
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GradientBuckets]:
     torch.manual_seed(3)
-    model = DistributedDataParallel(Net(), static_graph=static, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    net = Net()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in name))
+    model = DistributedDataParallel(net, static_graph=static, bucket_cap_mb=0.01)  # type: ignore[arg-type]
     return model, torch.optim.Adam(model.parameters(), lr=0.1), GradientBuckets(found_in(model))
 
 
@@ -98,6 +103,35 @@ def aborted() -> list[list[list[int]]]:
 def test_what_was_seen_is_kept_though_the_step_was_undone() -> None:
     (orders,) = run_ranks(2, aborted)[0]
     assert len(orders) == 1 and sorted(orders[0]) == list(range(6))
+
+
+def refrozen(static: bool, before: str, after: str) -> list[list[list[int]]]:
+    """What is kept of the order of gradients when other layers are frozen; training goes on."""
+    model, optimizer, buckets = start(static, before)
+    train(model, optimizer, range(2))
+    again, optimizer_again, buckets_again = start(static, after)
+    buckets_again.set_state(buckets.state())
+    kept = buckets_again.state()
+    buckets_again.rehearse()
+    train(again, optimizer_again, range(2))
+    ((order, *_),) = buckets_again.state()
+    assert sorted(order) == list(range(4 if after else 6))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("static", "before", "after", "kept"),
+    [
+        (False, "", "first", 0),
+        (False, "first", "", 0),
+        (False, "first", "last", 1),  # as many
+        (True, "", "first", 0),
+        (True, "first", "last", 2),
+    ],
+)
+def test_a_restart_may_freeze_other_layers(static: bool, before: str, after: str, kept: int) -> None:
+    for (orders,) in run_ranks(2, refrozen, static, before, after):
+        assert len(orders) == kept
 
 
 def unused() -> int:
