@@ -101,11 +101,7 @@ def open_memory(session: Session, request: Request) -> Opened:
             report = recover(memory, transport, world.plan, cpu, watch, putter.ready)
             with watch.phase("restore"):
                 transport.together("bringing images to their tables", putter.finish)
-        with watch.phase("restore"):
-            tables.note()
-            transport.together(
-                "restoring dense state", lambda: replicated.load(memory.slots, world.plan.transaction)
-            )
+                tables.note()
     transport.barrier("the end of recovery")
     if before is not None and before is not memory.arena:  # what survived was not enough
         before.close()
@@ -118,14 +114,8 @@ def open_memory(session: Session, request: Request) -> Opened:
     transport.barrier("the start of training")  # nobody trains before all have finished
     if world.plan.kind != "fresh":
         _warn_of_next_loss(session, world)
-        # Last: nothing may draw after it.
-        transport.together(
-            "restoring rank state", lambda: rank_state.unpack(rankstate.read(memory.rank_state))
-        )
-        counts = bytes(len(orders) for orders in buckets.state())
-        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1 and any(counts):
-            buckets.rehearse()
-            transport.together("restoring what hooks changed", lambda: _again(memory, replicated, rank_state))
+        with watch.phase("restore"):
+            _restore(memory, transport, buckets, replicated, rank_state)
     job = Job(session.job, world.lineage, (request.code.n, request.code.k))
     saver = Saver(
         job,
@@ -143,10 +133,25 @@ def open_memory(session: Session, request: Request) -> Opened:
     return Opened(memory, transport, tables, replicated, rank_state, saver, report)
 
 
-def _again(memory: RankMemory, replicated: ReplicatedState, rank_state: RankState) -> None:
-    """Gradients' hooks, the user's and DistributedDataParallel's, may draw, count, and step optimizers."""
-    replicated.load(memory.slots, memory.committed)
-    rank_state.unpack(rankstate.read(memory.rank_state))
+def _restore(
+    memory: RankMemory,
+    transport: Transport,
+    buckets: GradientBuckets,
+    replicated: ReplicatedState,
+    rank_state: RankState,
+) -> None:
+    """Puts back what is not rows, and gradient buckets, whose rehearsal comes before the rest. All ranks.
+
+    It runs the hooks of gradients, the user's and DistributedDataParallel's: they may draw, count, and step
+    optimizers. The buckets' orders are scalars.
+    """
+    packed = transport.together("reading rank state", lambda: rankstate.read(memory.rank_state))
+    transport.together("restoring scalars", lambda: rank_state.unpack_scalars(packed))
+    counts = bytes(len(orders) for orders in buckets.state())
+    if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1 and any(counts):
+        buckets.rehearse()
+    transport.together("restoring dense state", lambda: replicated.load(memory.slots, memory.committed))
+    transport.together("restoring rank state", lambda: rank_state.unpack(packed))  # nothing may draw after it
 
 
 def _control_group(session: Session) -> Transport:

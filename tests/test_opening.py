@@ -302,14 +302,20 @@ def one_ranks_bad_argument_is_every_ranks_error(place: Place) -> None:
 
 
 def noisy_head() -> nn.Module:
-    """Hooks add noise to its gradients, which DistributedDataParallel averages."""
+    """Hooks add noise to its gradients, less and less of it, which DistributedDataParallel averages."""
     head = nn.Linear(DIM, 1)
+    head.register_buffer("seen", torch.zeros(()))
+
+    def noisy(gradient: torch.Tensor) -> torch.Tensor:
+        head.seen += 1
+        return gradient + torch.rand_like(gradient) / head.seen
+
     for parameter in head.parameters():
-        parameter.register_hook(lambda gradient: gradient + 0.1 * torch.rand_like(gradient))
+        parameter.register_hook(noisy)
     return DistributedDataParallel(head)
 
 
-def hooks_of_gradients_that_draw_leave_no_trace_at_a_restart(place: Place) -> None:
+def hooks_of_gradients_that_draw_and_count_leave_no_trace_at_a_restart(place: Place) -> None:
     """The rehearsal of DistributedDataParallel's buckets goes through them."""
     expected = unguarded(place, head=noisy_head)
     for until in (2, STEPS):
@@ -318,6 +324,25 @@ def hooks_of_gradients_that_draw_leave_no_trace_at_a_restart(place: Place) -> No
             training.run(training.protect(), until)
             bits = training.bits()
     assert bits == expected
+
+
+def another_head_is_refused_before_its_gradients_are_rehearsed(place: Place) -> None:
+    """What is known of the buckets of one is nothing to the other."""
+    with life(place):
+        training = Training(head=lambda: DistributedDataParallel(nn.Linear(DIM, 1)))
+        training.run(training.protect(), 2)
+        bits = training.bits()
+    for head, text in (
+        (lambda: nn.Linear(DIM, 1, bias=False), "differing: .*head.module.bias"),
+        (lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1)), "differing: .*head.module.0"),
+        (lambda: nn.Linear(DIM, 2), r"head.module.weight is .*, and was"),
+    ):
+        with life(place), matching(LayoutMismatch, text):
+            Training(head=lambda head=head: DistributedDataParallel(head())).protect()
+    with life(place):
+        training = Training(head=lambda: DistributedDataParallel(nn.Linear(DIM, 1)))
+        assert training.protect().next_step == 2
+        assert training.bits() == bits
 
 
 SCENARIOS: dict[str, Callable[[Place], None]] = {
@@ -333,7 +358,8 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         another_script_is_refused_and_the_first_goes_on,
         replicas_that_differ_are_refused_and_leave_no_trace,
         one_ranks_bad_argument_is_every_ranks_error,
-        hooks_of_gradients_that_draw_leave_no_trace_at_a_restart,
+        hooks_of_gradients_that_draw_and_count_leave_no_trace_at_a_restart,
+        another_head_is_refused_before_its_gradients_are_rehearsed,
     )
 }
 
