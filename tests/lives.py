@@ -24,11 +24,18 @@ CODE = ecemb.Code(n=3, k=2)
 TIMEOUT = timedelta(seconds=60)
 DIM, STEPS = 3, 5
 
+_past: list[object] = []
+
 
 @contextmanager
 def launched(job: str, arena_dir: str | Path, host: str) -> Iterator[None]:
-    """One life; the environment is torchrun's already."""
+    """One life; the environment is torchrun's already.
+
+    Its process group stays until the next one's end: a DistributedDataParallel that were the last to hold it
+    would wait for gloo's threads with the GIL, which they need to drop a tensor.
+    """
     ecemb.init_process_group("gloo", job=job, arena_dir=arena_dir, host=host, timeout=TIMEOUT)
+    group = dist.group.WORLD
     try:
         yield
     finally:
@@ -38,6 +45,7 @@ def launched(job: str, arena_dir: str | Path, host: str) -> Iterator[None]:
         session.watch.close()
         rendezvous._session = None
         dist.destroy_process_group()
+        _past[:] = [group]
 
 
 class Training:
