@@ -1,9 +1,9 @@
 """The collectives that the protocol uses, each with a name and a deadline.
 
 The only module that calls torch.distributed's collectives. All of them are all-to-alls or point-to-point:
-with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours. (One
-does for connecting a `Fabric`.) A `Transport` goes over gloo, from host memory; what is sent to keepers of
-parity may go over a `Fabric` instead, from a device's memory.
+with gloo every rank then notices a dead peer at once, where an all_reduce tells only the ring neighbours.
+(One connects a `Fabric`.) A `Transport` goes over gloo, from host memory; what is sent to keepers of parity
+may go over a `Fabric` instead, from a device's memory.
 
 Whoever gets a `PeerFailure` may conclude nothing about what other ranks received.
 """
