@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.devices import CUDA
+from bench.gpu_image import layout_of
 from bench.gpu_memory import mapped
 from ecemb import kernels
 from ecemb.adapters.image import Fetcher, Image
-from ecemb.rows import WORD_BYTES, Column, Table, TableLayout, arrange
+from ecemb.rows import WORD_BYTES, Table, arrange
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 Phases = Mapping[str, Callable[[], None]]
 
 WEIGHT = 142
-"""Of the product: a constant with several bits."""
+"""Of products: a constant with several bits."""
 
 
 class Held:
@@ -54,8 +55,7 @@ class Held:
             for _ in range(2)
         ]
         self.now = 0
-        columns = (Column("weight", "float32", 4 * dim), Column("sum", "float32", 4))
-        layout = TableLayout("table", rows, columns)
+        layout = layout_of(self.tables[self.now])
         (starts,), table_bytes = arrange([layout])
         self.words: int = layout.record_words
         sizes = [table_bytes // WORD_BYTES, layout.words, 2 * most, *[most * self.words] * 4]

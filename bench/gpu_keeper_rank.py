@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from bench.devices import CUDA, begin, settle
+from bench.gpu_image import imaged
 from bench.gpu_keeper_memory import attached
 from bench.overhead_rank import digest, folded
 from bench.ranks import Line
 from bench.result import WrongResult
 from bench.timing import interleaved
-from ecemb import kernels
-from ecemb.adapters.image import Fetcher, Image
-from ecemb.rows import Column, Table, TableLayout, arrange
+from ecemb.adapters.image import Fetcher
 
 HELD, FREE, FAULTY, WHOLE = "held", "free", "faulty", "whole"
 """A worker's life: killed half way through a step, killed at any moment, ended by a fault of the device half
@@ -299,7 +298,7 @@ def measured(kept: Journalled, order: Order) -> dict[str, list[float]]:
     Raises:
         WrongResult: One of them computes something else; nothing was timed.
     """
-    image = imaged(kept.table)
+    _, image = imaged([kept.table])
     image.fill()
     number = kept.committed() + 1
     ids = kept.touched(number)
@@ -338,12 +337,3 @@ def measured(kept: Journalled, order: Order) -> dict[str, list[float]]:
         raise WrongResult("old rows and deltas don't make new rows")
     calls = {"journal": prepare_alone, "delta": send_delta, "image": fetch, "put": put}
     return interleaved(calls, repeats=order.repeats, at_least_s=order.at_least_s)
-
-
-def imaged(tensor: Tensor) -> Image:
-    """An image of a table, in host memory of its own."""
-    rows, dim = tensor.shape
-    layout = TableLayout("table", rows, (Column("weight", "float32", 4 * dim),))
-    (starts,), size = arrange([layout])
-    stored = Table(layout, np.zeros(size, np.uint8), starts, kernels.get("cpu", torch.get_num_threads()))
-    return Image(stored, [tensor])

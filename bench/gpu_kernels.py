@@ -28,15 +28,12 @@ from torch import Tensor
 
 from bench import gpu_commit
 from bench.devices import CUDA
+from bench.gpu_commit_ways import WEIGHT
+from bench.gpu_image import imaged
 from bench.result import Arguments, Row, WrongResult, summary
 from bench.timing import interleaved
-from ecemb import kernels
-from ecemb.adapters.image import Fetcher, Image
+from ecemb.adapters.image import Fetcher
 from ecemb.kernels.reference import product
-from ecemb.rows import Column, Table, TableLayout, arrange
-
-WEIGHT = 142
-"""Of the products: a constant with several bits."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,8 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     source = torch.randint(-(2**62), 2**62, (scale.block_words,), device=device, generator=generator)
     target = torch.zeros_like(source)
     pinned = torch.empty(scale.block_words, dtype=torch.int64, pin_memory=device.type == "cuda")
-    table, image, tensors = _table(scale, device, generator)
+    tensors = [torch.rand(scale.rows, width, device=device, generator=generator) for width in (scale.dim, 1)]
+    table, image = imaged(tensors)
     table_bytes = sum(tensor.nbytes for tensor in tensors)
     ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched].cpu().numpy()
     image.tell(ids)
@@ -147,17 +145,6 @@ def _whole(device: torch.device, call: Callable[[], object]) -> Callable[[], Non
             torch.cuda.synchronize(device)
 
     return waited
-
-
-def _table(
-    scale: Scale, device: torch.device, generator: torch.Generator
-) -> tuple[Table, Image, list[Tensor]]:
-    tensors = [torch.rand(scale.rows, width, device=device, generator=generator) for width in (scale.dim, 1)]
-    columns = (Column("weight", "float32", 4 * scale.dim), Column("sum", "float32", 4))
-    layout = TableLayout("table", scale.rows, columns)
-    (starts,), size = arrange([layout])
-    table = Table(layout, np.zeros(size, np.uint8), starts, kernels.get("cpu", torch.get_num_threads()))
-    return table, Image(table, tensors), tensors
 
 
 def _products(source: Tensor, target: Tensor, generator: torch.Generator) -> dict[str, Callable[[], None]]:
