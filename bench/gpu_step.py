@@ -166,13 +166,14 @@ def measure(scale: Scale, group: Group, samples: int, *, overlap: bool, seed: in
 def fitting(scale: Scale, group: Group) -> Scale:
     """With so many rows, halved as often as has to be, and with a folder, in which it fits."""
     spare_bytes = group.ranks * GIB if scale.device == CUDA else 0
-    shared_by = min(group.ranks, count(scale.device))
+    most = -(-group.ranks // count(scale.device))  # ranks on one device
     sizes: list[tuple[int, int, int]] = []
     for halved in range(HALVINGS + 1):
         rows = max(1, scale.rows >> halved)
         tables_bytes = scale.tables * rows * scale.dim * VALUE_BYTES
         on_device = len(scale.methods) * tables_bytes + 2 * spare_bytes
-        sizes.append((rows, on_device // shared_by, int(group.arena_share * tables_bytes) + spare_bytes))
+        arena_bytes = int(group.arena_share * tables_bytes) + spare_bytes
+        sizes.append((rows, on_device * most // group.ranks, arena_bytes))
     rows, folder = roomiest(scale.device, sizes) or (sizes[-1][0], scale.arena_dir)
     return replace(scale, rows=rows, arena_dir=folder)
 

@@ -74,32 +74,34 @@ def test_what_fails_or_is_missing_does_not_stop_other_steps(monkeypatch: pytest.
         gpu.kept(gpu_step.ask(gpu_step.FULL, gpu_step.GROUPS, 8192, 0, until=110.0))
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Puts back what a part does when it is ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("signals")
 def test_a_part_that_is_ended_keeps_what_it_has_measured() -> None:
     def measured() -> Iterator[Row]:
         yield once("x", "s", 1.0)
         os.kill(os.getpid(), signal.SIGTERM)
         yield once("x", "s", 2.0)
 
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(Incomplete, match="ended from outside") as raised:
-            gpu.kept(measured())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(Incomplete, match="ended from outside") as raised:
+        gpu.kept(measured())
     assert [row.value for row in raised.value.rows] == [1.0]
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_part_that_fails_keeps_what_it_has_measured(capfd: pytest.CaptureFixture[str]) -> None:
     def measured() -> Iterator[Row]:
         yield once("x", "s", 1.0)
         raise WrongResult("the product is wrong")
 
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(Incomplete, match="^WrongResult: the product is wrong$") as raised:
-            gpu.kept(measured())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(Incomplete, match="^WrongResult: the product is wrong$") as raised:
+        gpu.kept(measured())
     assert [row.value for row in raised.value.rows] == [1.0]
     assert "in measured" in capfd.readouterr().err  # where, for the log
 
@@ -197,6 +199,16 @@ def test_more_devices_give_each_rank_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert [devices.begin(CUDA, rank) for rank in range(5)] == [CUDA] * 5
     assert taken == [0, 1, 2, 0, 1]
     assert devices.count(APART) == 1
+
+
+def test_the_fullest_device_has_to_hold_its_ranks_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[int] = []
+    monkeypatch.setattr(gpu_step, "roomiest", lambda device, sizes: wanted.append(sizes[0][1]))
+    for devices_here in (1, 3, 4, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices_here=devices_here: devices_here)
+        gpu_step.fitting(gpu_step.FULL, gpu_step.SHARED)
+    whole = wanted[0]
+    assert wanted == [whole, whole // 2, whole // 4, whole // 4]  # four ranks on three devices: two on one
 
 
 def test_deltas_over_nccl_are_not_measured_with_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
