@@ -194,7 +194,6 @@ class _Lane:
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         self._buffer = _staging(size, device)
         self._to: torch.Tensor | None = None  # where what the device has written to the buffer goes
-        self._size = 0
 
     def send(self, held: torch.Tensor, own: torch.Tensor) -> None:
         """Copies host memory to the device."""
