@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -64,6 +65,7 @@ def cut_off(end: int, work: Callable[[], None], *modules: ModuleType) -> bool:
         if code not in (0, -signal.SIGKILL):
             raise AssertionError(f"the child ended with {code}: see its output")
         return code != 0
+    gc.disable()  # what earlier tests left behind may end by waiting for threads, which a child lacks
     try:
         Moments(end).watch(modules)
         work()

@@ -25,6 +25,9 @@ PAGE = ROOT / "docs" / "torchrec.md"
 BATCH, STEPS, KILL_AFTER = 32, 40, 20
 END = re.compile(r"malformed lines left out: (\d+)\ndigest: ([0-9a-f]{16})\n")
 MOST_LINES = 5
+# On a busy machine gloo's threads may lay down their last tensor when Python is gone, and torch then aborts
+# a process that has said its digest and is done. guard.close() takes longer than that; plain scripts end.
+ABORTED = "terminate called without an active exception"
 
 
 def diff() -> list[str]:
@@ -45,8 +48,8 @@ def unprotected() -> str:
     return source
 
 
-def start(script: Path, *options: object, ranks: int = 4) -> subprocess.Popen[str]:
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts 3"
+def start(script: Path, *options: object, ranks: int = 4, restarts: int = 0) -> subprocess.Popen[str]:
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}"
     return subprocess.Popen(
         [sys.executable, *torchrun.split(), str(script), *map(str, options)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -63,7 +66,7 @@ def end(process: subprocess.Popen[str], said: str = "") -> tuple[str, ...]:
     finally:
         process.terminate()  # torchrun stops its workers
     found = END.search(said)
-    assert process.returncode == 0 and found, said
+    assert found and (process.returncode == 0 or ABORTED in said), said
     return found.groups()
 
 
@@ -98,7 +101,7 @@ def test_a_killed_training_ends_as_an_unprotected_one(tmp_path: Path, seed: int)
     plain.write_text(unprotected())
     job = f"test-torchrec-{os.getpid()}"
 
-    process = start(SCRIPT, *options, "--job", job)
+    process = start(SCRIPT, *options, "--job", job, restarts=3)
     try:
         said = ""
         for line in process.stdout or ():
@@ -110,6 +113,7 @@ def test_a_killed_training_ends_as_an_unprotected_one(tmp_path: Path, seed: int)
             os.kill(victim.pid, signal.SIGKILL)
             victim.path.unlink()
         killed = end(process, said)
+        assert process.returncode == 0
         assert len(memory) == 4 and not arenas_of(job)
     finally:
         for one in arenas_of(job):
