@@ -1,13 +1,16 @@
 """State as bytes that no pickle is needed to read: plain values and tensors, by torch.save.
 
 What is packed is read back with torch.load(weights_only=True), so types are checked when it is packed, not
-when it is needed. Numbers of numpy become python's.
+when it is needed. Numbers of numpy become python's, and mappings dicts, but for those that it reads. Equal
+structures have equal bytes.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -16,7 +19,7 @@ import torch
 
 from .errors import ConfigurationError, InconsistentArenas
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 _SMALL_BYTES = 256
 _SMALL = "ecemb.packing: a small tensor"
@@ -51,6 +54,8 @@ class _NotPlainError(Exception):
 
 def _copy(value: Any, on_tensor: Callable[[torch.Tensor], object] | None) -> Any:
     kind = type(value)
+    if kind is str:
+        return sys.intern(value)  # torch.save writes each string object but once
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -61,10 +66,17 @@ def _copy(value: Any, on_tensor: Callable[[torch.Tensor], object] | None) -> Any
         return tuple([_copy(item, on_tensor) for item in value])
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {_copy(key, None): _copy(item, on_tensor) for key, item in items}
+        return like(value, {_copy(key, None): _copy(item, on_tensor) for key, item in items})
     if isinstance(value, np.generic):
         return value.item()
     raise _NotPlainError
+
+
+def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Items as a dict of the mapping's type, if that is one which `load` reads."""
+    if type(value) is OrderedDict:
+        return OrderedDict(items)
+    return Counter(items) if type(value) is Counter else items
 
 
 def _complaint(value: Any, at: str) -> str:
@@ -101,7 +113,7 @@ def load(data: bytes) -> Any:
         InconsistentArenas: `dump` has not written this.
     """
     try:
-        return _whole(torch.load(io.BytesIO(data), weights_only=True))
+        return _whole(torch.load(io.BytesIO(data), map_location=_own_device, weights_only=True))
     except Exception as error:
         raise InconsistentArenas(
             f"{len(data)} bytes of packed state can't be read back ({type(error).__name__}: "
@@ -114,14 +126,22 @@ def _inlined(tensor: torch.Tensor) -> object:
     """A small tensor as text, since torch.save makes a file of each tensor, which takes it longest."""
     if tensor.nbytes > _SMALL_BYTES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return tensor
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return (_SMALL, tensor.dtype, list(tensor.shape), values.numpy().tobytes().decode("latin-1"))
+
+
+def _own_device(storage: Any, place: str) -> Any:
+    """Where a storage goes that was on `place`: to this process's device, which may have another number."""
+    if not place.startswith("cuda"):
+        return None  # torch knows
+    return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
 
 
 def _whole(value: Any) -> Any:
     """The inverse of `_inlined`, in a structure of dicts, lists and tuples."""
-    if type(value) is dict:
-        return {key: _whole(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, dict):
+        mapping = cast("dict[Any, Any]", value)
+        return like(mapping, {key: _whole(item) for key, item in mapping.items()})
     if type(value) is list:
         return [_whole(item) for item in cast("list[Any]", value)]
     if type(value) is not tuple:

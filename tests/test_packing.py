@@ -6,7 +6,9 @@ import collections
 import enum
 import fractions
 import math
+import types
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,9 +65,37 @@ def test_numbers_of_numpy_become_pythons() -> None:
 
 
 def test_mappings_become_dicts() -> None:
-    got = plain(collections.OrderedDict(a=collections.defaultdict(int, b=1)))
+    got = plain(types.MappingProxyType({"a": collections.defaultdict(int, b=1)}))
     assert got == {"a": {"b": 1}}
     assert type(got) is type(got["a"]) is dict
+
+
+def test_dicts_that_can_be_read_back_keep_their_type() -> None:
+    """MultiStepLR counts its milestones in a Counter; SequentialLR hands its state_dict on as it is."""
+    value = {"seen": collections.Counter("abba"), "kept": collections.OrderedDict(b=[1], a=torch.arange(2))}
+    got = load(dump(plain(value)))
+    assert type(got["seen"]) is collections.Counter and got["seen"] == value["seen"]
+    assert type(got["kept"]) is collections.OrderedDict and list(got["kept"]) == ["b", "a"]
+    assert torch.equal(got["kept"]["a"], torch.arange(2))
+
+
+def test_equal_structures_have_equal_bytes() -> None:
+    """Ranks compare digests of them, and may have come by their strings in different ways."""
+    one, other = "rate", "".join(["ra", "te"])
+    assert one is not other
+    assert dump([{one: 1}, {one: one}]) == dump([{one: 1}, {other: other}])
+
+
+def test_views_that_torch_resolves_late_come_back() -> None:
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    got = load(dump(plain([conjugate, conjugate.imag])))
+    assert torch.equal(got[0], conjugate) and torch.equal(got[1], conjugate.imag)
+
+
+def test_a_tensor_of_another_device_comes_to_this_one() -> None:
+    with mock.patch.object(torch.serialization, "location_tag", return_value="cuda:7"):
+        data = dump(torch.arange(1000))
+    assert torch.equal(load(data).cpu(), torch.arange(1000))
 
 
 def test_tensors_can_be_taken_out_in_order() -> None:
