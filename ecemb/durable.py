@@ -28,9 +28,10 @@ from . import rankstate
 from .checkpoint import CheckpointReader, Piece, Stored
 from .errors import CheckpointMismatch, ConfigurationError
 from .memory import RankMemory
+from .outline import blank, packed_outline, unpacked
 from .packing import load
 from .rankstate import RankState
-from .replicated import ReplicatedState, blank, packed_outline, unpacked
+from .replicated import ReplicatedState
 from .rows import TableLayout
 
 FORMAT = 1

@@ -1,15 +1,21 @@
 """Where a model's modules keep some of its tensors, so that a step need not walk the whole model for them.
 
+A tensor may stand in several places (tied weights, buffers that begin as one): it is found under its first
+name, and the others are known to be one with it. When that changes, the model has changed.
+
 Must not know: what the tensors are taken for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from .errors import ConfigurationError
 
 
 class Members:
@@ -17,24 +23,50 @@ class Members:
 
     Args:
         model: walked once, here.
-        tensors: some of its parameters and buffers, by name.
+        tensors: some of its parameters and buffers, each once, by name.
+        aside: ids of modules of whose other buffers nothing is said.
+
+    Attributes:
+        shared: buffers that are one with such a tensor: their names, and the name of that tensor.
+        empty: names of buffers that are None.
     """
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, tensors: Mapping[str, torch.Tensor], aside: Collection[int] = ()
+    ) -> None:
         dicts = [_dicts(module) for module in model.modules()]
         self._held = [held for parameters, buffers, _ in dicts for held in (parameters, buffers)]
         self._children = [(held, list(held.values())) for _, _, held in dicts]
-        holders: dict[int, tuple[dict[str, Any], str]] = {}
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for held in self._held:
-            holders.update((id(tensor), (held, key)) for key, tensor in held.items())
-        self._places = [(name, *holders.get(id(tensor), ({}, ""))) for name, tensor in tensors.items()]
+            for key, tensor in held.items():
+                places.setdefault(id(tensor), []).append((held, key))
+        self._places: list[tuple[str, dict[str, Any], str]] = []
+        self._others: list[tuple[dict[str, Any], str, int]] = []  # and which of the places they are one with
+        for name, tensor in tensors.items():
+            (held, key), *others = places.get(id(tensor), [({}, "")])
+            self._others += [(other, there, len(self._places)) for other, there in others]
+            self._places.append((name, held, key))
+        first = {id(tensor): name for name, tensor in tensors.items()}
+        self.shared: dict[str, str] = {}
+        self.empty: list[str] = []
+        for name, buffer in _buffers(model, aside):
+            if buffer is None:
+                self.empty.append(name)
+            elif first.get(id(buffer), name) != name and name not in tensors:
+                self.shared[name] = first[id(buffer)]
+        self._model = model
+        self._at = {name: (held, key) for name, held, key in self._places}
         self._count = self._counted() if all(held for _, held, _ in self._places) else -1
 
     def have_changed(self) -> bool:
-        """Whether modules, parameters or buffers came or went since, or some are in no module."""
+        """Whether something came or went since, became one with another or ceased to, or is in no module."""
+        now = [held.get(key) for _, held, key in self._places]
         return (
             self._counted() != self._count
-            or any(held.get(key) is None for _, held, key in self._places)
+            or any(tensor is None for tensor in now)
+            or len({id(tensor) for tensor in now}) != len(now)
+            or any(held.get(key) is not now[place] for held, key, place in self._others)
             or any(list(held.values()) != children for held, children in self._children)
         )
 
@@ -42,23 +74,57 @@ class Members:
         """The tensors that stand in those places now, by name: replaced ones, too."""
         return {name: held[key] for name, held, key in self._places}
 
+    def at(self, name: str) -> torch.Tensor | None:
+        """What is in a place."""
+        held, key = self._place(name)
+        return held[key]
+
+    def put(self, name: str, value: torch.Tensor | None, *, persistent: bool = True) -> None:
+        """Puts a tensor, or nothing, in a buffer's place, which is made if it isn't there."""
+        held, key = self._place(name)
+        if key in held:
+            held[key] = value
+            return
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, key):
+            setattr(module, key, value)
+        else:
+            module.register_buffer(key, value, persistent=persistent)
+
+    def drop(self, name: str) -> None:
+        """Takes a buffer's place away."""
+        path, _, key = name.rpartition(".")
+        delattr(self._model.get_submodule(path), key)
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        held, key = self._at.get(name, ({}, ""))
+        if held:
+            return held, key
+        path, _, key = name.rpartition(".")
+        return _dicts(self._model.get_submodule(path))[1], key
+
     def _counted(self) -> int:
         """How many tensors there are; empty places for them don't count."""
         return sum(one is not None for held in self._held for one in held.values())
 
 
-def empty_buffers(model: nn.Module) -> Iterator[str]:
-    """Names of buffers that are None now: a step may fill them."""
-    for prefix, module in model.named_modules():
-        for key, buffer in _dicts(module)[1].items():
-            if buffer is None:
-                yield f"{prefix}.{key}".removeprefix(".")
+def buffers(model: nn.Module, aside: Collection[int] = ()) -> dict[str, bool]:
+    """Names of all places for buffers, filled or not, and whether they are in the model's state_dict."""
+    unsaved = {
+        f"{prefix}.{key}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_non_persistent_buffers_set", ())
+    }
+    return {name: name not in unsaved for name, _ in _buffers(model, aside)}
 
 
-def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Puts a tensor, or nothing, in a buffer's place."""
+def has_room(model: nn.Module, name: str) -> bool:
+    """Whether `set_buffer` can put a buffer there that isn't there yet."""
     path, _, key = name.rpartition(".")
-    _dicts(model.get_submodule(path))[1][key] = value
+    try:
+        return not hasattr(model.get_submodule(path), key)
+    except AttributeError:  # there is no such module
+        return False
 
 
 def takes(buffer: torch.Tensor, values: torch.Tensor) -> bool:
@@ -67,6 +133,58 @@ def takes(buffer: torch.Tensor, values: torch.Tensor) -> bool:
     return apart and (buffer.dtype, buffer.shape) == (values.dtype, values.shape)
 
 
+def with_extra_state(model: nn.Module, aside: Collection[int] = ()) -> dict[str, nn.Module]:
+    """Modules that add something of their own to the model's state_dict, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and id(module) not in aside
+        and not isinstance(module, torch.jit.ScriptModule)
+    }
+
+
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ConfigurationError unless this is a tensor that every rank can hold whole."""
+    if nn.parameter.is_lazy(tensor):
+        raise ConfigurationError(
+            f"{name} has no shape yet: run a batch through the model, or give its module a size, before "
+            f"ecemb.protect()"
+        )
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and isinstance(tensor, sharded.DTensor):
+        raise ConfigurationError(
+            f"{name} is a DTensor, of which each rank holds a part: ecemb keeps dense parameters that all "
+            f"ranks hold whole; train them with DistributedDataParallel in place of fully_shard()"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ConfigurationError(
+            f"{name} is on the meta device or not dense, and it is not a protected table: "
+            f"materialise it before ecemb.protect(), or name it in tables="
+        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raises ConfigurationError if a module's parameters are spread over ranks."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ConfigurationError(
+                f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
+                f"a part: ecemb keeps dense parameters that all ranks hold whole; train them with "
+                f"DistributedDataParallel"
+            )
+
+
+def _buffers(model: nn.Module, aside: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """All places for buffers: names, and what is there."""
+    for prefix, module in model.named_modules():
+        if id(module) not in aside:
+            for key, buffer in _dicts(module)[1].items():
+                yield f"{prefix}.{key}".removeprefix("."), buffer
+
+
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """A module's parameters, buffers and modules, as it holds them itself."""
+    """A module's parameters, buffers and modules, as it holds them itself. A ScriptModule hides them."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [{}, {}, {}]
     return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]

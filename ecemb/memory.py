@@ -23,8 +23,8 @@ from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
 from .kernels import Kernels
 from .parity import ParityBlocks
 from .placement import Placement
-from .replicated import Slots
 from .rows import RowSpace, Table, TableLayout, arrange, joined
+from .slots import Slots
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]

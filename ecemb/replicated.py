@@ -1,121 +1,39 @@
-"""Replicated state: what is the same on every rank, kept in two slots of the arena (D6).
+"""Replicated state: what is the same on every rank, saved and put back (D6).
 
-Dense parameters, buffers, and the state and options of optimizers that have dense parameters. Two slots hold
-the last two transactions; a restarted rank reads its own slot, a newcomer gets a survivor's. Tensors are
-copied raw, one after another; what is left of the structure when its tensors are taken out (names, numbers,
-options) is the *outline*, saved by torch.save and read with weights_only=True.
+Dense parameters, buffers, modules' extra state, and the state and options of optimizers that have dense
+parameters, with those parameters of theirs that the model doesn't have.
 
-Invariant: the slot of the last committed transaction is never written.
-Must not know: the network, protected rows.
+Must not know: the network, protected rows, where it is kept.
 """
 
 from __future__ import annotations
 
-import struct
+import logging
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from .arena import Arena
-from .errors import ConfigurationError, InconsistentArenas, LayoutMismatch
-from .members import Members, empty_buffers, set_buffer, takes
-from .packing import WAY_OUT, dump, load, plain
+from .errors import ConfigurationError, LayoutMismatch
+from .members import (
+    Members,
+    buffers,
+    check_modules,
+    check_whole,
+    has_room,
+    takes,
+    with_extra_state,
+)
+from .outline import Outline, filled, same, taken, unpacked
+from .packing import like
+from .slots import Slots, StateStore
 
-_ALIGN_BYTES = 64
-_HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
-_TENSOR = "ecemb.tensor"
-_SLOTS = ("slot0", "slot1")
+logger: logging.Logger = logging.getLogger("ecemb")
 
-
-class StateStore(Protocol):
-    """Where `ReplicatedState` is saved to and loaded from."""
-
-    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Room for a transaction's state, uint8 [size_bytes]; it is void until it is sealed."""
-        ...
-
-    def seal(self, transaction: int) -> None:
-        """Says that the whole state of `transaction` is there."""
-        ...
-
-    def read(self, transaction: int) -> NDArray[np.uint8]:
-        """The state of a transaction, uint8, a view."""
-        ...
-
-
-class Slots:
-    """The two versions of replicated state in an arena; the one that is not committed is written.
-
-    Args:
-        arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Room for a transaction's state, uint8 [size_bytes]; the slot is void until it is sealed."""
-        slot = self._free()
-        self._arena.set(f"{slot}_label", -1)
-        self._arena.reserve(slot, size_bytes, spare_bytes=0)  # it hardly ever grows again
-        self._arena.set(f"{slot}_bytes", size_bytes)
-        return self._arena.region(slot)[:size_bytes]
-
-    def seal(self, transaction: int) -> None:
-        """Says that the slot that was opened holds the whole state of `transaction`."""
-        self._arena.set(f"{self._free()}_label", transaction)
-
-    def read(self, transaction: int) -> NDArray[np.uint8]:
-        """The state of a transaction, uint8, a view.
-
-        Raises:
-            InconsistentArenas: neither slot holds it.
-            ArenaDamaged: the slot says that it holds more than it can.
-        """
-        labels = {slot: self._arena.get(f"{slot}_label") for slot in _SLOTS}
-        found = [slot for slot, label in labels.items() if label == transaction]
-        if len(found) != 1:
-            raise InconsistentArenas(
-                f"the replicated state of transaction {transaction} is not in one of the slots, which hold "
-                f"{list(labels.values())}: no failure leaves this behind; the arena's memory is damaged. "
-                f"{self._arena.way_out}"
-            )
-        return self._arena.filled(found[0], f"{found[0]}_bytes")
-
-    def _free(self) -> str:
-        committed = self._arena.get("committed")
-        others = [slot for slot in _SLOTS if self._arena.get(f"{slot}_label") != committed]
-        return others[-1] if others else _SLOTS[0]  # a new arena has committed nothing
-
-
-class Savepoint:
-    """Replicated state as it was when a step began, in this process's memory: what an abort goes back to."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return len(self._memory)
-
-    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
-        """See `StateStore.open`."""
-        if len(self._memory) != size_bytes:
-            self._memory = np.empty(size_bytes, np.uint8)
-        return self._memory
-
-    def seal(self, transaction: int) -> None:
-        """See `StateStore.seal`."""
-
-    def read(self, transaction: int) -> NDArray[np.uint8]:
-        """What was saved last."""
-        return self._memory
+_SAME = "ecemb.same"  # (this, name): a buffer that is one with the tensor of that name
+_GENERATIONS = 3  # an abort goes back by one, a failed commit by two
 
 
 class ReplicatedState:
@@ -124,9 +42,12 @@ class ReplicatedState:
     Args:
         model: its parameters and buffers are taken, but for the protected ones.
         optimizers: of those that have dense parameters, options are taken, and state but for that of
-            protected parameters.
+            protected parameters; so are those that such an optimizer has in itself.
         protected: the protected parameters.
         aside: modules whose buffers are not taken.
+
+    Raises:
+        ConfigurationError: parameters or optimizer state are spread over ranks.
     """
 
     def __init__(
@@ -136,25 +57,27 @@ class ReplicatedState:
         protected: Iterable[nn.Parameter],
         aside: Iterable[nn.Module] = (),
     ) -> None:
+        check_modules(model)
         self._model = model
-        self._aside = list(aside)
+        self._left = list(aside)
+        self._aside = {id(one) for module in self._left for one in module.modules()}
         self._protected = {id(parameter) for parameter in protected}
-        self._optimizers = [optimizer for optimizer in optimizers if self._dense(optimizer)]
-        self._empty = set(empty_buffers(model))
+        self._optimizers = [one for one in _with_inner(optimizers) if self._dense(one)]
+        _check_optimizers(self._optimizers)
+        self._at_start = buffers(model, self._aside)
+        self._extra = with_extra_state(model, self._aside)
         self._fixed = self._fixed_now()
-        self._outline: object = None
-        self._outline_bytes = b""
-        self._outline_sum = 0
-        self._size = 0
+        self._outline: Outline | None = None
         self._members: Members | None = None
+        self._appeared: dict[str, bool] = {}  # buffers that were not there at the start: whether persistent
+        self._ids: set[int] = set()  # of the model's tensors
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the slot
+        self._saved: dict[int, list[torch.Tensor]] = {}  # what was saved lately, by transaction
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors as they are now."""
-        tensors: list[torch.Tensor] = []
-        _outline(self._collect(), tensors)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._taken()[1])
 
     def save(self, slots: StateStore, transaction: int) -> None:
         """Writes the state of `transaction`.
@@ -162,77 +85,116 @@ class ReplicatedState:
         Raises:
             LayoutMismatch: a restart could not put it back.
         """
-        tensors: list[torch.Tensor] = []
-        outline = _outline(self._collect(), tensors)
-        if outline != self._outline:
+        value, tensors = self._taken()
+        if self._outline is None or not same(value, self._outline.value):
             self._check_fixed()
-            self._outline, self._outline_bytes = outline, dump(outline)
-            self._outline_sum = zlib.crc32(self._outline_bytes)
+            self._outline = Outline(value, tensors)
             self._views.clear()
-            _, self._size = _places(tensors, _HEAD.size + len(self._outline_bytes))
-        memory = slots.open(transaction, self._size)
+        memory = slots.open(transaction, self._outline.size_bytes)
         views = self._views.get(memory.ctypes.data)
         if views is None:
-            views = self._views[memory.ctypes.data] = self._lay_out(memory, tensors)
+            views = self._views[memory.ctypes.data] = self._outline.lay_out(memory, tensors)
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor.detach())
         slots.seal(transaction)
-
-    def _lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Writes everything but the tensors to a slot, and returns where they belong."""
-        head = len(self._outline_bytes)
-        memory[:] = 0  # what an earlier state left between tensors differs by rank
-        memory[: _HEAD.size] = np.frombuffer(_HEAD.pack(head, self._outline_sum), np.uint8)
-        memory[_HEAD.size : _HEAD.size + head] = np.frombuffer(self._outline_bytes, np.uint8)
-        places, _ = _places(tensors, _HEAD.size + head)
-        pairs = zip(places, tensors, strict=True)
-        return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
+        self._remember(transaction, tensors)
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Puts the state of `transaction` back into the model and the optimizers.
+
+        Tensors are written in place if they are those that were saved; others may be anybody's by now, such
+        as a batch that became a buffer.
 
         Raises:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
             InconsistentArenas: the slot holds what `save` has not written.
         """
         outline, _, tensors = unpacked(slots.read(transaction))
-        self.restore(outline, tensors)
+        self.restore(outline, tensors, self._saved.get(transaction))
+        self._remember(transaction, self._taken()[1])
 
-    def restore(self, outline: object, tensors: Sequence[torch.Tensor]) -> None:
+    def restore(
+        self,
+        outline: object,
+        tensors: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Puts a state back that `unpacked` took apart; its tensors are copied.
+
+        Args:
+            outline: what is left of it without its tensors.
+            tensors: these.
+            own: the only ones that are written in place; all of the model's, if None.
 
         Raises:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
         """
-        self._restore(cast("dict[str, Any]", _filled(outline, list(tensors))))
+        saved = cast("dict[str, Any]", filled(outline, list(tensors)))
+        now = self._tensors()
+        self._check_fits(saved, now)
+        ours = self._ids if own is None else {id(tensor) for tensor in own}
+        self._restore_model(saved, now, ours)
+        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
+            self._restore_optimizer(optimizer, kept, () if own is None else ours)
 
     def digest(self, slots: Slots, transaction: int) -> int:
         """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
         return zlib.crc32(slots.read(transaction).tobytes())
 
+    def _remember(self, transaction: int, tensors: list[torch.Tensor]) -> None:
+        self._saved.pop(transaction, None)
+        self._saved[transaction] = tensors
+        while len(self._saved) > _GENERATIONS:
+            del self._saved[next(iter(self._saved))]
+
+    def _taken(self) -> tuple[object, list[torch.Tensor]]:
+        """All that is saved now: the structure without its tensors, and these."""
+        tensors: list[torch.Tensor] = []
+        return taken(self._collect(), tensors), tensors
+
     def _collect(self) -> dict[str, object]:
-        return {
-            "model": self._tensors(),
-            "optimizers": [
-                {
-                    "options": [options(group) for group in optimizer.param_groups],
-                    "state": {
-                        index: optimizer.state[parameter]
-                        for index, parameter in enumerate(self._dense(optimizer))
-                        if parameter in optimizer.state
-                    },
-                }
-                for optimizer in self._optimizers
-            ],
+        tensors = self._tensors()
+        members = cast("Members", self._members)
+        shared = {name: (_SAME, first) for name, first in members.shared.items()}
+        collected: dict[str, object] = {
+            "model": {**tensors, **dict.fromkeys(members.empty), **shared},
+            "optimizers": [self._collected(optimizer) for optimizer in self._optimizers],
         }
+        if self._appeared:
+            collected["appeared"] = self._appeared
+        if self._extra:
+            collected["extra"] = {name: module.get_extra_state() for name, module in self._extra.items()}
+        return collected
+
+    def _collected(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+        dense = self._dense(optimizer)
+        collected: dict[str, object] = {
+            "options": [options(group) for group in optimizer.param_groups],
+            "state": {
+                index: optimizer.state[parameter]
+                for index, parameter in enumerate(dense)
+                if parameter in optimizer.state
+            },
+        }
+        others = dict(_others(optimizer))
+        if others:
+            collected["others"] = others
+        outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
+        for index, parameter in outside.items():
+            check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
+        return collected | ({"outside": outside} if outside else {})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The model's dense parameters and buffers, by name."""
+        """The model's dense parameters and buffers, by name, each once."""
         if self._members is None or self._members.have_changed():
             found = self._found()
-            self._members = Members(self._model, found)
-            return found
-        return self._members.now()
+            self._members = Members(self._model, found, self._aside)
+            places = buffers(self._model, self._aside)
+            self._appeared = {name: kept for name, kept in places.items() if name not in self._at_start}
+        else:
+            found = self._members.now()
+        self._ids = {id(tensor) for tensor in found.values()}
+        return found
 
     def _found(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
@@ -240,14 +202,10 @@ class ReplicatedState:
             for name, parameter in self._model.named_parameters()
             if id(parameter) not in self._protected
         }
-        aside = {id(buffer) for module in self._aside for _, buffer in nn.Module.named_buffers(module)}
-        tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in aside)
+        left = {id(buffer) for module in self._left for _, buffer in nn.Module.named_buffers(module)}
+        tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in left)
         for name, tensor in tensors.items():
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                raise ConfigurationError(
-                    f"{name} is on the meta device or not dense, and it is not a protected table: "
-                    f"materialise it before ecemb.protect(), or name it in tables="
-                )
+            check_whole(name, tensor)
         return tensors
 
     def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -261,9 +219,14 @@ class ReplicatedState:
     def _fixed_now(self) -> dict[str, object]:
         """What may not change under protection, since a restart begins with what the script has built."""
         parameters = ((n, one) for n, one in self._model.named_parameters() if id(one) not in self._protected)
-        fixed: dict[str, object] = {name: (one.dtype, one.shape) for name, one in parameters}
-        groups = {f"groups of optimizer {i}": len(o.param_groups) for i, o in enumerate(self._optimizers)}
-        return fixed | groups
+        fixed: dict[str, object] = {
+            name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
+        }
+        for i, optimizer in enumerate(self._optimizers):
+            fixed[f"groups of optimizer {i}"] = len(optimizer.param_groups)
+            for j, group in enumerate(optimizer.param_groups):
+                fixed[f"the number of parameters in group {j} of optimizer {i}"] = len(group["params"])
+        return fixed
 
     def _check_fixed(self) -> None:
         now = self._fixed_now()
@@ -277,21 +240,34 @@ class ReplicatedState:
 
     def _check_fits(self, saved: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Before anything is written."""
-        differing = sorted(tensors.keys() ^ saved["model"].keys())
-        if {*differing} - self._empty or len(self._optimizers) != len(saved["optimizers"]):
+        members = cast("Members", self._members)
+        now = {*tensors, *members.empty, *members.shared}
+        made = saved.get("appeared", {})
+        differing = {name for name in saved["model"].keys() - now if name not in made}
+        differing |= {name for name in made.keys() - now if not has_room(self._model, name)}
+        differing |= (now - saved["model"].keys()) - self._appeared.keys()
+        if differing or len(self._optimizers) != len(saved["optimizers"]):
             raise LayoutMismatch(
                 f"the job was started with other dense parameters or optimizers "
-                f"(differing: {differing[:8]}, {len(saved['optimizers'])} optimizers then and "
+                f"(differing: {sorted(differing)[:8]}, {len(saved['optimizers'])} optimizers then and "
                 f"{len(self._optimizers)} now): run the script that started it, or use another job="
             )
         for name, tensor in tensors.items():
-            then = saved["model"].get(name, tensor)
-            if isinstance(tensor, nn.Parameter) and (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
+            then = saved["model"].get(name)
+            if not isinstance(tensor, nn.Parameter):
+                continue
+            if not isinstance(then, torch.Tensor) or (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
+                kind = f"{then.dtype}" if isinstance(then, torch.Tensor) else "no tensor of its own"
+                shape = f" of shape {tuple(then.shape)}" if isinstance(then, torch.Tensor) else ""
                 raise LayoutMismatch(
-                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {then.dtype} of shape "
-                    f"{tuple(then.shape)} when the job was started: run the script that started it, or use "
-                    f"another job="
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {kind}{shape} "
+                    f"when the job was started: run the script that started it, or use another job="
                 )
+        if missing := sorted(self._extra.keys() ^ saved.get("extra", {}).keys()):
+            raise LayoutMismatch(
+                f"{missing[0] or 'the model'} has extra state only in one of the model that was saved and "
+                f"this one: run the script that started the job, or use another job="
+            )
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             if len(optimizer.param_groups) != len(kept["options"]):
                 raise LayoutMismatch(
@@ -300,25 +276,89 @@ class ReplicatedState:
                 )
 
     @torch.no_grad()
-    def _restore(self, saved: dict[str, Any]) -> None:
-        tensors = self._tensors()
-        self._check_fits(saved, tensors)
-        for name in {**tensors, **saved["model"]}:
-            tensor, then = tensors.get(name), saved["model"].get(name)
-            if tensor is None or then is None:
-                set_buffer(self._model, name, _copied(then, _any_of(tensors)))
-            elif isinstance(tensor, nn.Parameter) or takes(tensor, then):
-                tensor.copy_(then)
+    def _restore_model(
+        self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ours: Collection[int]
+    ) -> None:
+        members = cast("Members", self._members)
+        made, device = saved.get("appeared", {}), _any_of(tensors)
+        for name in (*tensors, *members.empty, *members.shared):
+            if name not in saved["model"]:
+                members.drop(name)
+        for name, then in saved["model"].items():
+            now = tensors.get(name)
+            if isinstance(then, torch.Tensor) and now is not None and self._takes(now, then, ours):
+                now.copy_(then)
+            elif isinstance(then, torch.Tensor) or then is None:
+                value = _copied(then, device if now is None else now)
+                members.put(name, value, persistent=made.get(name, True))
+        for name, then in saved["model"].items():
+            if isinstance(then, tuple):
+                members.put(name, members.at(cast("Any", then)[1]))
+        for name, module in self._extra.items():
+            module.set_extra_state(_copied(saved["extra"][name], device))
+
+    @staticmethod
+    def _takes(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
+        return isinstance(now, nn.Parameter) or (id(now) in ours and takes(now, then))
+
+    @torch.no_grad()
+    def _restore_optimizer(
+        self, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], ours: Collection[int]
+    ) -> None:
+        for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
+            for key in options(group).keys() - then.keys():
+                del group[key]
+            beside = next(iter(group["params"]), None)
+            group.update({key: _put(group.get(key), value, beside, ours) for key, value in then.items()})
+        dense = self._dense(optimizer)
+        for index, parameter in enumerate(dense):
+            if index in kept["state"]:
+                now = optimizer.state.get(parameter)
+                optimizer.state[parameter] = _put(now, kept["state"][index], parameter, ours)
             else:
-                set_buffer(self._model, name, _copied(then, tensor))
-        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
-            for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
-                group.update(_copied(then, None))
-            for index, parameter in enumerate(self._dense(optimizer)):
-                if index in kept["state"]:
-                    optimizer.state[parameter] = _copied(kept["state"][index], parameter)
-                else:
-                    optimizer.state.pop(parameter, None)
+                optimizer.state.pop(parameter, None)
+        others = kept.get("others", {})
+        for key, value in list(_others(optimizer)):
+            if key in others:
+                optimizer.state[key] = _put(value, others.pop(key), None, ours)
+            else:
+                del optimizer.state[key]
+        for key, value in others.items():
+            optimizer.state[key] = _copied(value, None)
+        for index, value in kept.get("outside", {}).items():
+            dense[index].copy_(value)
+
+
+def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
+    """Optimizers, and those that they hold, as sharpness-aware ones and Lookahead do; no state twice."""
+    found = list(optimizers)
+    for optimizer in found:  # which grows
+        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [one for one in inner if not any(one.state is other.state for other in found)]
+    return found
+
+
+def _check_optimizers(optimizers: Iterable[Any]) -> None:
+    """Raises ConfigurationError if state is spread over ranks; logs where some may be that isn't kept."""
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
+            raise ConfigurationError(
+                "ZeroRedundancyOptimizer spreads the state of dense parameters over the ranks: ecemb keeps "
+                "what all ranks hold whole; use the optimizer that it wraps"
+            )
+        own = getattr(kind, "state_dict", None)
+        if isinstance(optimizer, torch.optim.Optimizer) and own is not torch.optim.Optimizer.state_dict:
+            logger.info(
+                "%s has a state_dict() of its own; its parameter groups and its state are kept, and nothing "
+                "else of it: pass in state= what it keeps in other attributes",
+                kind.__name__,
+            )
+
+
+def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """An optimizer's state that is not under a parameter."""
+    return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,111 +366,21 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:
-    """Takes a saved state apart (uint8, as `Slots.read` gives it).
-
-    Returns:
-        The outline, the tensors' names, and the tensors: views of `memory`, in the outline's order.
-
-    Raises:
-        InconsistentArenas: `save` has not written it.
-    """
-    packed = packed_outline(memory)
-    outline = load(packed.tobytes())
-    names, blanks = blank(outline)
-    places, size = _places(blanks, _HEAD.size + len(packed))
-    if size != len(memory):
-        raise InconsistentArenas(
-            f"a slot of replicated state has {len(memory)} bytes, and its outline stands for {size}: the "
-            f"arena's memory is damaged. {WAY_OUT}"
-        )
-    tensors = [_view(memory, at, one.dtype, one.shape) for one, at in zip(blanks, places, strict=True)]
-    return outline, names, tensors
-
-
-def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The outline of a saved state, packed: uint8, a view of `memory`.
-
-    Raises:
-        InconsistentArenas: `save` has not written it.
-    """
-    head, checksum = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
-    packed = memory[_HEAD.size : _HEAD.size + head]
-    if zlib.crc32(packed.tobytes()) != checksum:
-        raise InconsistentArenas(
-            f"the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is "
-            f"damaged. {WAY_OUT}"
-        )
-    return packed
-
-
-def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
-    """What tensors an outline stands for.
-
-    Returns:
-        Their names, e.g. "head.weight" for the model's and "optimizers.0.state.1.exp_avg"; and tensors on
-        the meta device with their types and shapes; both in the outline's order.
-    """
-    found: list[tuple[str, torch.Tensor]] = []
-    _find(outline, (), found)
-    return [name for name, _ in found], [tensor for _, tensor in found]
-
-
-def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:
-    places: list[int] = []
-    for tensor in tensors:
-        start = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
-        places.append(start)
-        start += tensor.numel() * tensor.element_size()
-    return places, start
-
-
-def _view(memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(memory[place : place + size]).view(dtype).reshape(tuple(shape))
-
-
-def _outline(value: object, tensors: list[torch.Tensor]) -> object:
-    """A copy of a nested structure with its tensors taken out, in order, to `tensors`."""
-
-    def taken(tensor: torch.Tensor) -> object:
-        tensors.append(tensor)
-        return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
-
-    return plain(value, taken, "replicated state")
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, tuple) and cast("Any", value)[:1] == (_TENSOR,)
-
-
-def _find(value: Any, path: tuple[str, ...], found: list[tuple[str, torch.Tensor]]) -> None:
-    if _is_tensor(value):
-        name = ".".join(path[1:] if path[0] == "model" else path)
-        found.append((name, torch.empty(value[2], dtype=value[1], device="meta")))
-    elif isinstance(value, (dict, list, tuple)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(cast("Any", value))
-        for key, item in cast("Iterable[tuple[Any, Any]]", pairs):
-            _find(item, (*path, str(key)), found)
-
-
-def _filled(value: Any, tensors: list[torch.Tensor]) -> object:
-    """The inverse of `_outline`; consumes `tensors`. A tensor remembers the kind of device it was on."""
-    if _is_tensor(value):
-        tensor = tensors.pop(0)
-        tensor.ecemb_device = value[3]  # pyright: ignore[reportAttributeAccessIssue]
-        return tensor
-    if isinstance(value, dict):
-        return {key: _filled(item, tensors) for key, item in cast("Any", value).items()}
-    if isinstance(value, (list, tuple)):
-        items = [_filled(item, tensors) for item in cast("Any", value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
 def _any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """One on an accelerator, if there is one."""
     return next((one for one in tensors.values() if one.device.type != "cpu"), None)
+
+
+def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
+    """State out of the slot, in the tensors of now that are ours, whose addresses a CUDA graph may know."""
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
+        if takes(now, then):
+            return now.copy_(then)
+    if isinstance(now, dict) and isinstance(then, dict):
+        mapping = cast("dict[Any, Any]", then)
+        held = cast("dict[Any, Any]", now)
+        return like(mapping, {k: _put(held.get(k), item, parameter, ours) for k, item in mapping.items()})
+    return _copied(then, parameter)
 
 
 def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
@@ -440,7 +390,8 @@ def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
             return value.clone()
         return value.to(parameter.device, copy=True)
     if isinstance(value, dict):
-        return {key: _copied(item, parameter) for key, item in cast("Any", value).items()}
+        mapping = cast("dict[Any, Any]", value)
+        return like(mapping, {key: _copied(item, parameter) for key, item in mapping.items()})
     if isinstance(value, (list, tuple)):
         items = [_copied(item, parameter) for item in cast("Any", value)]
         return items if isinstance(value, list) else tuple(items)

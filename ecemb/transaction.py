@@ -35,7 +35,8 @@ from torch.profiler import record_function
 from .errors import StepFailed, UsageError
 from .memory import RankMemory
 from .rankstate import RankState, read, write_
-from .replicated import ReplicatedState, Savepoint
+from .replicated import ReplicatedState
+from .slots import Savepoint
 from .threads import hand_over
 from .transport import Transport
 from .watch import EXIT_UNDECIDED

@@ -21,6 +21,7 @@ kernels.loops planner
 kernels.reference kernels.cpu
 kernels.cuda
 rows arena delta packing generators members
+outline slots
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp window
 stripes

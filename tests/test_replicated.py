@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 
 from ecemb import rankstate
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, NotEnoughSpace
-from ecemb.replicated import ReplicatedState, Slots, unpacked
+from ecemb.outline import unpacked
+from ecemb.replicated import ReplicatedState
+from ecemb.slots import Slots
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -411,3 +414,249 @@ def test_other_optimizers_are_refused(optimizers: int, groups: int, slots: Slots
     with pytest.raises(LayoutMismatch, match="optimizers|parameter groups"):
         ReplicatedState(model, [optimizer], []).load(slots, 0)
     assert everything(model, optimizer) == before
+
+
+class Buffers(nn.Module):
+    """Two buffers that begin as they are given, and whatever a test registers."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("one", one)
+        self.register_buffer("other", other)
+
+    def held(self) -> dict[str, Any]:
+        return {name: None if one is None else one.tolist() for name, one in self._buffers.items()}
+
+
+def apart() -> Buffers:
+    return Buffers(torch.zeros(2), torch.ones(2))
+
+
+def together() -> Buffers:
+    both = torch.ones(2)
+    return Buffers(both, both)
+
+
+def diverge(model: Buffers) -> None:
+    model.one = model.one + 1
+    model.other = model.other * 5
+
+
+def unite(model: Buffers) -> None:
+    model.other = model.one
+    model.one += 7
+
+
+def register(model: Buffers) -> None:
+    model.register_buffer("cached", torch.arange(3.0), persistent=False)
+
+
+def clear(model: Buffers) -> None:
+    model.one = None
+
+
+@pytest.mark.parametrize("make", [apart, together])
+@pytest.mark.parametrize("change", [diverge, unite, register, clear])
+def test_buffers_that_come_go_meet_and_part(
+    make: Callable[[], Buffers], change: Callable[[Buffers], None], slots: Slots
+) -> None:
+    model = make()
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    before, kept = model.held(), dict(model.state_dict())
+    change(model)
+    state.load(slots, 0)  # an abort
+    assert (model.held(), [*model.state_dict()]) == (before, [*kept])
+    change(model)
+    state.save(slots, 1)
+    after, kept = model.held(), dict(model.state_dict())
+    again = make()
+    other = ReplicatedState(again, [], [])
+    other.load(slots, 1)  # a restart
+    assert (again.held(), [*again.state_dict()]) == (after, [*kept])
+    assert (again.one is again.other) == (model.one is model.other)
+    for one in (model, again):  # and what is one, or was, goes on so
+        one.other += 1
+    assert again.held() == model.held()
+    for one in (state, other):
+        one.load(slots, 1)
+    assert again.held() == model.held() == after
+
+
+def test_an_abort_writes_to_no_tensor_that_was_not_saved(slots: Slots) -> None:
+    """A batch that became a buffer is the dataset's."""
+    data, model = torch.arange(4.0).reshape(2, 2), apart()
+    state = ReplicatedState(model, [], [])
+    for first in (state, ReplicatedState(model, [], [])):
+        if first is state:
+            state.save(slots, 0)
+        else:
+            first.load(slots, 0)  # a restart
+        own = model.other
+        model.one = data[1]
+        model.other.add_(3)
+        first.load(slots, 0)
+        assert data.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        assert model.held() == {"one": [0.0, 0.0], "other": [1.0, 1.0]} and model.other is own
+
+
+def test_buffers_that_trade_places_within_a_step_come_back(slots: Slots) -> None:
+    model = apart()
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    model.other, model.one = model.one, model.one + 1
+    state.load(slots, 0)
+    assert model.held() == {"one": [0.0, 0.0], "other": [1.0, 1.0]}
+
+
+def test_tied_parameters_that_part_are_refused_when_they_are_saved(slots: Slots) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    model[1].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(LayoutMismatch, match="1.weight has changed under protection"):
+        state.save(slots, 1)
+
+
+class Counting(nn.Linear):
+    """Keeps a number of its own."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": torch.full((2,), float(self.count))}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["mean"].tolist() == [state["count"]] * 2
+        self.count = state["count"]
+
+
+def test_extra_state_of_modules_comes_back(slots: Slots) -> None:
+    def made() -> tuple[Counting, ReplicatedState]:
+        model = nn.Sequential(Counting(1, 1))
+        return model[0], ReplicatedState(model, [], [])
+
+    (layer, state), (other, again) = made(), made()
+    layer.count = 5
+    state.save(slots, 1)
+    layer.count = 6
+    state.load(slots, 1)
+    again.load(slots, 1)
+    assert (layer.count, other.count) == (5, 5)
+    with pytest.raises(LayoutMismatch, match="0 has extra state only in one of"):
+        ReplicatedState(nn.Sequential(nn.Linear(1, 1)), [], []).load(slots, 1)
+
+
+class Ascent(torch.optim.Optimizer):
+    """Has an optimizer in itself, as sharpness-aware minimization does, and a count under no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.Adam(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+        self.state["all"] = {"steps": 0, "sum": torch.zeros(1)}
+
+    def step(self, closure: Any = None) -> None:
+        self.state["all"]["steps"] += 1
+        self.state["all"]["sum"] += 1
+        self.param_groups[0]["late"] = self.state["all"]["steps"]
+        self.base.step()
+
+
+def test_all_state_of_an_optimizer_comes_back(slots: Slots) -> None:
+    """That of an inner optimizer, of no parameter, and parameters that the model doesn't have."""
+
+    def made() -> tuple[nn.Module, nn.Parameter, Ascent, ReplicatedState]:
+        model, scale = nn.Linear(2, 1), nn.Parameter(torch.zeros(()))
+        with torch.no_grad():
+            model.weight.fill_(1)
+            model.bias.fill_(2)
+        optimizer = Ascent([*model.parameters(), scale])
+        return model, scale, optimizer, ReplicatedState(model, [optimizer], [])
+
+    def run(model: nn.Module, scale: nn.Parameter, optimizer: Ascent, _: object) -> None:
+        optimizer.zero_grad()
+        ((model(torch.ones(1, 2)) - 7).square().sum() * (-scale).exp() + scale).backward()
+        optimizer.step()
+
+    def seen(model: nn.Module, scale: nn.Parameter, optimizer: Ascent, _: object) -> Any:
+        return everything(model, optimizer.base), scale.item(), str(optimizer.state["all"])
+
+    one, other = made(), made()
+    one[3].save(slots, 0)
+    before = seen(*one)
+    run(*one)
+    one[3].load(slots, 0)  # an abort
+    assert seen(*one) == before and "late" not in one[2].param_groups[0]
+    for _ in range(3):
+        run(*one)
+    one[3].save(slots, 3)
+    places = [tensor.data_ptr() for tensor in one[2].base.state[one[1]].values()]
+    run(*one)
+    one[3].load(slots, 3)
+    assert places == [tensor.data_ptr() for tensor in one[2].base.state[one[1]].values()]
+    other[3].load(slots, 3)  # a restart
+    for each in (one, other):
+        run(*each)
+    assert seen(*one) == seen(*other) != before
+
+
+def test_tensors_that_change_their_order_keep_their_names(slots: Slots) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = ReplicatedState(model, [optimizer], [])
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state.save(slots, 1)
+    kept = optimizer.state[model.bias]
+    optimizer.state[model.bias] = {key: kept[key] for key in reversed(kept)}
+    before = everything(model, optimizer)
+    state.save(slots, 2)
+    again = nn.Linear(1, 1)
+    other = torch.optim.Adam(again.parameters(), lr=0.1)
+    ReplicatedState(again, [other], []).load(slots, 2)
+    assert everything(again, other) == before
+
+
+def test_parameters_that_join_a_group_are_refused_when_they_are_saved(slots: Slots) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    state = ReplicatedState(model, [optimizer], [])
+    optimizer.param_groups[0]["params"] += model[1].parameters()
+    with pytest.raises(LayoutMismatch, match=r"the number of parameters in group 0 of optimizer 0 has .*\(2"):
+        state.save(slots, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_kept(slots: Slots) -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    model(torch.randn(4, 2))
+    state.load(slots, 0)
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
+
+
+def test_what_has_no_shape_or_is_sharded_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.\w+ has no shape yet: run a batch"):
+        ReplicatedState(nn.Sequential(nn.LazyLinear(2)), [], []).save(mock.Mock(), 0)
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})
+    with pytest.raises(ConfigurationError, match="0 is a FullyShardedDataParallel"):
+        ReplicatedState(nn.Sequential(sharded(1, 1)), [], [])
+    model = nn.Linear(1, 1)
+    spread = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer spreads"):
+        ReplicatedState(model, [spread(model.parameters(), lr=0.1)], [])
+
+
+def test_sparse_optimizer_state_is_refused(slots: Slots) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = ReplicatedState(model, [optimizer], [])
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="sparse"):
+        state.save(slots, 0)

@@ -25,7 +25,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.memory import RankMemory
-from ecemb.replicated import Slots
+from ecemb.slots import Slots
 from ecemb.transaction import EXIT_UNDECIDED, Transactions
 
 DONE = 2
