@@ -85,8 +85,8 @@ class GradientBuckets:
 
     def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
         module, orders = self._modules[number], self._orders[number]
-        if isinstance(module.module, _Rehearsal) or not module.require_backward_grad_sync:
-            return
+        if isinstance(module.module, _Rehearsal) or not module.require_forward_param_sync:
+            return  # what its last forward has decided, whatever no_sync() says by now
         if not orders or index in orders[-1]:
             if len(orders) == _counting(module) or _laid_out(module):
                 return

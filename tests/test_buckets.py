@@ -43,18 +43,25 @@ def start(
     return model, torch.optim.Adam(model.parameters(), lr=0.1), GradientBuckets(found_in(model))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range, late: bool = False
+) -> None:
+    """With `late`, a first part's backward alone is under no_sync(), which comes too late for it."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         optimizer.zero_grad()
+        if late:
+            loss = model(torch.randn(9, 17, generator=generator))
+            with model.no_sync():
+                loss.backward()
         model(torch.randn(9, 17, generator=generator)).backward()
         optimizer.step()
 
 
-def restarted(static: bool, cut: int, rehearses: bool) -> list[torch.Tensor]:
+def restarted(static: bool, late: bool, cut: int, rehearses: bool) -> list[torch.Tensor]:
     """The parameters after STEPS steps, with a new process's model and reducer from step `cut` on."""
     model, optimizer, buckets = start(static)
-    train(model, optimizer, range(cut))
+    train(model, optimizer, range(cut), late)
     again, optimizer_again, buckets_again = start(static)
     again.load_state_dict(model.state_dict())
     optimizer_again.load_state_dict(optimizer.state_dict())
@@ -64,30 +71,30 @@ def restarted(static: bool, cut: int, rehearses: bool) -> list[torch.Tensor]:
         buckets_again.rehearse()
         assert all(p.grad is grad for p, grad in zip(again.parameters(), kept, strict=True))
         assert again.module.largest == model.module.largest > 0
-    train(again, optimizer_again, range(cut, STEPS))
+    train(again, optimizer_again, range(cut, STEPS), late)
     assert again.will_sync_module_buffers()
     if rehearses and cut > 2:
         assert buckets_again.state() == buckets.state()
     return [parameter.detach() for parameter in again.parameters()]
 
 
-def same(static: bool) -> list[tuple[bool, ...]]:
+def same(static: bool, late: bool) -> list[tuple[bool, ...]]:
     """For each cut: whether it ends as the undisturbed run, with a rehearsal and without."""
     torch.set_num_threads(1)
     model, optimizer, buckets = start(static)
-    train(model, optimizer, range(STEPS))
+    train(model, optimizer, range(STEPS), late)
     end = [parameter.detach() for parameter in model.parameters()]
     assert len(buckets.state()[0]) == 1 + static and buckets._handles == [[]]  # nothing more is recorded
     outcomes: list[tuple[bool, ...]] = []
     for cut in range(1, CUT + 1):
-        ends = [restarted(static, cut, rehearses) for rehearses in (True, False)]
+        ends = [restarted(static, late, cut, rehearses) for rehearses in (True, False)]
         outcomes.append(tuple(all(map(torch.equal, end, one)) for one in ends))
     return outcomes
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_a_restart_at_any_step_sums_as_before(static: bool) -> None:
-    for outcomes in run_ranks(4, same, static, deadline_s=120):
+@pytest.mark.parametrize(("static", "late"), [(False, False), (True, False), (False, True)])
+def test_a_restart_at_any_step_sums_as_before(static: bool, late: bool) -> None:
+    for outcomes in run_ranks(4, same, static, late, deadline_s=120):
         assert [with_rehearsal for with_rehearsal, _ in outcomes] == [True] * CUT
         assert not all(without for _, without in outcomes), "the net doesn't show what rehearsals are for"
 
