@@ -280,15 +280,16 @@ def restore(
     replicated.restore(plain, tensors)
 
     sizes = facts["rank_state_bytes"]
-    source = rank if rank < len(sizes) else 0
-    packed = torch.empty(sizes[source], dtype=torch.uint8)
-    reader.read(stored, [_whole(f"rank_state/{source}", packed)])
-    data = packed.numpy().tobytes()
+    ranks = [rank] if rank < len(sizes) else range(len(sizes))
+    packed = [torch.empty(sizes[one], dtype=torch.uint8) for one in ranks]
+    pieces = zip(ranks, packed, strict=True)
+    reader.read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
+    states = [tensor.numpy().tobytes() for tensor in packed]
     if len(sizes) == world_size:
-        rank_state.unpack(data)
-        return data
-    if source == rank:
-        rank_state.unpack(data, positions=False)
+        rank_state.unpack(states[0])
+        return states[0]
+    if rank < len(sizes):
+        rank_state.unpack(states[0], positions=False)
     else:
-        rank_state.unpack_scalars(data)
+        rank_state.unpack_common(states)
     return rank_state.pack()

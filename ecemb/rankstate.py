@@ -153,11 +153,7 @@ class RankState:
             LayoutMismatch: another number of objects was packed.
         """
         drawn, saved = _taken_apart(data)
-        if len(self._stateful) != len(saved["stateful"]):
-            raise LayoutMismatch(
-                f"state= has {len(self._stateful)} objects, and had {len(saved['stateful'])} when the job "
-                f"was started: run the script that started it, or use another job="
-            )
+        self._check_number(saved)
         self._set_scalars(saved["scalars"])
         for item, state in zip(self._stateful, saved["stateful"], strict=True):
             item.load_state_dict(state)
@@ -171,8 +167,34 @@ class RankState:
             _set_cuda_states(*saved["cuda"])
 
     def unpack_scalars(self, data: bytes) -> None:
-        """Puts back only the tables' scalars: what another rank's state can give to this one."""
+        """Puts back only the tables' scalars."""
         self._set_scalars(_taken_apart(data)[1]["scalars"])
+
+    def unpack_common(self, states: Sequence[bytes]) -> None:
+        """Puts back what other ranks' states can give to a rank that is new.
+
+        That is the tables' scalars, and those of the user's objects that were equal on all of them, such as
+        learning rate schedules.
+
+        Args:
+            states: what `pack` returned on each rank.
+
+        Raises:
+            LayoutMismatch: another number of objects was packed.
+        """
+        saved = [_taken_apart(data)[1] for data in states]
+        self._check_number(saved[0])
+        self._set_scalars(saved[0]["scalars"])
+        for item, *theirs in zip(self._stateful, *(one["stateful"] for one in saved), strict=True):
+            if len({dump(state) for state in theirs}) == 1:
+                item.load_state_dict(theirs[0])
+
+    def _check_number(self, saved: Mapping[str, Any]) -> None:
+        if len(self._stateful) != len(saved["stateful"]):
+            raise LayoutMismatch(
+                f"state= has {len(self._stateful)} objects, and had {len(saved['stateful'])} when the job "
+                f"was started: run the script that started it, or use another job="
+            )
 
 
 def _taken_apart(data: bytes) -> tuple[Any, Any]:

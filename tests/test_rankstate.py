@@ -165,6 +165,22 @@ def test_another_number_of_objects_than_was_packed_is_an_error() -> None:
         state_of(Counter(), Counter()).unpack(data)
 
 
+def test_a_new_rank_takes_what_all_others_had_alike() -> None:
+    """A schedule is the same on all ranks, a count of samples isn't; two objects may even be one on some."""
+    states = [
+        state_of(Counter(epoch=3, rate=0.1), Counter(seen=seen), scalars={"step": 9}).pack()
+        for seen in (5, 6)
+    ]
+    schedule, seen, scalars = Counter(), Counter(seen=0), {"step": 0}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    state_of(schedule, seen, scalars=scalars).unpack_common(states)
+    assert (schedule.state, seen.state, scalars) == ({"epoch": 3, "rate": 0.1}, {"seen": 0}, {"step": 9})
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(LayoutMismatch, match=r"state= has 1 objects.* had 2"):
+        state_of(Counter()).unpack_common(states)
+
+
 class At(Counter):
     """A position."""
 
