@@ -115,7 +115,8 @@ def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Par
             raise ConfigurationError(
                 f"DistributedDataParallel holds {mixed}, each rank having other rows: it has overwritten "
                 f"them with rank 0's, and would average gradients of different rows. Build the model anew, "
-                f"and wrap its dense parts alone"
+                f"and wrap its dense parts alone; a table that is the same on all ranks is dense, and not "
+                f"named in tables="
             )
 
 

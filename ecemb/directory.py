@@ -6,6 +6,7 @@ has. Must not know what the regions hold; never imports torch.distributed.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +18,11 @@ from .errors import ArenaBusy, ArenaDamaged, ArenaInsecure, ConfigurationError
 from .folder import Folder
 from .header import Found
 
+logger: logging.Logger = logging.getLogger("ecemb")
+
 SUFFIX = ".arena"
 _POLL_S = 0.02
+_PATIENCE_S = 3.0  # processes that were killed are gone by then
 _REMOVAL_S = 0.5
 
 
@@ -47,18 +51,31 @@ class Directory(Folder):
         """All arenas of the job on this host, sorted by file name. Locks nothing, changes nothing.
 
         Waits up to `timeout_s` seconds while another living process holds any of them; what is
-        still held then is reported with its `holder`. What this process holds is reported at once.
+        still held then is reported with its `holder`. What this process holds is reported at once. A wait of
+        some seconds is said in the log.
 
         Raises:
             ArenaInsecure: a file belongs to another user, is open to others, or is no plain file.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        said = False
         while True:
             looks = [_look(self, name) for name in _arena_names(self)]
             found = [one for one in looks if one is not None]
-            waiting = any(one.holder not in (None, os.getpid()) for one in found)
-            if not waiting or time.monotonic() >= deadline:
+            held = [one for one in found if one.holder not in (None, os.getpid())]
+            waited_s = time.monotonic() - began
+            if not held or waited_s >= timeout_s:
                 return found
+            if waited_s >= _PATIENCE_S and not said:
+                said = True
+                logger.warning(
+                    "%s is held by process %s; waiting for it to end, for %.0f s at most: does another "
+                    "launch of job %r run?",
+                    held[0].path,
+                    held[0].holder,
+                    timeout_s,
+                    self.job,
+                )
             time.sleep(_POLL_S)
 
     def check_alone(self, generation: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from holders import create, hold, holding
 
+from ecemb import directory as directories
 from ecemb.directory import Directory, arenas, remove
 from ecemb.errors import ArenaBusy, ArenaInsecure, ConfigurationError
 from ecemb.header import State
@@ -76,6 +77,18 @@ class TestScan:
             holder.told()
             holder.pipe.send("close")
             assert directory.scan(30)[0].holder is None
+
+    def test_a_long_wait_is_said_once(
+        self, directory: Directory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(directories, "_PATIENCE_S", 0.05)
+        path = leave(directory)
+        with holding(hold, path) as holder:
+            holder.told()
+            assert directory.scan(0.2)[0].holder == holder.pid
+            holder.ask("close")
+        (said,) = caplog.messages
+        assert f"{path} is held by process {holder.pid}; waiting" in said
 
     def test_a_damaged_file_does_not_hide_another(self, directory: Directory) -> None:
         good = leave(directory)
