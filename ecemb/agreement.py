@@ -21,13 +21,14 @@ from torch import nn
 from . import durable, rankstate, saver
 from .adapters.engine import EngineTable
 from .adapters.tables import Tables
-from .checkpoint import CheckpointReader, Stored
+from .checkpoint import CheckpointReader, CheckpointWriter, Stored
 from .code import Code
 from .durable import Shard
 from .errors import (
     ArenaDamaged,
     ConfigurationError,
     InconsistentArenas,
+    JobFinished,
     LayoutMismatch,
     PlacementError,
     StateLost,
@@ -259,6 +260,11 @@ def _decide(
             finished=roster.finished,
             opened=roster.opened,
         )
+    except JobFinished:  # the close may have been cut off before it told the durable tier
+        if session.rank == 0 and isinstance(request.reader, CheckpointWriter):
+            step = max((header.committed for header in roster.headers), default=0)
+            saver.finish(request.reader, session.job, step)
+        raise
     except (TooManyErasures, StateLost) as error:
         lost = str(error)
         if damaged:

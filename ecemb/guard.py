@@ -277,8 +277,7 @@ class Guard:
     def close(self) -> None:
         """Ends the job: its arenas are marked finished and removed. All ranks.
 
-        The tables stay usable in this process. Save the model before: a job that is closed does not train
-        again.
+        The tables stay usable in this process. Save the model before: a closed job does not train again.
 
         Raises:
             UsageError: a step is open.
@@ -289,20 +288,21 @@ class Guard:
         self._check_between_steps("close")
         self._tables.check()
         self._drain()
-        self._saver.finish()
+        self._saver.drain()
         self._transport.barrier("closing the job")
         self._memory.arena.set("state", State.FINISHED)
         self._session.marks.set("finished", "1")
         try:
             self._transport.barrier("the end of the job")
+            self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on
+            self._transport.barrier("the removal of the arenas")
             if not self._memory.arena.remove():
                 logger.warning("%s", lost_name(self._memory.arena.path))
         except ArenaInsecure as error:
             logger.warning("the arena stays: %s", error)
         except PeerFailure as error:  # it may not have finished: the tombstone stays
-            logger.warning(
-                "a peer ended while the job was closed, so %s stays: %s", self._memory.arena.path, error
-            )
+            path = self._memory.arena.path
+            logger.warning("a peer ended while the job was closed, so %s stays: %s", path, error)
         self._tables.unwatch()
         self._saver.close()
         self._transactions.close()

@@ -160,26 +160,10 @@ class Saver:
             raise kind(f"the last checkpoint that was written in the background failed: {error}") from error
 
     def finish(self) -> None:
-        """Writes down, wherever the job saved to or resumes from, that it is closed. All ranks.
-
-        Raises:
-            CheckpointFailed, PeerFailure: the save in the background failed.
-        """
-        self.drain()
-        if self._transport.rank != 0:
-            return
-        for name, store in sorted(self._stores.items()):
-            try:
-                store.finish(self._job.name, self._memory.committed)
-            except Exception as error:  # noqa: BLE001 - a store's own; an outage must not keep a job open
-                logger.warning(
-                    "%s can't be told that job %s is finished: with resume= it would go on from its newest "
-                    "checkpoint (%s: %s)",
-                    name,
-                    self._job.name,
-                    type(error).__name__,
-                    error,
-                )
+        """Writes down, wherever the job saved to or resumes from, that it is closed; all arenas say so."""
+        if self._transport.rank == 0:
+            for _, store in sorted(self._stores.items()):
+                finish(store, self._job.name, self._memory.committed)
 
     def close(self) -> None:
         """Ends the background's control group, after all ranks have drained, and tells nobody any more."""
@@ -343,6 +327,21 @@ def reader_of(resume: Path | CheckpointReader) -> CheckpointReader:
     if not isinstance(reader, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(f"resume= takes a path or a CheckpointReader; it got {resume!r}")
     return reader
+
+
+def finish(store: CheckpointWriter, job: str, step: int) -> None:
+    """Writes down in one store that the job is closed; rank 0. What fails is logged."""
+    try:
+        store.finish(job, step)
+    except Exception as error:  # noqa: BLE001 - a store's own; an outage must not keep a job open
+        logger.warning(
+            "%s can't be told that job %s is finished: with resume= it would go on from its newest "
+            "checkpoint (%s: %s)",
+            name_of(store),
+            job,
+            type(error).__name__,
+            error,
+        )
 
 
 def find(reader: CheckpointReader, transport: Transport, job: str) -> Stored | None:

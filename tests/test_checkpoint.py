@@ -41,11 +41,13 @@ from ecemb.errors import (
     ConfigurationError,
     JobFinished,
     LayoutMismatch,
+    PeerFailure,
     StateLost,
     TooManyErasures,
     UsageError,
 )
 from ecemb.store import CheckpointFolder
+from ecemb.transport import Transport
 
 PROCESSES, WORLD = 6, 4
 DEADLINE_S = 280
@@ -410,6 +412,52 @@ def a_finished_job_stays_finished(place: Place) -> None:
         assert Training().protect(resume=place.checkpoints).next_step == 2
 
 
+def a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas(place: Place) -> None:
+    """Else a job that goes on from memory would count as finished, once that memory is lost."""
+    mark, barrier = place.checkpoints / f"finished-{place.job}", Transport.barrier
+
+    def begin(until: int) -> ecemb.Guard:
+        training = Training()
+        guard = training.protect(resume=place.checkpoints)
+        training.run(guard, until)
+        return guard
+
+    def cut_off(guard: ecemb.Guard, at: str) -> None:
+        def failing(self: Transport, what: str) -> None:
+            if what == at:
+                raise PeerFailure("a peer died")
+            barrier(self, what)
+
+        with mock.patch.object(Transport, "barrier", failing):
+            guard.close()
+
+    if place.index < WORLD:
+        with life(place):
+            guard = begin(1)
+            guard.save(place.checkpoints)
+            with matching(PeerFailure, "a peer died"):
+                cut_off(guard, "closing the job")
+            assert not mark.exists()
+    place.lose()
+    if place.index < WORLD:
+        with life(place, launch=1):
+            guard = begin(2)
+            assert guard.recovery.kind == "checkpoint"
+            cut_off(guard, "the end of the job")
+            assert place.arenas()
+            assert not mark.exists()
+    place.meet()
+    if place.index < WORLD:
+        with life(place), matching(JobFinished, "the job is finished", "job="):
+            begin(3)
+    place.meet()
+    assert mark.exists()
+    place.lose()
+    if place.index < WORLD:
+        with life(place), matching(JobFinished, "finished-", "another name", "remove that file"):
+            begin(3)
+
+
 def a_start_that_fails_while_it_reads_is_begun_again(place: Place) -> None:
     """What memory survives is touched only when the new is whole."""
     if place.index < WORLD:
@@ -573,6 +621,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         tables_by_hand_come_back_to_as_many_ranks,
         another_model_is_refused_and_nothing_is_lost,
         a_finished_job_stays_finished,
+        a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas,
         a_start_that_fails_while_it_reads_is_begun_again,
         every_call_at_the_wrong_time_is_an_error,
         a_save_that_cannot_be_leaves_all_as_it_was,
