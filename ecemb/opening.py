@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from . import durable, kernels, rankstate
 from .adapters.tables import Tables, find
@@ -187,6 +189,7 @@ def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
 
 def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
+    _check_state(request.state, tables.parameters)
     averaged = found_in(request.model)
     check_apart(averaged, tables.parameters)
     buckets = GradientBuckets([*averaged, *tables.averaged])
@@ -201,6 +204,24 @@ def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState
 
     rank_state = RankState(request.state, scalars, set_scalars)
     return tables, buckets, replicated, rank_state, rankstate.room(len(rank_state.pack()))
+
+
+def _check_state(state: Sequence[object], own: Sequence[nn.Parameter]) -> None:
+    """Refuses what would overwrite tables, and their optimizers' state, when it comes back."""
+    tables = {id(parameter) for parameter in own}
+    for index, item in enumerate(state):
+        held: list[Any] = []
+        way_out = "leave it out, model= is saved anyway"
+        if isinstance(item, nn.Module):
+            held = list(item.parameters())
+        elif isinstance(item, torch.optim.Optimizer):
+            held = [parameter for group in item.param_groups for parameter in group["params"]]
+            way_out = "name it in optimizers= alone"
+        if any(id(parameter) in tables for parameter in held):
+            raise ConfigurationError(
+                f"state= object {index} ({type(item).__name__}) holds parameters of protected tables, which "
+                f"come back by themselves, and its load_state_dict() would overwrite them: {way_out}"
+            )
 
 
 def _memory(

@@ -7,6 +7,7 @@ another RANK in every life, and its store, with the job's marks, outlives them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -46,6 +47,7 @@ from ecemb.errors import (
 )
 from ecemb.placement import Placement
 from ecemb.rows import WORD_BYTES, Column, TableLayout
+from ecemb.window import Window
 
 WORLD = 3
 DEADLINE_S = 280
@@ -470,6 +472,34 @@ def test_without_enough_hosts_auto_says_what_is_survived(
             agreement._placement(code, session, "host")
     else:
         assert agreement._placement(code, session, "host") == placement
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("model", r"state= object 1 \(ModuleDict\) .* leave it out, model= is saved anyway"),
+        ("bag", r"state= object 1 \(EmbeddingBag\) .* leave it out, model= is saved anyway"),
+        ("sparse", r"state= object 1 \(SGD\) .* name it in optimizers= alone"),
+    ],
+)
+def test_what_holds_a_table_is_refused_in_state(given: str, text: str) -> None:
+    """Its load_state_dict() would raise at every restart."""
+    bag, head = nn.EmbeddingBag(5, 2, sparse=True), nn.Linear(2, 1)
+    model, sparse = nn.ModuleDict({"bag": bag, "head": head}), torch.optim.SGD(bag.parameters(), lr=0.1)
+    item = {"model": model, "bag": bag, "sparse": sparse}[given]
+    request = agreement.Request(
+        model=model,
+        optimizers=[sparse],
+        modules={"bag": bag},
+        code=lives.CODE,
+        state=[head, item],
+        window=Window(1, None),
+        overlap=False,
+        failure_domain="auto",
+    )
+    with matching(ConfigurationError, text):
+        opening._checked(request)
+    opening._checked(dataclasses.replace(request, state=[head]))
 
 
 def test_building_the_generator_leaves_torch_its_number_of_threads() -> None:
