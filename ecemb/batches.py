@@ -19,7 +19,7 @@ from . import generators
 from .errors import ConfigurationError, LayoutMismatch, UsageError
 from .loaders import Source, find_source, set_epoch
 from .packing import dump, load
-from .rankstate import RankState
+from .rankstate import Position, RankState
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -29,7 +29,7 @@ class Batches(Iterator[Any]):
 
     Args:
         source: the loader.
-        number: the how manyth of the calls of guard.batches() this is.
+        others: what was bound before it (and not after it, which would be a cycle, with workers in it).
         is_open: whether a step is open.
 
     Attributes:
@@ -37,16 +37,17 @@ class Batches(Iterator[Any]):
         name: for messages.
     """
 
-    def __init__(self, source: Source, number: int, is_open: Callable[[], bool]) -> None:
+    def __init__(self, source: Source, others: Sequence[Position], is_open: Callable[[], bool]) -> None:
         self.source = source
+        self._others = others
         self._is_open = is_open
         self._generators = generators.owned(source.parts)
         self.epoch: int = 0
-        self.name: str = f"loader {number} of guard.batches() ({source.description})"
+        self.name: str = f"loader {len(others)} of guard.batches() ({source.description})"
         self._iterator: Iterator[Any] | None = None
         self._stale = False  # the iterator is not where the position is
         self._drawn = 0  # batches of this epoch
-        self._start: torch.Tensor | None = None  # all generators' states at this epoch's start, packed
+        self._start: list[Any] | None = None  # `_states` at this epoch's start, the process's packed
         self._saved: Any = None  # the source's own state, when the position was loaded
 
     def __next__(self) -> Any:
@@ -112,15 +113,23 @@ class Batches(Iterator[Any]):
 
     def _begin(self) -> Iterator[Any]:
         set_epoch(self.source.parts, self.epoch)
-        self._start = torch.frombuffer(bytearray(dump(self._states())), dtype=torch.uint8)
+        process, own = self._states()
+        self._start = [self._known(torch.frombuffer(bytearray(dump(process)), dtype=torch.uint8)), own]
         self._stale = False
         return self.source.begin()
 
-    def _resume(self, start: torch.Tensor) -> Iterator[Any]:
+    def _known(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed states, or another loader's tensor of the same, so that they are stored once."""
+        for other in self._others:
+            if isinstance(other, Batches) and other._start and torch.equal(other._start[0], packed):
+                return other._start[0]
+        return packed
+
+    def _resume(self, start: Sequence[Any]) -> Iterator[Any]:
         """The epoch's iterator again, made as it was the first time; all generators stay as they are."""
         self._iterator = None
         set_epoch(self.source.parts, self.epoch)
-        now, begun = self._states(), load(start.numpy().tobytes())
+        now, begun = self._states(), [load(start[0].numpy().tobytes()), start[1]]
         try:
             iterator = self.source.resume(
                 self.epoch, self._drawn, self._saved, lambda: self._set_states(begun)
@@ -166,6 +175,6 @@ def bind(loader: Any, rank_state: RankState, is_open: Callable[[], bool]) -> Bat
     for other in rank_state.positions:
         if isinstance(other, Batches) and other.source.loader is loader:
             raise UsageError(f"{other.name} is bound already: call guard.batches() once for each loader")
-    batches = Batches(find_source(loader), len(rank_state.positions), is_open)
+    batches = Batches(find_source(loader), tuple(rank_state.positions), is_open)
     rank_state.bind(batches)
     return batches

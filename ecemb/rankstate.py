@@ -219,8 +219,12 @@ def layout(size_bytes: int) -> TableLayout:
 
 
 def room(size_bytes: int) -> int:
-    """Bytes to reserve for a state that takes `size_bytes` now: it may double, and 64 KiB for positions."""
-    return -(-(2 * size_bytes + 65536) // WORD_BYTES) * WORD_BYTES
+    """Bytes to reserve for a state that takes `size_bytes` now: it may double, and 192 KiB for positions.
+
+    A loader's position takes about 20 KB where it has a generator of its own. It is not more, since what is
+    reserved is copied and compared in each step, though not sent.
+    """
+    return -(-(2 * size_bytes + 3 * 65536) // WORD_BYTES) * WORD_BYTES
 
 
 def write_(record: NDArray[np.uint8], data: bytes) -> None:

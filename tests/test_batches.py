@@ -453,6 +453,28 @@ def test_no_sample_is_read_to_find_the_position(kind: type[DataLoader[Any]], see
     assert dataset.reads == BATCH
 
 
+def test_many_loaders_with_generators_of_their_own_fit_the_room(seed: int) -> None:
+    """What is the same for all, the process's generators, is stored once, after a restart too."""
+
+    def loaders(count: int) -> list[Any]:
+        owned = [torch.Generator() for _ in range(count)]
+        return [DataLoader(range(SAMPLES), BATCH, shuffle=True, generator=one) for one in owned]  # pyright: ignore[reportArgumentType]
+
+    seed_all(seed)
+    sizes: list[int] = []
+    for count in (1, 9):
+        rank = Rank(loaders(count))
+        rank.state.room_bytes = rankstate.room(len(rank.record))
+        drawn = rank.step(range(count))
+        sizes.append(len(rank.commit()))
+        record, expected = rank.record, rank.step(range(count))
+        again = Rank(loaders(count), record)
+        assert again.step(range(count)) == expected != drawn
+        assert len(again.commit()) == len(rank.commit())
+    assert (sizes[1] - sizes[0]) / 8 < 13_000
+    assert rankstate.room(14_000) > 9 * 20_000 + 14_000  # where none has begun together with another
+
+
 def test_a_failed_step_puts_the_position_back_and_an_aborted_one_does_not(seed: int) -> None:
     seed_all(seed)
     rank = Rank([map_loader(shuffle=True, generator=seeded())])
@@ -679,7 +701,7 @@ def test_a_position_that_does_not_fit_names_its_loader() -> None:
         map_loader(shuffle=True, generator=seeded()),
         Counting(10_000),
         Counting(10_000),
-        Counting(40_000),
+        Counting(200_000),
     ]
     rank = Rank(loaders)
     rank.state.room_bytes = rankstate.room(len(RankState([], dict, lambda _: None).pack()))

@@ -60,9 +60,9 @@ PACKAGE = Path(ecemb.__file__).parent
 
 @pytest.fixture(scope="module")
 def mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A file system in memory with 48 MiB; None where mounting is not for us."""
+    """A file system in memory with 128 MiB; None where mounting is not for us."""
     folder = tmp_path_factory.mktemp("mount")
-    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=1777", "none", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m,mode=1777", "none", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
         yield None
         return
