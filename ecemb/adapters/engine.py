@@ -44,6 +44,32 @@ class Hooks:
     protects: bool = True
 
 
+class Tied:
+    """A hook of a protected module that stays with it: copied or pickled with the module, it does nothing.
+
+    Args:
+        hook: what a call calls.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Calls the hook."""
+        self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[Untied], tuple[()]]:
+        return Untied, ()
+
+
+class Untied:
+    """What becomes of a `Tied` hook in a copy of its module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+        return
+
+
 class EngineTable(Protocol):
     """One table shard of this rank, as an engine shows it."""
 

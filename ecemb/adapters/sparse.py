@@ -9,7 +9,8 @@ Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import nn
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..replicated import options
 from ..rows import Column, Table, TableLayout
-from .engine import Hooks, Ids
+from .engine import Hooks, Ids, Tied
 from .image import is_apart
 from .nn import ShardedEmbeddingBag
 from .supported import check_module, states_of
@@ -292,7 +293,8 @@ class SparseTables:
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
             ]
         for index, table in enumerate(self.tables):
-            self._handles.append(table.module.register_load_state_dict_pre_hook(self._before_load(index)))
+            before = Tied(functools.partial(self._before_load, index))
+            self._handles.append(table.module.register_load_state_dict_pre_hook(before))
 
     def unwatch(self) -> None:
         """Takes all hooks away."""
@@ -421,14 +423,11 @@ class SparseTables:
                 )
             self.touch(index, np.arange(table.weight.shape[0]))
 
-    def _before_load(self, index: int) -> Callable[..., None]:
-        def before(*_: Any) -> None:
-            table = self.tables[index]
-            if not self._hooks.is_open():
-                raise UndeclaredWrite(
-                    f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
-                    f"step: load before ecemb.protect(), or inside `with guard.step():`"
-                )
-            self.touch(index, np.arange(table.weight.shape[0]))
-
-        return before
+    def _before_load(self, index: int, *_: Any) -> None:
+        table = self.tables[index]
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
+                f"step: load before ecemb.protect(), or inside `with guard.step():`"
+            )
+        self.touch(index, np.arange(table.weight.shape[0]))

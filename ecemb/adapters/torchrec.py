@@ -23,7 +23,7 @@ from torch import nn
 
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
-from .engine import Hooks, Ids
+from .engine import Hooks, Ids, Tied
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
 
 Optimizer = torch.optim.Optimizer
@@ -230,10 +230,10 @@ class FusedTables:
         """Registers with lookups; from here on undeclared changes raise."""
         self._hooks = hooks
         for batch in self._batches:
-            after = functools.partial(self._after_lookup, batch)
+            after = Tied(functools.partial(self._after_lookup, batch))
             self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
         for collection in self._collections:
-            before = functools.partial(self._before_load, collection)
+            before = Tied(functools.partial(self._before_load, collection))
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
 
     def unwatch(self) -> None:

@@ -6,6 +6,7 @@ Every refusal must name the table and the way out, and say so before anything is
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from raised import refused
 from torch import nn
 
 import ecemb
-from ecemb.adapters.engine import Hooks
+from ecemb.adapters.engine import Hooks, Tied
 from ecemb.adapters.sparse import SparseTables
 from ecemb.adapters.tables import Tables
 from ecemb.errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
@@ -798,3 +799,30 @@ def test_without_hooks_everything_is_free_again(kind: str) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     assert watched.captured == []
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_is_free(way: Callable[[nn.Module], nn.Module]) -> None:
+    """As the best model so far, which is loaded into later, or is saved as a whole."""
+    watched, module, _ = watch()
+    model = nn.ModuleDict({"table": module})
+    copied = way(way(model))
+    copied.load_state_dict({"table.weight": torch.ones(ROWS, DIM)})
+    assert torch.equal(copied["table"].weight, torch.ones(ROWS, DIM))  # type: ignore[index]
+    with watched.step():
+        copied.load_state_dict(model.state_dict())
+    assert watched.captured == []
+    assert torch.equal(copied["table"].weight, module.weight)  # type: ignore[index]
+    with refused(UndeclaredWrite, "'user'", "before ecemb.protect()"):
+        model.load_state_dict(model.state_dict())
+
+
+def test_the_copy_of_a_hook_does_nothing() -> None:
+    """Of any of a module's hooks."""
+    called: list[object] = []
+    module = nn.Identity()
+    module.register_forward_hook(Tied(lambda *_, **kwargs: called.append(kwargs)), with_kwargs=True)
+    assert copy.deepcopy(module)(1) == 1
+    assert called == []
+    assert module(1) == 1
+    assert called == [{}]
