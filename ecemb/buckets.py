@@ -12,8 +12,9 @@ Must not know: tables, arenas, the step protocol.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -94,9 +95,36 @@ class GradientBuckets:
         orders[-1].append(index)
 
 
-def found_in(model: nn.Module) -> list[DistributedDataParallel]:
-    """The modules of a model that are a DistributedDataParallel."""
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+def found_in(
+    model: nn.Module, known: Iterable[DistributedDataParallel] = ()
+) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel in a model; then those of the script's own that average parameters of it.
+
+    Args:
+        model: the whole model.
+        known: those that are found elsewhere.
+
+    Returns:
+        In an order that is the same at each start and on all ranks.
+    """
+    inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    left_out = {id(module) for module in (*inside, *known)}
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    if _beside(places, left_out):
+        gc.collect()  # one that is garbage may be so on this rank alone
+    beside = _beside(places, left_out)
+    return inside + [beside[of] for of in sorted(beside)]
+
+
+def _beside(places: Mapping[int, int], left_out: Set[int]) -> dict[tuple[int, ...], DistributedDataParallel]:
+    """Of all that this process has, those with parameters that have a place, by their places."""
+    found: dict[tuple[int, ...], DistributedDataParallel] = {}
+    for module in gc.get_objects():
+        if issubclass(type(module), DistributedDataParallel) and id(module) not in left_out:
+            of = tuple(places[id(one)] for _, one in _averaged(module) if id(one) in places)
+            if of:
+                found[of] = module
+    return found
 
 
 def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Parameter]) -> None:

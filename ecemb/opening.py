@@ -190,7 +190,7 @@ def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
 def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
     _check_state(request.state, tables.parameters)
-    averaged = found_in(request.model)
+    averaged = found_in(request.model, tables.averaged)
     check_apart(averaged, tables.parameters)
     buckets = GradientBuckets([*averaged, *tables.averaged])
     replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)

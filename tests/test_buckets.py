@@ -148,3 +148,26 @@ def unused() -> int:
 
 def test_modules_that_look_for_unused_parameters_keep_their_first_layout() -> None:
     assert run_ranks(1, unused) == [0]
+
+
+def beside() -> list[list[str]]:
+    """Which are found, by name: of two around parts of a model, one in it, one known, and one elsewhere."""
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("a", "b", "c", "d", "other")})
+    wrapped = {name: DistributedDataParallel(model[name]) for name in ("b", "other", "a", "c")}
+    model["c"] = wrapped["c"]
+    del model["other"]
+    known = [DistributedDataParallel(model["d"])]
+    names = {id(module): name for name, module in wrapped.items()}
+
+    def found(root: nn.Module) -> list[str]:
+        return [names.get(id(module), "whole") for module in found_in(root, known)]
+
+    gone = DistributedDataParallel(model["a"])
+    gone.itself = [gone]  # garbage that only a collection takes away
+    del gone
+    return [found(model), found(model["b"]), found(nn.Linear(2, 1)), found(wrapped["other"])]
+
+
+def test_wrappers_beside_the_model_are_found_in_the_order_of_its_parameters() -> None:
+    for found in run_ranks(2, beside):
+        assert found == [["c", "a", "b"], ["b"], [], ["other"]]
