@@ -5,6 +5,10 @@ Must not know: arenas, journals, other ranks.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -47,6 +51,41 @@ def check_module(name: str, module: nn.Module) -> None:
             f"table {name!r} is on the meta device and {type(module).__name__} has no "
             f"reset_parameters() to initialise it: add one, or build it on the CPU"
         )
+
+
+def check_memory(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Raises UnsupportedTable if a table's weight lies in memory that another parameter or a buffer has, too.
+
+    Args:
+        model: the whole model.
+        modules: the tables' modules by key.
+    """
+    weights = {id(module.weight) for module in modules.values()}
+    named = [(f"table {name!r}", module.weight) for name, module in modules.items()]
+    others = itertools.chain(model.named_parameters(), model.named_buffers())
+    named += [(repr(name), tensor) for name, tensor in others if id(tensor) not in weights]
+    furthest = {True: (0, "", 0), False: (0, "", 0)}  # of tables and of others: end, name, id
+    for start, end, name, tensor in sorted(_spans(named)):
+        is_table = tensor in weights
+        for kind in (True, False) if is_table else (True,):
+            until, other, which = furthest[kind]
+            if start < until and which != tensor:
+                raise UnsupportedTable(
+                    f"{other} and {name} share memory without being one parameter: ecemb.protect() moves "
+                    f"tables, so that one would be trained without the other. Give both modules the same "
+                    f"nn.Parameter, and name one of them in tables=, or clone() before"
+                )
+        furthest[is_table] = max(furthest[is_table], (end, name, tensor))
+
+
+def _spans(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[int, int, str, int]]:
+    """Where each tensor begins and ends in memory, its name and its id; of those that have memory."""
+    for name, tensor in named:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
+            sides = zip(tensor.shape, tensor.stride(), strict=True)
+            items = 1 + sum((size - 1) * stride for size, stride in sides)
+            start = tensor.data_ptr()
+            yield start, start + items * tensor.element_size(), name, id(tensor)
 
 
 def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from .engine import Engine, EngineTable, Hooks, Ids
 from .image import Fetcher, Image, Putter
 from .nn import ShardedEmbeddingBag
 from .sparse import SparseTables
+from .supported import check_memory
 
 Optimizer = torch.optim.Optimizer
 Listener = Callable[[int, Ids], None]
@@ -97,6 +98,7 @@ def find(
     modules = {name: m for name, m in modules.items() if id(m) not in known} | dict(given)
     optimizers = torchrec.leaves(model, optimizers)
     engines: list[Engine] = [SparseTables(modules, optimizers)]
+    check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:
         engines.append(fused)
     found = Tables(engines)

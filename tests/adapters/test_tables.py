@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from raised import refused
+from torch import nn
 
 from ecemb.adapters.engine import Hooks, Ids
-from ecemb.adapters.tables import Tables
-from ecemb.errors import ConfigurationError, LayoutMismatch, UsageError
+from ecemb.adapters.tables import Tables, find
+from ecemb.errors import ConfigurationError, LayoutMismatch, UnsupportedTable, UsageError
 from ecemb.rows import Column, TableLayout
 
 
@@ -150,3 +152,31 @@ def test_rows_of_a_group_are_told_by_table() -> None:
     engine.hooks.capture(0, np.array([7, 1, 5, 1]))
     engine.hooks.capture(2, np.array([2]))
     assert heard == [(1, [1, 1]), (3, [2, 0]), (3, [2])]
+
+
+@pytest.mark.parametrize("other", ["table", "parameter", "buffer", "a part of it"])
+def test_a_table_in_the_memory_of_something_else_is_refused(other: str) -> None:
+    """It would be moved away from it, so that one is trained without the other."""
+    table, model = nn.Embedding(6, 2, sparse=True), nn.Module()
+    model.table = table
+    weight = table.weight.detach()
+    tables: dict[str, nn.Module] = {"table": table}
+    if other == "table":
+        tables["twin"] = nn.Embedding(6, 2, sparse=True, _weight=weight)
+    elif other == "buffer":
+        model.register_buffer("twin", weight)
+    else:
+        model.twin = nn.Parameter(weight if other == "parameter" else weight[2:4])
+    with refused(UnsupportedTable, "'table'", "'twin'", "share memory", "the same nn.Parameter", "clone()"):
+        find(model, tables, [])
+
+
+def test_tables_beside_each_other_in_one_piece_of_memory_are_none_of_the_others() -> None:
+    memory, model = torch.zeros(10, 2), nn.Module()
+    tables: dict[str, nn.Module] = {
+        name: nn.Embedding(len(part), 2, sparse=True, _weight=part)
+        for name, part in (("a", memory[:4]), ("none", memory[4:4]), ("b", memory[4:8]))
+    }
+    model.a = model.again = tables["a"]
+    model.dense, model.alias = nn.Parameter(memory[8:]), nn.Parameter(memory[8:])
+    assert [table.name for table in find(model, tables, [])[0].tables] == ["a", "none", "b"]
