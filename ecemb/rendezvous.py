@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from .arena import Arena
+from .buckets import note_made
 from .directory import Directory, Found
 from .errors import (
     ConfigurationError,
@@ -149,6 +150,7 @@ def init_process_group(
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
     _die_with_agent()
+    note_made()
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     deadline = time.monotonic() + timeout_s
     store = _store(index, timeout)

@@ -9,7 +9,7 @@ from processes import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ecemb.buckets import GradientBuckets, found_in
+from ecemb.buckets import GradientBuckets, found_in, note_made
 
 STEPS, CUT = 7, 4
 
@@ -152,6 +152,7 @@ def test_modules_that_look_for_unused_parameters_keep_their_first_layout() -> No
 
 def beside() -> list[list[str]]:
     """Which are found, by name: of two around parts of a model, one in it, one known, and one elsewhere."""
+    note_made()
     model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("a", "b", "c", "d", "other")})
     wrapped = {name: DistributedDataParallel(model[name]) for name in ("b", "other", "a", "c")}
     model["c"] = wrapped["c"]
