@@ -352,7 +352,7 @@ class Guard:
         """Undoes the step that is open, and takes no more."""
         if not self._is_open():
             return
-        reason = (str(error).splitlines() or [""])[0][:300]
+        reason = (str(error).splitlines() or [""])[0][:1000]
         self._failed = f"step {number} failed ({type(error).__name__}: {reason})"
         logger.error("%s; undoing it on this rank", self._failed)
         self._transactions.undo(error)

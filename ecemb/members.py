@@ -167,7 +167,7 @@ def check_whole(name: str, tensor: torch.Tensor) -> None:
 def check_modules(model: nn.Module) -> None:
     """Raises ConfigurationError if a module's parameters are spread over ranks."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ConfigurationError(
                 f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
                 f"a part: ecemb keeps dense parameters that all ranks hold whole; train them with "

@@ -65,7 +65,7 @@ class ReplicatedState:
         self._optimizers = [one for one in _with_inner(optimizers) if self._dense(one)]
         _check_optimizers(self._optimizers)
         self._at_start = buffers(model, self._aside)
-        self._extra = with_extra_state(model, self._aside)
+        self._extra: dict[str, nn.Module] = {}
         self._fixed = self._fixed_now()
         self._outline: Outline | None = None
         self._members: Members | None = None
@@ -190,6 +190,7 @@ class ReplicatedState:
             found = self._found()
             self._members = Members(self._model, found, self._aside)
             places = buffers(self._model, self._aside)
+            self._extra = with_extra_state(self._model, self._aside)
             self._appeared = {name: kept for name, kept in places.items() if name not in self._at_start}
         else:
             found = self._members.now()

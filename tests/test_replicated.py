@@ -544,6 +544,11 @@ def test_extra_state_of_modules_comes_back(slots: Slots) -> None:
     state.load(slots, 1)
     again.load(slots, 1)
     assert (layer.count, other.count) == (5, 5)
+    model = nn.Sequential(Counting(1, 1))
+    state = ReplicatedState(model, [], [])
+    model[0] = Counting(1, 1)
+    state.load(slots, 1)
+    assert model[0].count == 5
     with pytest.raises(LayoutMismatch, match="0 has extra state only in one of"):
         ReplicatedState(nn.Sequential(nn.Linear(1, 1)), [], []).load(slots, 1)
 
