@@ -8,14 +8,11 @@ Must not know: what the tensors are taken for.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-
-from .errors import ConfigurationError
 
 
 class Members:
@@ -50,7 +47,7 @@ class Members:
         first = {id(tensor): name for name, tensor in tensors.items()}
         self.shared: dict[str, str] = {}
         self.empty: list[str] = []
-        for name, buffer in _buffers(model, aside):
+        for name, buffer, _ in _buffers(model, aside):
             if buffer is None:
                 self.empty.append(name)
             elif first.get(id(buffer), name) != name and name not in tensors:
@@ -110,12 +107,7 @@ class Members:
 
 def buffers(model: nn.Module, aside: Collection[int] = ()) -> dict[str, bool]:
     """Names of all places for buffers, filled or not, and whether they are in the model's state_dict."""
-    unsaved = {
-        f"{prefix}.{key}".removeprefix(".")
-        for prefix, module in model.named_modules()
-        for key in getattr(module, "_non_persistent_buffers_set", ())
-    }
-    return {name: name not in unsaved for name, _ in _buffers(model, aside)}
+    return {name: persistent for name, _, persistent in _buffers(model, aside)}
 
 
 def has_room(model: nn.Module, name: str) -> bool:
@@ -144,43 +136,13 @@ def with_extra_state(model: nn.Module, aside: Collection[int] = ()) -> dict[str,
     }
 
 
-def check_whole(name: str, tensor: torch.Tensor) -> None:
-    """Raises ConfigurationError unless this is a tensor that every rank can hold whole."""
-    if nn.parameter.is_lazy(tensor):
-        raise ConfigurationError(
-            f"{name} has no shape yet: run a batch through the model, or give its module a size, before "
-            f"ecemb.protect()"
-        )
-    sharded = sys.modules.get("torch.distributed.tensor")
-    if sharded is not None and isinstance(tensor, sharded.DTensor):
-        raise ConfigurationError(
-            f"{name} is a DTensor, of which each rank holds a part: ecemb keeps dense parameters that all "
-            f"ranks hold whole; train them with DistributedDataParallel in place of fully_shard()"
-        )
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        raise ConfigurationError(
-            f"{name} is on the meta device or not dense, and it is not a protected table: "
-            f"materialise it before ecemb.protect(), or name it in tables="
-        )
-
-
-def check_modules(model: nn.Module) -> None:
-    """Raises ConfigurationError if a module's parameters are spread over ranks."""
-    for name, module in model.named_modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise ConfigurationError(
-                f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
-                f"a part: ecemb keeps dense parameters that all ranks hold whole; train them with "
-                f"DistributedDataParallel"
-            )
-
-
-def _buffers(model: nn.Module, aside: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """All places for buffers: names, and what is there."""
+def _buffers(model: nn.Module, aside: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
+    """All places for buffers: names, what is there, and whether it is in the model's state_dict."""
     for prefix, module in model.named_modules():
         if id(module) not in aside:
+            unsaved = getattr(module, "_non_persistent_buffers_set", ())
             for key, buffer in _dicts(module)[1].items():
-                yield f"{prefix}.{key}".removeprefix("."), buffer
+                yield f"{prefix}.{key}".removeprefix("."), buffer, key not in unsaved
 
 
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .errors import ConfigurationError, InconsistentArenas
-from .packing import WAY_OUT, dump, like, load, plain
+from .packing import WAY_OUT, dump, load, plain, replaced
 
 _ALIGN_BYTES = 64
 _HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
@@ -74,17 +74,13 @@ def same(one: Any, other: Any) -> bool:
 
 def filled(value: Any, tensors: list[torch.Tensor]) -> object:
     """The inverse of `taken`; consumes `tensors`. A tensor remembers the kind of device it was on."""
-    if _is_tensor(value):
+
+    def put(known: Any) -> torch.Tensor:
         tensor = tensors.pop(0)
-        tensor.ecemb_device = value[3]  # pyright: ignore[reportAttributeAccessIssue]
+        tensor.ecemb_device = known[3]  # pyright: ignore[reportAttributeAccessIssue]
         return tensor
-    if isinstance(value, dict):
-        mapping = cast("dict[Any, Any]", value)
-        return like(mapping, {key: filled(item, tensors) for key, item in mapping.items()})
-    if isinstance(value, (list, tuple)):
-        items = [filled(item, tensors) for item in cast("Any", value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+
+    return replaced(value, _is_tensor, put)
 
 
 def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:

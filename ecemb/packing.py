@@ -79,6 +79,19 @@ def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     return Counter(items) if type(value) is Counter else items
 
 
+def replaced(value: Any, known: Callable[[Any], bool], make: Callable[[Any], object]) -> Any:
+    """A structure of dicts, lists and tuples anew, with `make(one)` in place of all that are `known`."""
+    if known(value):
+        return make(value)
+    if isinstance(value, dict):
+        mapping = cast("dict[Any, Any]", value)
+        return like(mapping, {key: replaced(item, known, make) for key, item in mapping.items()})
+    if type(value) is list or type(value) is tuple:
+        items = [replaced(item, known, make) for item in cast("Iterable[Any]", value)]
+        return items if type(value) is list else tuple(items)
+    return value
+
+
 def _complaint(value: Any, at: str) -> str:
     """Names the first value that `_copy` refuses, and its place."""
     items: Iterable[tuple[Any, str]] = ()
@@ -139,15 +152,9 @@ def _own_device(storage: Any, place: str) -> Any:
 
 def _whole(value: Any) -> Any:
     """The inverse of `_inlined`, in a structure of dicts, lists and tuples."""
-    if isinstance(value, dict):
-        mapping = cast("dict[Any, Any]", value)
-        return like(mapping, {key: _whole(item) for key, item in mapping.items()})
-    if type(value) is list:
-        return [_whole(item) for item in cast("list[Any]", value)]
-    if type(value) is not tuple:
-        return value
-    items = cast("tuple[Any, ...]", value)
-    if items[:1] != (_SMALL,):
-        return tuple([_whole(item) for item in items])
-    _, dtype, shape, data = items
+    return replaced(value, lambda one: type(one) is tuple and one[:1] == (_SMALL,), _tensor)
+
+
+def _tensor(inlined: tuple[str, torch.dtype, list[int], str]) -> torch.Tensor:
+    _, dtype, shape, data = inlined
     return torch.from_numpy(np.frombuffer(bytearray(data, "latin-1"), np.uint8)).view(dtype).reshape(shape)

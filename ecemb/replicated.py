@@ -9,6 +9,7 @@ Must not know: the network, protected rows, where it is kept.
 from __future__ import annotations
 
 import logging
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -20,14 +21,12 @@ from .errors import ConfigurationError, LayoutMismatch
 from .members import (
     Members,
     buffers,
-    check_modules,
-    check_whole,
     has_room,
     takes,
     with_extra_state,
 )
 from .outline import Outline, filled, same, taken, unpacked
-from .packing import like
+from .packing import like, replaced
 from .slots import Slots, StateStore
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -57,7 +56,7 @@ class ReplicatedState:
         protected: Iterable[nn.Parameter],
         aside: Iterable[nn.Module] = (),
     ) -> None:
-        check_modules(model)
+        _check_modules(model)
         self._model = model
         self._left = list(aside)
         self._aside = {id(one) for module in self._left for one in module.modules()}
@@ -181,7 +180,7 @@ class ReplicatedState:
             collected["others"] = others
         outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
         for index, parameter in outside.items():
-            check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
+            _check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
         return collected | ({"outside": outside} if outside else {})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -206,7 +205,7 @@ class ReplicatedState:
         left = {id(buffer) for module in self._left for _, buffer in nn.Module.named_buffers(module)}
         tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in left)
         for name, tensor in tensors.items():
-            check_whole(name, tensor)
+            _check_whole(name, tensor)
         return tensors
 
     def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -319,13 +318,10 @@ class ReplicatedState:
             else:
                 optimizer.state.pop(parameter, None)
         others = kept.get("others", {})
-        for key, value in list(_others(optimizer)):
-            if key in others:
-                optimizer.state[key] = _put(value, others.pop(key), None, ours)
-            else:
-                del optimizer.state[key]
+        for key in dict(_others(optimizer)).keys() - others.keys():
+            del optimizer.state[key]
         for key, value in others.items():
-            optimizer.state[key] = _copied(value, None)
+            optimizer.state[key] = _put(optimizer.state.get(key), value, dense[0], ours)
         for index, value in kept.get("outside", {}).items():
             dense[index].copy_(value)
 
@@ -337,6 +333,37 @@ def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
         inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         found += [one for one in inner if not any(one.state is other.state for other in found)]
     return found
+
+
+def _check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ConfigurationError unless this is a tensor that every rank can hold whole."""
+    if nn.parameter.is_lazy(tensor):
+        raise ConfigurationError(
+            f"{name} has no shape yet: run a batch through the model, or give its module a size, before "
+            f"ecemb.protect()"
+        )
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and isinstance(tensor, sharded.DTensor):
+        raise ConfigurationError(
+            f"{name} is a DTensor, of which each rank holds a part: ecemb keeps dense parameters that all "
+            f"ranks hold whole; train them with DistributedDataParallel in place of fully_shard()"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ConfigurationError(
+            f"{name} is on the meta device or not dense, and it is not a protected table: "
+            f"materialise it before ecemb.protect(), or name it in tables="
+        )
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raises ConfigurationError if a module's parameters are spread over ranks."""
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
+                f"a part: ecemb keeps dense parameters that all ranks hold whole; train them with "
+                f"DistributedDataParallel"
+            )
 
 
 def _check_optimizers(optimizers: Iterable[Any]) -> None:
@@ -386,14 +413,10 @@ def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[i
 
 def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
     """State out of the slot: tensors cloned, those of an accelerator onto the parameter's."""
-    if isinstance(value, torch.Tensor):
-        if parameter is None or getattr(value, "ecemb_device", "cpu") == "cpu":
-            return value.clone()
-        return value.to(parameter.device, copy=True)
-    if isinstance(value, dict):
-        mapping = cast("dict[Any, Any]", value)
-        return like(mapping, {key: _copied(item, parameter) for key, item in mapping.items()})
-    if isinstance(value, (list, tuple)):
-        items = [_copied(item, parameter) for item in cast("Any", value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if parameter is None or getattr(tensor, "ecemb_device", "cpu") == "cpu":
+            return tensor.clone()
+        return tensor.to(parameter.device, copy=True)
+
+    return replaced(value, lambda one: isinstance(one, torch.Tensor), copy)
