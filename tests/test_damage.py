@@ -62,7 +62,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         word = at // 8 * 8
         out[word : word + 8] = struct.pack("<q", rng.choice(NONSENSE))
     else:
-        del out[at:]
+        del out[at or 1 :]  # not all of it: it may be mutated once more
     return bytes(out)
 
 
