@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__, top
 from .code import Code
 from .directory import arenas, remove
 from .errors import EcembError
 from .header import Found
-from .planner import CODES, Job, compare, table
+from .planner import CODES, Job, bounds, compare, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,50 +115,71 @@ def _parser() -> argparse.ArgumentParser:
 
 _PLAN = "what codes would cost a job, and what they would survive"
 _PLAN_SHOWS = """
-For each code: how many hosts or racks may be lost at once, whichever; memory of a rank beyond its tables;
-bytes that it sends in a step; the part of a step's time that this takes, if no rank waits for a slower one;
-seconds from the death of a process, or of a host, until training goes on; and the chance that a month loses
-data. Racks count where hosts of different racks take turns in the order of the ranks. Formulas:
-ecemb/planner.py.
+For each code: how many hosts or racks (on one host: ranks) may be lost at once, any of them; memory of a rank
+beyond its tables; bytes that it sends in a step; the part of a step's time that this takes, if no rank waits
+for a slower one; seconds from the death of a process, or of a host, until training goes on; and the chance
+that a month loses data. Racks count where hosts of different racks take turns in the order of the ranks.
+Formulas: ecemb/planner.py.
 """
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.set_defaults(command="plan")
     needed = plan.add_argument_group("the job")
-    needed.add_argument("--hosts", type=int, required=True, metavar="N", help="machines")
-    needed.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="(8)")
-    needed.add_argument(
-        "--table-gb", type=float, required=True, metavar="GB", help="all tables, optimizer state included"
-    )
-    needed.add_argument("--touched-rows", type=float, required=True, metavar="N", help="of a rank in a step")
-    needed.add_argument(
-        "--row-bytes", type=float, required=True, metavar="B", help="optimizer state included"
-    )
-    needed.add_argument(
-        "--step-ms", type=float, required=True, metavar="MS", help="of a step without protection"
-    )
-    needed.add_argument(
-        "--dense-mb", type=float, default=0, metavar="MB", help="dense parameters and optimizer state (0)"
-    )
+    _add_number(needed, "--hosts", "hosts", whole=True, metavar="N", help="machines")
+    _add_number(needed, "--ranks-per-host", "ranks_per_host", 8, whole=True, metavar="N", help="(8)")
+    tables = "all tables, optimizer state included"
+    _add_number(needed, "--table-gb", "table_bytes", unit=1e9, metavar="GB", help=tables)
+    _add_number(needed, "--touched-rows", "touched_rows", metavar="N", help="of a rank in a step")
+    _add_number(needed, "--row-bytes", "row_bytes", metavar="B", help="optimizer state included")
+    _add_number(needed, "--step-ms", "step_s", unit=1e-3, metavar="MS", help="of a step without protection")
+    dense = "dense parameters and optimizer state (0)"
+    _add_number(needed, "--dense-mb", "dense_bytes", 0, unit=1e6, metavar="MB", help=dense)
     machines = plan.add_argument_group("the machines")
-    machines.add_argument("--network-gbit", type=float, default=100, metavar="GBIT", help="of a host (100)")
-    machines.add_argument("--restart-s", type=float, default=30, metavar="S", help="of all processes (30)")
-    machines.add_argument("--replace-s", type=float, default=120, metavar="S", help="of a lost host (120)")
-    machines.add_argument(
-        "--mtbf-hours",
-        type=float,
-        metavar="H",
-        help="of the job, any fault (0.0042 lost hosts per host and day)",
-    )
-    machines.add_argument(
-        "--rack-hosts", type=int, default=0, metavar="N", help="in a rack, which bursts strike (no racks)"
-    )
+    network, about = "network_bytes_per_s", "of a host (100)"
+    _add_number(machines, "--network-gbit", network, 100, unit=1e9 / 8, metavar="GBIT", help=about)
+    _add_number(machines, "--restart-s", "restart_s", 30, metavar="S", help="of all processes (30)")
+    _add_number(machines, "--replace-s", "replace_s", 120, metavar="S", help="of a lost host (120)")
+    rate = "of the job, any fault (0.0042 lost hosts per host and day)"
+    _add_number(machines, "--mtbf-hours", "mtbf_h", None, metavar="H", help=rate)
+    racks = "in a rack, which bursts strike (no racks)"
+    _add_number(machines, "--rack-hosts", "rack_hosts", 0, whole=True, metavar="N", help=racks)
     shown = ", ".join(f"{code.n},{code.k}" for code in CODES)
     plan.add_argument("--code", type=_code, action="append", metavar="N,K", help=f"repeat for more ({shown})")
     plan.add_argument(
         "--json", action="store_true", help="as JSON: the job, the estimates, and what doesn't fit"
     )
+
+
+_REQUIRED = object()
+
+
+def _add_number(
+    group: argparse.ArgumentParser | Any,
+    option: str,
+    attribute: str,
+    default: object = _REQUIRED,
+    *,
+    unit: float = 1,
+    whole: bool = False,
+    **shown: Any,
+) -> None:
+    """An option for a number of a `Job`: its range is the attribute's, in the option's own unit."""
+    low, high = (bound / unit for bound in bounds(attribute))
+    least = "above 0, at most" if 0 < low < 1 else f"from {low:g} to"
+    rule = f"a {'whole ' if whole else ''}number {least} {high:g}"
+
+    def number(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"it takes {rule}; got {text!r}")
+        return value
+
+    given = {"required": True} if default is _REQUIRED else {"default": default}
+    group.add_argument(option, type=number, **given, **shown)
 
 
 def _code(text: str) -> Code:

@@ -92,7 +92,7 @@ class Job:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            low, high = _BOUNDS.get(field.name, (0, MOST))
+            low, high = bounds(field.name)
             if value is not None and not low <= value <= high:
                 raise ConfigurationError(
                     f"a job's {field.name} is a number from {low:g} to {high:g}; it is {value}"
@@ -151,6 +151,11 @@ _BOUNDS = {
 """Attribute -> its range, where it isn't from 0 to `MOST`."""
 
 
+def bounds(attribute: str) -> tuple[float, float]:
+    """The smallest and the largest value that an attribute of a `Job` may have."""
+    return _BOUNDS.get(attribute, (0, MOST))
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What one code would cost a job, and what it would survive.
@@ -159,7 +164,8 @@ class Estimate:
         n: Blocks in a stripe.
         k: Data blocks among them.
         spread: "rank", "host" or "rack": what every stripe has n different ones of; see `placed`.
-        survives: Of those, so many may be lost at once, whichever. 0 of ranks that share hosts.
+        survives: Of those, any this many may be lost at once, hosts included. 0 of ranks that share hosts:
+            any n - k of them may be lost, but no host.
         memory_bytes: Of a rank beyond its tables: parity, room for journals and inbox, replicated state.
         memory_over_tables: The same, over the rank's tables.
         step_bytes: That a rank sends in a step.
@@ -297,7 +303,7 @@ def losses_per_month(job: Job, odds: Odds, recovery_h: float) -> tuple[float, fl
 
 
 def compare(job: Job, codes: Sequence[Code] = ()) -> tuple[list[Estimate], dict[str, str]]:
-    """Works out some codes, spread over hosts and, where there are racks, over racks.
+    """Works out some codes, spread over hosts and, where there are racks, over racks; one host's over ranks.
 
     Args:
         job: The job.
@@ -311,17 +317,23 @@ def compare(job: Job, codes: Sequence[Code] = ()) -> tuple[list[Estimate], dict[
     """
     found: list[Estimate] = []
     refused: dict[str, str] = {}
+    spreads = ("host", "rack") if job.rack_hosts else ("host",)
+    if job.hosts == 1:
+        spreads = ("rank",)
     for code in codes or CODES:
-        for spread in ("host", "rack") if job.rack_hosts else ("host",):
+        for spread in spreads:
             try:
                 found.append(estimate(job, code, spread))
             except PlacementError as error:
                 refused[f"({code.n}, {code.k}) over {spread}s"] = str(error)
     if not found:
-        fitting = [str(code) for code in fitting_codes(job.host_of_ranks())[:_SHOWN_CODES]]
+        alone = job.hosts == 1
+        domains = range(job.ranks) if alone else job.host_of_ranks()
+        fitting = [str(code) for code in fitting_codes(domains)[:_SHOWN_CODES]]
         raise PlacementError(
-            f"no code of those asked for fits {job.hosts} hosts with {job.ranks_per_host} ranks on each; "
-            + (f"these do: {', '.join(fitting)}" if fitting else "parity takes at least 2 hosts")
+            f"no code of those asked for fits {counted(job.hosts, 'host')} with "
+            f"{counted(job.ranks_per_host, 'rank')}{'' if alone else ' on each'}; "
+            + (f"these do: {', '.join(fitting)}" if fitting else "parity takes at least 2 ranks")
         )
     return found, refused
 
@@ -330,12 +342,20 @@ def table(job: Job, estimates: Sequence[Estimate]) -> str:
     """Returns the estimates for reading: what the job is, and a line for each code."""
     hours = 1 / (job.host_faults_per_h + job.process_faults_per_h)
     bursts = f"all in one rack of {job.rack_hosts}" if job.rack_hosts else "any"
+    losses = job.host_faults_per_h * MONTH_H
+    lost = (
+        f"{losses:,.1f} times a month hosts are lost, {job.burst_share:.0%} of them several at once, {bursts}"
+    )
+    if job.hosts == 1:
+        lost = (
+            f"{losses:.2g} times a month the host is lost, with all rows and parity: the job then begins at "
+            f"a checkpoint (protect(resume=))"
+        )
     head = (
-        f"{job.hosts} hosts x {job.ranks_per_host} ranks, {size(job.table_bytes)} of tables, "
-        f"{job.touched_rows:,.0f} rows of {job.row_bytes:,.0f} B touched per rank and step of "
-        f"{job.step_s * 1e3:,.0f} ms, {job.network_bytes_per_s * 8 / 1e9:,.0f} Gbit/s per host\n"
-        f"a fault every {hours:,.1f} h; {job.host_faults_per_h * MONTH_H:,.1f} times a month hosts are lost, "
-        f"{job.burst_share:.0%} of them several at once, {bursts}"
+        f"{counted(job.hosts, 'host')} x {counted(job.ranks_per_host, 'rank')}, "
+        f"{size(job.table_bytes)} of tables, {job.touched_rows:,.0f} rows of {job.row_bytes:,.0f} B touched "
+        f"per rank and step of {job.step_s * 1e3:,.0f} ms, "
+        f"{job.network_bytes_per_s * 8 / 1e9:,.0f} Gbit/s per host\na fault every {hours:,.1f} h; {lost}"
     )
     titles = ("code", "survives", "memory/rank", "sent/step", "overhead", "process", "host", "loss/month")
     lines = [titles, *(_line(one) for one in estimates)]
@@ -351,16 +371,22 @@ def table(job: Job, estimates: Sequence[Estimate]) -> str:
 
 
 def _line(one: Estimate) -> tuple[str, ...]:
+    holds = one.survives > 0
     return (
         f"({one.n}, {one.k})",
-        f"any {one.survives} {one.spread}{'s' if one.survives > 1 else ''}",
+        f"any {counted(one.survives or one.n - one.k, one.spread)}{'' if holds else ', no host'}",
         f"{size(one.memory_bytes)} (+{one.memory_over_tables:.0%})",
         size(one.step_bytes),
         f"{one.overhead:.1%}",
         f"{one.process_recovery_s:,.0f} s",
-        f"{one.host_recovery_s:,.0f} s",
+        f"{one.host_recovery_s:,.0f} s" if holds else "lost",
         f"{one.loss_per_month:.2g}",
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number of things for reading: `1 host`, `2 hosts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:

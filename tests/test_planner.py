@@ -77,8 +77,8 @@ def test_what_does_not_fit() -> None:
     estimates, refused = compare(JOB)
     assert [(one.n, one.k) for one in estimates] == [(2, 1), (3, 1), (4, 3), (8, 7), (6, 4), (8, 5)]
     assert list(refused) == ["(10, 8) over hosts"]
-    with pytest.raises(PlacementError, match=r"fits 1 hosts with 4 ranks.*at least 2 hosts"):
-        compare(replace(JOB, hosts=1))
+    with pytest.raises(PlacementError, match=r"fits 1 host with 1 rank; parity takes at least 2 ranks"):
+        compare(replace(JOB, hosts=1, ranks_per_host=1))
     with pytest.raises(PlacementError, match=r"these do: \(8, 7\), \(8, 6\)"):
         compare(JOB, [Code(9, 8)])
 
@@ -211,14 +211,45 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--hosts", "0", *WORDS[2:]]) == 1
-    assert "ecemb: a job's hosts is a number from 1" in capsys.readouterr().err
+    assert main(["plan", *WORDS, "--ranks-per-host", "1000000"]) == 1
+    assert "ecemb: a job has at most 1,048,576 ranks here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", *WORDS, "--code", "3,3"])
     assert "a code is N,K with 1 <= K < N <= 256, for example 4,3; got '3,3'" in capsys.readouterr().err
-    for option, value in (("--table-gb", "1e300"), ("--touched-rows", "nan"), ("--mtbf-hours", "0")):
-        assert main(["plan", *WORDS, option, value]) == 1
-        assert "is a number from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--hosts", "0", r"a whole number from 1 to 1e+18"),
+        ("--hosts", "1.5", r"a whole number from 1 to 1e+18"),
+        ("--table-gb", "-3", r"a number above 0, at most 1e+09"),
+        ("--table-gb", "1e300", r"a number above 0, at most 1e+09"),
+        ("--step-ms", "fast", r"a number above 0, at most 1e+21"),
+        ("--touched-rows", "nan", r"a number from 0 to 1e+18"),
+        ("--mtbf-hours", "0", r"a number above 0, at most 1e+18"),
+    ],
+)
+def test_a_number_out_of_range_is_told_by_its_option(
+    option: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *WORDS, option, value])
+    assert caught.value.code == 2
+    assert f"argument {option}: it takes {rule}; got {value!r}" in capsys.readouterr().err
+
+
+def test_the_command_plans_for_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--hosts", "1", "--code", "4,3", "--code", "8,7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 host x 4 ranks")
+    assert "the host is lost, with all rows and parity" in lines[1]
+    assert lines[4].startswith("(4, 3)  any 1 rank, no host") and "  lost  " in lines[4]
+    assert lines[6] == "do not fit: (8, 7) over ranks"
+    (one,), _ = compare(replace(JOB, hosts=1), [Code(4, 3)])
+    lost_in_a_month = -math.expm1(-JOB.host_share / 10 * MONTH_H)
+    assert (one.spread, one.survives) == ("rank", 0)
+    assert one.loss_per_month == pytest.approx(lost_in_a_month, rel=1e-3)
 
 
 def test_racks_take_turns() -> None:
