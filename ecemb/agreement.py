@@ -48,6 +48,8 @@ logger: logging.Logger = logging.getLogger("ecemb")
 FailureDomain = Literal["auto", "host", "rank"]
 ParityBackend = Literal["gloo", "nccl"]
 
+_SHOWN_DIFFERENCES = 6  # of a model: one that is another altogether differs in every table
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -327,18 +329,22 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
         return spread
 
 
-def _difference(session: Session, started: Constants, now: Mapping[str, object]) -> str:
+def _difference(session: Session, started: Constants, now: Mapping[str, Any]) -> str:
     what: list[str] = []
     if [started.n, started.k] != now["code"]:
-        what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")  # pyright: ignore[reportArgumentType]
+        what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")
     if session.arena is not None:
         then = json.loads(session.arena.header().constants.layout)
-        tables = {table[0]: table for table in then["tables"]}
-        for table in now["tables"]:  # pyright: ignore[reportGeneralTypeIssues,reportUnknownVariableType]
-            before = tables.pop(table[0], None)  # pyright: ignore[reportUnknownArgumentType]
-            if before != table:
-                what.append(f"table {table} now, and {before or 'none of this name'} then")
-        what += [f"table {table} then, and none of this name now" for table in tables.values()]
+        before = {one.name: one for one in map(TableLayout.from_json, then["tables"])}
+        for table in map(TableLayout.from_json, now["tables"]):
+            old = before.pop(table.name, None)
+            if old is None:
+                what.append(f"table {table.name!r} is here now, and was not then")
+            elif difference := table.difference(old):
+                what.append(f"table {table.name!r}: {difference}")
+        what += [f"table {name!r} was there then, and is not now" for name in before]
+    if len(what) > _SHOWN_DIFFERENCES:
+        what[_SHOWN_DIFFERENCES:] = [f"and {len(what) - _SHOWN_DIFFERENCES} more differences"]
     difference = "; ".join(what) or "tables of other ranks differ: see their messages"
     return (
         f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "

@@ -32,6 +32,7 @@ from .slots import Slots, StateStore
 logger: logging.Logger = logging.getLogger("ecemb")
 
 _SAME = "ecemb.same"  # (this, name): a buffer that is one with the tensor of that name
+_SHOWN_NAMES = 8  # in a message
 _GENERATIONS = 3  # an abort goes back by one, a failed commit by two
 
 
@@ -246,11 +247,18 @@ class ReplicatedState:
         differing = {name for name in saved["model"].keys() - now if name not in made}
         differing |= {name for name in made.keys() - now if not has_room(self._model, name)}
         differing |= (now - saved["model"].keys()) - self._appeared.keys()
-        if differing or len(self._optimizers) != len(saved["optimizers"]):
+        if differing:
+            missing = sorted(name for name in differing if name in saved["model"])
+            added = sorted(differing.difference(missing))
             raise LayoutMismatch(
-                f"the job was started with other dense parameters or optimizers "
-                f"(differing: {sorted(differing)[:8]}, {len(saved['optimizers'])} optimizers then and "
-                f"{len(self._optimizers)} now): run the script that started it, or use another job="
+                f"the job was started with other dense parameters or buffers ({_shown(missing)} then and not "
+                f"now, {_shown(added)} now and not then): run the script that started it, or use another job="
+            )
+        if len(self._optimizers) != len(saved["optimizers"]):
+            raise LayoutMismatch(
+                f"optimizers= has {len(self._optimizers)} with dense parameters (those of tables alone don't "
+                f"count, those within others do), and had {len(saved['optimizers'])} when the job was "
+                f"started: run the script that started it, or use another job="
             )
         for name, tensor in tensors.items():
             then = saved["model"].get(name)
@@ -382,6 +390,12 @@ def _check_optimizers(optimizers: Iterable[Any]) -> None:
                 "else of it: pass in state= what it keeps in other attributes",
                 kind.__name__,
             )
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Some of the names, for a message."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
 
 
 def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:

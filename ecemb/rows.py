@@ -77,11 +77,23 @@ class TableLayout:
         """This layout as plain lists, for headers and for comparison between ranks."""
         return [self.name, self.rows, [[c.name, c.dtype, c.row_bytes] for c in self.columns], self.group]
 
+    def difference(self, then: TableLayout) -> str:
+        """What is not as in `then`, a layout of the same name; empty if nothing is."""
+        if self.columns != then.columns:
+            return f"its rows hold {_listed(self.columns)} now, and held {_listed(then.columns)} then"
+        if self.rows != then.rows:
+            return f"it has {self.rows} rows on this rank now, and had {then.rows} then"
+        return "" if self.group == then.group else "it lies in one buffer with other tables than then"
+
     @classmethod
     def from_json(cls, fields: list[Any]) -> TableLayout:
         """Inverse of `to_json`."""
         name, rows, columns, group = fields
         return cls(name, rows, tuple(Column(*column) for column in columns), group)
+
+
+def _listed(columns: Sequence[Column]) -> str:
+    return " and ".join(f"{one.name} ({one.dtype}, {one.row_bytes} bytes)" for one in columns)
 
 
 def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:

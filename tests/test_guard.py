@@ -322,7 +322,7 @@ def write_undeclared(folder: Path, meet: Barrier, before: dict[int, Any]) -> Non
     initialise(folder)
     rank = dist.get_rank()
     for other, words in (
-        ({"users": 11}, ("'table.users'", "then", "now")),
+        ({"users": 11}, ("table 'table.users': it has", "rows on this rank now, and had", "then")),
         ({"name": "people"}, ("'table.people'", "'table.users'")),
     ):
         with refused(LayoutMismatch, "'guard'", "another job=", *words):

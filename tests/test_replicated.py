@@ -314,8 +314,11 @@ def saved(slots: Slots, optimizers: int = 1, groups: int = 1) -> None:
     ("model", "message"),
     [
         (nn.Linear(3, 3), r"weight is .*shape \(3, 3\), and was .*shape \(2, 3\)"),
-        (nn.Linear(3, 2, bias=False), "differing: .*bias"),
-        (nn.Sequential(nn.Linear(3, 2)), "differing: .*0.weight"),
+        (nn.Linear(3, 2, bias=False), r"\(bias then and not now, none now and not then\)"),
+        (
+            nn.Sequential(nn.Linear(3, 2)),
+            r"\(bias, weight then and not now, 0.bias, 0.weight now and not then\)",
+        ),
         (nn.Linear(3, 2, dtype=torch.float64), "weight is torch.float64 .* was torch.float32"),
     ],
     ids=["shape", "fewer", "names", "type"],
