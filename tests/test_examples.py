@@ -32,6 +32,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 SCRIPTS = {  # arguments, the steps that rank 1 dies in, what it imports
     "amp": ("--steps 6 --parts 2 --rows 50 --batch 8", [3], "torch.distributed.fsdp.sharded_grad_scaler"),
+    "by_hand": (
+        "--steps 9 --users 40 --items 30 --lines 96 --dim 4 --batch 8",
+        [0, 5, 7],
+        "torch.utils.data",
+    ),
     "loaders": (
         "--steps 12 --lines 60 --rows 50 --batch 6 --workers 0",
         [7],
