@@ -110,6 +110,10 @@ class Link:
         self._received += data
         return bool(data)
 
+    def peek(self, size: int) -> bytes | None:
+        """The next `size` received bytes, which stay, or None if they have not all come."""
+        return bytes(self._received[:size]) if len(self._received) >= size else None
+
     def take(self, size: int) -> bytes | None:
         """The next `size` received bytes, or None if they have not all come."""
         if len(self._received) < size:

@@ -128,7 +128,7 @@ def init_process_group(
             torchrun agents on one machine stand for hosts by passing different ones.
         timeout: deadline of the rendezvous; from then on, a peer of which nothing was heard for so long
             counts as dead. A peer that is only slow doesn't: its process says every second that it is there,
-            whatever its main thread does, and collectives wait for it for half an hour, or for `timeout` if
+            whatever its interpreter does, and collectives wait for it for half an hour, or for `timeout` if
             that is longer. A process that dies is noticed at once; one on a host that lost its power or its
             network, or that is stopped, after `timeout`.
 

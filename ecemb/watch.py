@@ -6,8 +6,9 @@ says every second that it is there. A link that ends without a goodbye is a deat
 than the deadline; the news goes from neighbour to neighbour and names whom it began with.
 
 The process then ends, so that torchrun restarts the job: the arena is safe at any instant. Only silence
-counts, never slowness: a rank that computes for minutes goes on saying that it is there. A silence counts
-while this thread was awake itself, so that one who was stopped does not take the others for dead.
+counts, never slowness: a rank that computes for minutes goes on saying that it is there, also while a call
+keeps the interpreter's lock, as `Beats` come from outside of it. A silence counts while this thread was awake
+itself, so that one that was stopped, or had to wait for that lock, does not take the others for dead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 
+from .beats import Beats
 from .links import Link, drop, pair
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -37,8 +39,9 @@ _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline
 _GOODBYE_S = 1.0  # for neighbours to take a goodbye in
 
+_BEAT = b"\1"  # one byte, so that it is sent as a whole; all else begins with another one
 _MESSAGE = struct.Struct("!BBxxII")  # kind; of a death: why, who, silence in ms
-_BEAT, _BYE, _DEAD = 1, 2, 3
+_BYE, _DEAD = 2, 3
 _DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
 
 
@@ -101,6 +104,8 @@ class Watch:
         self._decided = threading.Event()
         self._pid = os.getpid()
         self._wake, self._alarm = pair()
+        self._poll = select.poll()
+        self._beats = Beats(list(self._links), self._beat_s, _BEAT)
         self._at_exit = Finalize(None, self._leave, exitpriority=0)
         self._thread = threading.Thread(target=self._run, name="ecemb-watch", daemon=True)
         self._thread.start()
@@ -133,6 +138,7 @@ class Watch:
     def _run(self) -> None:
         try:
             self._death = self._watch()
+            self._beats.stop()
             self._decided.set()
             if self._death is not None:
                 self._tell(self._death.pack())
@@ -144,6 +150,7 @@ class Watch:
             self._decided.set()
             self._end(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
         finally:
+            self._beats.stop()
             for link in self._links.values():
                 link.close()
             drop(self._wake)
@@ -151,24 +158,17 @@ class Watch:
 
     def _watch(self) -> _Death | None:
         """Listens until somebody is gone, or this worker is to stop."""
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
         for descriptor in self._links:
-            poll.register(descriptor, select.POLLIN)
-        last = beat_at = time.monotonic()
+            self._poll.register(descriptor, select.POLLIN)
+        last = time.monotonic()
         while True:
-            if (now := time.monotonic()) >= beat_at:
-                beat_at = now + self._beat_s
-                self._tell(_MESSAGE.pack(_BEAT, 0, self._index, 0), beat=True)
-            ready = [descriptor for descriptor, _ in poll.poll(max(1.0, (beat_at - now) * 1000))]
+            ready = [descriptor for descriptor, _ in self._poll.poll(math.ceil(self._beat_s * 1000))]
             awake_s = min(time.monotonic() - last, 2 * self._beat_s)  # not what it was stopped for
             last = time.monotonic()
             for link in self._links.values():
                 self._silence_s[link.peer] += awake_s
             found = [self._listen(self._links[one]) for one in ready if one in self._links]
-            for descriptor in [one for one, link in self._links.items() if link.fileno() < 0]:
-                poll.unregister(descriptor)
-                del self._links[descriptor]
             heard = [death for death in found if death is not None]
             if heard:
                 return min(heard, key=lambda death: death.why == _DIED)  # who tells of another knows more
@@ -183,24 +183,35 @@ class Watch:
                 return None
 
     def _listen(self, link: Link) -> _Death | None:
-        """Takes in what a neighbour says. Closes its link after a goodbye."""
+        """Takes in what a neighbour says."""
         there = link.read()
-        while (message := link.take(_MESSAGE.size)) is not None:
-            kind, why, index, silence_ms = _MESSAGE.unpack(message)
+        while (first := link.peek(1)) is not None:
             self._silence_s[link.peer] = 0.0
+            if first == _BEAT:
+                link.take(1)
+                continue
+            if (message := link.take(_MESSAGE.size)) is None:
+                break
+            kind, why, index, silence_ms = _MESSAGE.unpack(message)
             if kind == _BYE:
-                link.close()
+                self._forget(link)
                 return None
             if kind == _DEAD and index < len(self._names) and _DIED <= why <= _GARBLED:
                 return _Death(index, why, silence_ms / 1000)
-            if kind != _BEAT:
-                return _Death(link.peer, _GARBLED)
+            return _Death(link.peer, _GARBLED)
         return None if there else _Death(link.peer, _DIED)
 
-    def _tell(self, message: bytes, *, beat: bool = False) -> None:
+    def _forget(self, link: Link) -> None:
+        """Ends a link. No beat may go to a descriptor that is another's by then."""
+        self._beats.stop()
+        self._poll.unregister(link)
+        del self._links[link.fileno()]
+        link.close()
+        self._beats = Beats(list(self._links), self._beat_s, _BEAT)
+
+    def _tell(self, message: bytes) -> None:
         for link in self._links.values():
-            if not (beat and link.clogged):
-                link.send(message)
+            link.send(message)
 
     def _say_goodbye(self) -> None:
         """Waits until the neighbours have hung up: unread beats would turn the last word into a reset."""

@@ -16,7 +16,7 @@ FLOORS = """
 errors threads progress
 kernels.checks kernels.rowset kernels.emit kernels.team kernels.triton_loops
 code placement kernels header lock mapping folder space
-kernels.products directory odds
+kernels.products directory odds beats
 kernels.loops planner
 kernels.reference kernels.cpu
 kernels.cuda

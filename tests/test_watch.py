@@ -105,6 +105,20 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
         assert [worker.told() for worker in workers] == ["closed"] * 3
 
 
+def test_a_call_that_keeps_the_interpreter_is_not_death(tmp_path: Path) -> None:
+    """For several times the timeout, during which none of Python's threads runs there."""
+    with watched(3, 1.5, tmp_path) as workers:
+        for worker in workers[:2]:  # at the same time
+            worker.do(["hold", 7.0])
+        for worker in workers[:2]:
+            assert worker.told() == "held"
+        workers[2].do(["hold", 4.0])
+        assert workers[2].told() == "held"
+        for worker in workers:
+            worker.do(["close"])
+        assert [worker.told() for worker in workers] == ["closed"] * 3
+
+
 def test_who_ends_normally_alarms_nobody_and_who_fails_does(tmp_path: Path) -> None:
     with watched(4, LONG_S, tmp_path) as workers:
         workers[0].do(["end"])
@@ -186,7 +200,7 @@ def dead(index: int, why: int = _DIED) -> bytes:
     [
         (b"", "rank 1 died"),
         (b"\1", "rank 1 died"),  # cut short
-        (_MESSAGE.pack(_BEAT, 0, 1, 0) + dead(2), "rank 2 died"),
+        (_BEAT + _BEAT + dead(2), "rank 2 died"),
         (dead(0), "the other ranks count this one out: rank 0 died"),
         (dead(3), "rank 1 sent what is no message"),
         (dead(2, why=9), "rank 1 sent what is no message"),
@@ -219,9 +233,9 @@ def test_beats_come_and_silence_is_noticed() -> None:
         said = b""
         while part := far.recv(1 << 10):
             said += part
-        beats = [_MESSAGE.unpack(said[i : i + 12])[0] for i in range(0, len(said), 12)]
-        assert beats[:-1] == [_BEAT] * (len(beats) - 1) and len(beats) > 3
-        assert beats[-1] == _DEAD
+        beats, last_word = said[: -_MESSAGE.size], said[-_MESSAGE.size :]
+        assert beats == _BEAT * len(beats) and len(beats) > 3
+        assert _MESSAGE.unpack(last_word)[0] == _DEAD
 
 
 def test_a_watch_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +244,7 @@ def test_a_watch_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Link, "read", broken)
     with one() as (_, far, ended):
-        far.sendall(_MESSAGE.pack(_BEAT, 0, 1, 0))
+        far.sendall(_BEAT)
         text = ended.wait()
         assert "the watch over the other ranks failed" in text and "ZeroDivisionError: a defect" in text
 

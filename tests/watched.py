@@ -8,6 +8,7 @@ What the watch logs is told with the time at which it was.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -142,6 +143,12 @@ def work(seconds: float) -> None:
     say("worked")
 
 
+def hold(seconds: float) -> None:
+    """In a call that keeps the interpreter's lock."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    say("held")
+
+
 def main(index: int, size: int, timeout_s: float) -> None:
     package = types.ModuleType("ecemb")  # the real one imports torch
     package.__path__ = [str(ROOT / "ecemb")]
@@ -161,7 +168,7 @@ def main(index: int, size: int, timeout_s: float) -> None:
         "sleep": lambda: time.sleep(DEADLINE_S),
         "end": lambda: sys.exit(0),
         "close": lambda: (watch.close(), say("closed")),
-        **{one.__name__: one for one in (spin, lock, clog, fork, fail, fail_beside_a_thread, work)},
+        **{one.__name__: one for one in (spin, lock, clog, fork, fail, fail_beside_a_thread, work, hold)},
     }
     for line in iter(sys.stdin.readline, ""):
         name, *arguments = json.loads(line)

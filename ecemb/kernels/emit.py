@@ -169,15 +169,21 @@ def features() -> frozenset[str]:
     return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
 
 
-@functools.cache
-def _engine() -> Any:
-    """What holds all compiled code until the process ends."""
+def engine(source: str = "") -> Any:
+    """What compiles for this processor, and holds what it has compiled as long as it lives.
+
+    Args:
+        source: LLVM's assembly to begin with.
+    """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     flat = binding.get_host_cpu_features().flatten()
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=flat, opt=2, jit=True)
-    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    return binding.create_mcjit_compiler(binding.parse_assembly(source), machine)
+
+
+_engine: Final = functools.cache(engine)
 
 
 _names: Final = itertools.count()
