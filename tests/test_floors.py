@@ -27,7 +27,8 @@ memory meeting watch dcp window
 stripes
 rebuild
 transaction recovery rendezvous scrub durable store
-adapters adapters.engine adapters.image adapters.supported adapters.nn batches saver step
+adapters adapters.engine adapters.image adapters.nn adapters.places batches saver step
+adapters.supported
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables

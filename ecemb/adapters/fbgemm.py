@@ -28,6 +28,7 @@ from ..replicated import options
 from ..rows import Column, Table, TableLayout, joined
 from .engine import Ids
 from .image import is_apart
+from .places import Places
 
 TESTED = "1.8.0"
 INSTALL = (
@@ -152,6 +153,7 @@ class Batch:
         ]
         self.base = 0
         self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers, or those that stay apart
+        self._places = Places()
         self._versions: list[int] = []
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
         self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
@@ -217,10 +219,13 @@ class Batch:
         Returns:
             The storages that were left, and what took their places.
         """
-        if self._is_apart:
-            self.spans = [getattr(self.module, name).detach() for name in self.buffers]
-            return []
+        self._places = Places()
         self.spans = []
+        if self._is_apart:
+            for name in self.buffers:
+                self.spans.append(getattr(self.module, name).detach())
+                self._places.keep(f"{name} of {self.what}", getattr(self.module, name))
+            return []
         moves: list[Move] = []
         for i, name in enumerate(self.buffers):
             buffer: torch.Tensor = getattr(self.module, name)
@@ -235,6 +240,7 @@ class Batch:
                         span.copy_(buffer)
                 moves.append(Move(buffer.untyped_storage(), span))
                 buffer.data = span
+            self._places.keep(f"{name} of {self.what}", buffer, columns[0])
         return moves
 
     def touched(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Iterator[tuple[int, Ids]]:
@@ -294,10 +300,7 @@ class Batch:
         """Raises UndeclaredWrite if what is trained is not what is protected any more."""
         if self.kernel.emb_module is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
-        for name, span in zip(self.buffers, self.spans, strict=True):
-            buffer = getattr(self.module, name)
-            if buffer.numel() and buffer.data_ptr() != span.data_ptr():
-                raise UndeclaredWrite(f"the storage of {self.what} was replaced: {REPLACED}")
+        self._places.check([getattr(self.module, name, None) for name in self.buffers])
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless all that TorchRec shows of the tables lies in the arena."""

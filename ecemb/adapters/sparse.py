@@ -24,6 +24,7 @@ from ..rows import Column, Table, TableLayout
 from .engine import Hooks, Ids, Tied
 from .image import is_apart
 from .nn import ShardedEmbeddingBag
+from .places import Places
 from .supported import check_module, states_of
 
 Optimizer = torch.optim.Optimizer
@@ -54,8 +55,8 @@ class SparseTable:
         if optimizer is not None:
             self.states = states_of(name, optimizer)
             self.check_options()
-        self._views: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._places = Places()
+        self._versions: list[int | None] = []
 
     @property
     def layout(self) -> TableLayout:
@@ -94,26 +95,26 @@ class SparseTable:
             self._stay()
             return
         shape, dtype = self.weight.shape, self.weight.dtype
-        self._views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
+        views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
         was_meta = self.weight.is_meta
         with torch.no_grad():
             if was_meta:
-                placed = nn.Parameter(self._views[0], requires_grad=self.weight.requires_grad)
+                placed = nn.Parameter(views[0], requires_grad=self.weight.requires_grad)
                 torch.utils.swap_tensors(self.weight, placed)
                 if fresh:
                     self.module.reset_parameters()  # pyright: ignore[reportCallIssue]
             else:
                 if fresh:
-                    self._views[0].copy_(self.weight)
-                self.weight.data = self._views[0]
+                    views[0].copy_(self.weight)
+                self.weight.data = views[0]
             if self.optimizer is not None:
-                self._place_states(self.optimizer, fresh, was_meta)
-        self.note()
+                self._place_states(self.optimizer, views[1:], fresh, was_meta)
+        self._keep(columns)
 
     def _stay(self) -> None:
         """Leaves the table where it is, and makes the state that its optimizer would make later."""
         for name, tensor in zip(("weight", *self.states), self._tensors(), strict=True):
-            if not tensor.is_contiguous():
+            if tensor is not None and not tensor.is_contiguous():
                 raise UnsupportedTable(
                     f"{name} of table {self.name!r} on {tensor.device} is not contiguous: make it so before "
                     f"ecemb.protect()"
@@ -123,17 +124,24 @@ class SparseTable:
             self._begin_state(state)
             for name in self.states:
                 state.setdefault(name, torch.zeros_like(self.weight, requires_grad=False))
-        self._views = [tensor.detach() for tensor in self._tensors()]
+        self._keep([None] * len(self._tensors()))
+
+    def _keep(self, memory: Sequence[NDArray[np.uint8] | None]) -> None:
+        self._places = Places()
+        for name, tensor, here in zip(("weight", *self.states), self._tensors(), memory, strict=True):
+            self._places.keep(f"{name} of table {self.name!r}", tensor, here)
         self.note()
 
     def _begin_state(self, state: dict[str, Any]) -> None:
         if not state and isinstance(self.optimizer, torch.optim.SparseAdam):
             state["step"] = 0  # what its first step would set, had it found no state
 
-    def _place_states(self, optimizer: Optimizer, fresh: bool, was_meta: bool) -> None:
+    def _place_states(
+        self, optimizer: Optimizer, views: Sequence[torch.Tensor], fresh: bool, was_meta: bool
+    ) -> None:
         state: dict[str, Any] = optimizer.state[self.weight]
         self._begin_state(state)
-        for name, view in zip(self.states, self._views[1:], strict=True):
+        for name, view in zip(self.states, views, strict=True):
             if fresh and was_meta:
                 view.fill_(self._option("initial_accumulator_value") if name == "sum" else 0)
             elif fresh and name in state:
@@ -181,7 +189,7 @@ class SparseTable:
 
     def note(self) -> None:
         """Takes the tensors' present versions as declared."""
-        self._versions = [tensor._version for tensor in self._tensors()]
+        self._versions = self._now()
 
     def check_storage(self) -> None:
         """Raises UndeclaredWrite if what is trained is not in the arena any more."""
@@ -190,17 +198,14 @@ class SparseTable:
                 f"the parameter of table {self.name!r} was replaced (by load_state_dict(assign=True)?): what "
                 f"is trained now is not what is protected. Do it before ecemb.protect()"
             )
-        for tensor, view in zip(self._tensors(), self._views, strict=True):
-            if tensor.data_ptr() != view.data_ptr() or tensor.shape != view.shape:
-                raise UndeclaredWrite(
-                    f"the storage of table {self.name!r}, or of its optimizer state, was replaced (by "
-                    f"load_state_dict(assign=True), .to(), or an assignment to .data?): what is trained "
-                    f"now is not what is protected. Do it before ecemb.protect()"
-                )
+        self._places.check(self._tensors())
 
     def is_written(self) -> bool:
         """Whether a tensor was written in place since `note`."""
-        return [tensor._version for tensor in self._tensors()] != self._versions
+        return self._now() != self._versions
+
+    def _now(self) -> list[int | None]:
+        return [getattr(tensor, "_version", None) for tensor in self._tensors()]
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's state of this table that is not per row, e.g. Adagrad's step."""
@@ -214,11 +219,11 @@ class SparseTable:
         if self.optimizer is not None:
             self.optimizer.state[self.weight].update(scalars)
 
-    def _tensors(self) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = [self.weight]
+    def _tensors(self) -> list[Any]:
+        tensors: list[Any] = [self.weight]
         if self.optimizer is not None:
             state = self.optimizer.state.get(self.weight, {})
-            tensors += [state.get(name, self.weight) for name in self.states]
+            tensors += [state.get(name) for name in self.states]
         return tensors
 
 

@@ -25,6 +25,7 @@ from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..rows import Table
 from .engine import Hooks, Ids, Tied
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
+from .places import Places
 
 Optimizer = torch.optim.Optimizer
 
@@ -135,6 +136,7 @@ class Collection:
         self._replicated = {
             name for name, sharding in self._sharding.items() if sharding.sharding_type == "data_parallel"
         }
+        self._places = Places()
         kernels = list(self._kernels())
         self._check_kernels(kernels)
         self.batches: list[Batch] = [Batch(prefix, kernel, number) for number, kernel in enumerate(kernels)]
@@ -175,6 +177,10 @@ class Collection:
         if [id(kernel) for kernel in self._kernels()] != [id(batch.kernel) for batch in self.batches]:
             raise UndeclaredWrite(f"{self.path or 'the model'} was sharded anew: {REPLACED}")
 
+    def check_shown(self) -> None:
+        """Raises UndeclaredWrite if the parameters that the model shows are not those that are trained."""
+        self._places.check(self.parameters)
+
     def check_views(self) -> None:
         """Raises UnsupportedTable unless what state_dict() shows lies in the arena."""
         spans = [span for batch in self.batches for span in batch.spans]
@@ -183,6 +189,10 @@ class Collection:
             if key.split(".")[1] not in self._replicated:
                 shown += local(value)
         check_inside(self.path or "the model", [*shown, *self.parameters], spans)
+        self._places = Places()
+        names = (name for name in self._sharding if name not in self._replicated)
+        for name, parameter in zip(names, self.parameters, strict=True):
+            self._places.keep(f"parameter {name}.weight of {self.path or 'the model'}", parameter)
 
 
 class FusedTables:
@@ -262,6 +272,8 @@ class FusedTables:
             if number in self._touched:
                 batch.note()
             self._check(batch)
+        for collection in self._collections:
+            collection.check_shown()
         self._touched.clear()
 
     def note(self) -> None:

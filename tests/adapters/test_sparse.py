@@ -590,7 +590,8 @@ def test_storage_that_is_replaced(
     watched, module, optimizer = watch("adagrad")
     if between:
         change(module, optimizer)
-    with refused(UndeclaredWrite, "'user'", "replaced", "before ecemb.protect()"), watched.step():
+    words = ("'user'", "is not what is protected", "before ecemb.protect()")
+    with refused(UndeclaredWrite, *words), watched.step():
         if not between:
             change(module, optimizer)
 

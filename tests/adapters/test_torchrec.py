@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing  # teaches the pickler to share tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -377,11 +379,43 @@ def test_replaced_modules_and_storages_are_noticed() -> None:
         collection._lookups[0] = copy.copy(collection._lookups[0])
         collection._lookups[0]._emb_modules = nn.ModuleList()
 
-    for change in (replace_module, replace_storage, replace_state, shard_anew):
+    def replace_shown(watched: Watched) -> None:
+        parameter = watched.engine.parameters[1]
+        parameter.data = parameter.detach().clone()
+
+    for change in (replace_module, replace_storage, replace_state, shard_anew, replace_shown):
         watched = Watched(build(TABLES, "rowwise-adagrad"))
         change(watched)
         with refused(UndeclaredWrite, "before ecemb.protect()"), watched.step():
             pass
+
+
+MOVES: dict[str, Callable[[Watched, nn.Module], object]] = {
+    "share_memory": lambda _, model: model.share_memory(),
+    "shown": lambda watched, _: watched.engine.parameters[0].share_memory_(),
+    "weights": lambda watched, _: ForkingPickler.dumps(module_of(watched).weights_host),
+    "states": lambda watched, _: ForkingPickler.dumps(module_of(watched).momentum1_host),
+    "state_dict": lambda _, model: ForkingPickler.dumps(list(model.state_dict().values())),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_tables_that_move_to_shared_memory_are_noticed(move: str, inside: bool) -> None:
+    model = build(TABLES, "rowwise-adagrad")
+    watched = Watched(model)
+    with watched.step():
+        train(model, SOME)
+    before = watched.rows()
+    if not inside:
+        MOVES[move](watched, model)
+    words = (f"{BAGS} ('user', 'item', 'one')", "to other shared memory", "DataLoader")
+    with refused(UndeclaredWrite, *words), watched.step():
+        if inside:
+            MOVES[move](watched, model)
+        train(model, SOME)
+    if not inside:
+        assert not watched.changed(before)
 
 
 # --- beside others ------------------------------------------------------------------------------
