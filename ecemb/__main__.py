@@ -1,4 +1,4 @@
-"""The command line: `python -m ecemb plan`, `python -m ecemb top`, and `python -m ecemb arenas ls` and `rm`.
+"""The command line: `python -m ecemb plan`, `check`, `top`, and `arenas ls` and `rm`.
 
 Owns what is printed, and the exit codes: 0 done, 1 refused or nothing there, 2 not understood.
 """
@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from . import __version__, top
 from .code import Code
 from .directory import arenas, remove
-from .errors import EcembError
+from .errors import ConfigurationError, EcembError, PeerFailure
 from .header import Found
 from .planner import CODES, Job, bounds, compare, table
 
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "plan":
             return _plan(options)
+        if options.command == "check":
+            return _check(options)
         if options.command == "top":
             return _top(options)
         if options.command == "ls":
@@ -94,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ecemb {__version__}")
     parts = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_plan(parts.add_parser("plan", help=_PLAN, description=_PLAN.capitalize() + ".", epilog=_PLAN_SHOWS))
+    _add_check(
+        parts.add_parser("check", help=_CHECK, description=_CHECK.capitalize() + ".", epilog=_CHECK_SHOWS)
+    )
     _add_top(parts.add_parser("top", help=_TOP, description=_TOP.capitalize() + ".", epilog=_TOP_SHOWS))
     about = "memory that workers left behind on this machine, or hold"
     commands = parts.add_parser("arenas", help=about, description=about.capitalize() + ".")
@@ -217,6 +223,52 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"\ndo not fit: {', '.join(refused)}")
         if options.code:
             print("\n".join(refused.values()))
+    return 0
+
+
+_CHECK = "run a script up to its ecemb.protect(), and show what that would protect, and what not"
+_CHECK_SHOWS = """
+The script runs as a job of its own and ends where it calls ecemb.protect(); no memory of any job is touched.
+Shown are the protected tables, what is the same on all ranks, what is kept for each rank, objects with state
+that come back with nothing, memory, and what may be lost. The exit code is 1 where protect would refuse.
+On several machines, launch it as the training is launched: torchrun ... -m ecemb check SCRIPT.
+"""
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="check")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="to stand for, on this machine (1)")
+    parser.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="needed unless torchrun has started this process"
+    )
+    parser.add_argument("--as-host", metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="what torchrun would start")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from . import check  # it takes torch.distributed along, which the other commands don't need
+
+    if "RANK" not in os.environ:
+        if options.hosts < 1 or (options.ranks_per_host or 0) < 1:
+            raise ConfigurationError(
+                "`check` takes the job's ranks: give --ranks-per-host N (and --hosts N), from 1 on, or "
+                "launch it as the training is: torchrun --nproc-per-node N -m ecemb check SCRIPT"
+            )
+        shown = ["--json"] if options.json else []
+        return check.launch(options.hosts, options.ranks_per_host, shown, options.script, options.arguments)
+    rank = os.environ["RANK"]
+    try:
+        found = check.run(options.script, options.arguments, options.as_host)
+    except EcembError as error:
+        if rank == "0" or not isinstance(error, PeerFailure):
+            print(f"ecemb: refused on rank {rank}: {error}", file=sys.stderr)
+        return 1
+    if rank == "0":
+        print(
+            json.dumps(dataclasses.asdict(found), indent=2) if options.json else check.text(found), flush=True
+        )
     return 0
 
 

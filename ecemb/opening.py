@@ -40,6 +40,7 @@ from .rendezvous import Session
 from .replicated import ReplicatedState
 from .rows import WORD_BYTES, arrange
 from .saver import Saver, name_of, shared
+from .survey import Surveyed, survey
 from .transport import Fabric, Transport
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -73,6 +74,8 @@ def open_memory(session: Session, request: Request) -> Opened:
             "checking the model and its optimizers", lambda: _checked(request)
         )
         world = agree(session, request, transport, tables, state_bytes)
+    if session.check is not None:
+        raise Surveyed(survey(session, request, transport, tables, replicated, world))
     with watch.phase("kernels"):
         cpu = kernels.get("cpu", torch.get_num_threads())
     before = session.arena

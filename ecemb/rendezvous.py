@@ -41,6 +41,7 @@ from .errors import (
     RendezvousError,
     UsageError,
 )
+from .folder import check_name
 from .header import NONE
 from .links import own_addresses
 from .meeting import Listener, Peer, connect
@@ -50,9 +51,23 @@ from .watch import Watch
 logger: logging.Logger = logging.getLogger("ecemb")
 
 _POLL_S = 0.005
+CHECKED = ".check"
+"""Ends the name of a job that is only checked."""
+_CHECKED_NAME = 50  # characters of a job's name that are left in that of its check
 _PATIENCE_S = 1800.0  # torch's own default
 _PR_SET_PDEATHSIG = 1
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """That the script is only checked: it starts as a job that no memory is of.
+
+    Attributes:
+        host: stands for the hostname; None for the real one.
+    """
+
+    host: str | None = None
 
 
 @dataclasses.dataclass
@@ -72,6 +87,7 @@ class Session:
         patience_s: deadline of collectives: a peer that is not silent is only slow.
         watch: watches the other ranks; None if there are none.
         protected: whether a guard has been made.
+        check: that the script is only checked, and ends where it calls `protect`; else None.
     """
 
     job: str
@@ -86,11 +102,19 @@ class Session:
     patience_s: float
     watch: Watch | None
     protected: bool = False
+    check: Check | None = None
 
 
+_check: Check | None = None
 _session: Session | None = None
 _pid = 0
 """The process that has initialised the groups."""
+
+
+def check_only(check: Check | None) -> None:
+    """From here on, starts of this process are checks; with None, they are starts again."""
+    global _check
+    _check = check
 
 
 def current() -> Session:
@@ -151,6 +175,9 @@ def init_process_group(
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
     _die_with_agent()
     note_made()
+    if _check is not None:
+        check_name("job", job)
+        job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     deadline = time.monotonic() + timeout_s
     store = _store(index, timeout)
@@ -194,6 +221,7 @@ def init_process_group(
         timeout_s=timeout_s,
         patience_s=patience_s,
         watch=watch,
+        check=_check,
     )
     logger.log(
         logging.INFO if seat.rank == 0 else logging.DEBUG,

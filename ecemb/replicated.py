@@ -79,6 +79,11 @@ class ReplicatedState:
         """Bytes of all tensors as they are now."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._taken()[1])
 
+    @property
+    def kept(self) -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
+        """The model's dense parameters and buffers by name, and the optimizers of dense parameters."""
+        return dict(self._tensors()), list(self._optimizers)
+
     def save(self, slots: StateStore, transaction: int) -> None:
         """Writes the state of `transaction`.
 

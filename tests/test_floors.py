@@ -33,9 +33,10 @@ adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables
 adapters.live agreement
+survey
 opening
 guard nn
-metrics lightning top
+metrics lightning top check
 __init__
 __main__
 """
