@@ -23,12 +23,76 @@ def script(name: str) -> ModuleType:
     return module
 
 
-errors_page, pictures = script("errors"), script("pictures")
+errors_page, api_page, pictures = script("errors"), script("api"), script("pictures")
 
 
 def test_the_page_is_current() -> None:
     shown = errors_page.PAGE.read_text(encoding="utf-8")
     assert shown == errors_page.render(), "run `make pages`"
+
+
+def test_the_api_is_current() -> None:
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.render(), "run `make pages`"
+
+
+def test_the_api_has_every_public_name() -> None:
+    """But for errors, which have a page, and what only checkpoint writers of one's own need."""
+    shown = {name for names in api_page.PARTS.values() for name in names}
+    listed = (ROOT / "tests" / "public_api.txt").read_text().splitlines()
+    kinds = dict(line.partition(": ")[::2] for line in listed)
+    tops = {name for name, kind in kinds.items() if kind != "module" and name.rpartition(".")[0] not in shown}
+    tops = {name for name in tops if not name.startswith("ecemb.errors.")}
+    again = {"ecemb.checkpoint.CheckpointReader", "ecemb.checkpoint.CheckpointWriter"}  # named twice
+    members = {f"{one}." for one in again}
+    missing = {name for name in tops - shown - again if not name.startswith(tuple(members))}
+    assert missing == {"ecemb.checkpoint.is_stored"}
+
+
+GOOGLE = """Does it. All ranks.
+
+A paragraph:
+
+- with a list.
+
+Args:
+    one: is read, and
+        overwritten.
+    two: is not.
+
+Returns:
+    What came of it.
+
+    More of it.
+
+Raises:
+    E: if not.
+"""
+
+
+def test_a_docstring_as_markdown() -> None:
+    assert "\n".join(api_page.told(GOOGLE)) == (
+        "Does it. All ranks.\n\nA paragraph:\n\n- with a list.\n\n**Args**\n\n- `one`: is read, and "
+        "overwritten.\n- `two`: is not.\n\n**Returns**\n\nWhat came of it.\n\nMore of it.\n\n**Raises**\n\n"
+        "- `E`: if not.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("def f(a, b=1): ...", "f(a, b=1)"),
+        ("def f(self, *, c: int = 2) -> str: ...", "f(*, c: int = 2) -> str"),
+        ("def f(*a: int, **b: str): ...", "f(*a: int, **b: str)"),
+        (
+            f"def f({'a' * 60}: int, {'b' * 60}: int): ...",
+            f"f(\n    {'a' * 60}: int,\n    {'b' * 60}: int,\n)",
+        ),
+    ],
+)
+def test_signatures(source: str, shown: str) -> None:
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    assert api_page.signature("f", node) == shown
 
 
 def test_the_pictures_are_current() -> None:
