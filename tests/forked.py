@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import runpy
 import signal
 import sys
@@ -22,13 +23,31 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """What the fork server calls: whoever it is forked from is torchrun's agent."""
+def end_with_parent(parent: int | None = None) -> None:
+    """End as soon as whoever started this process ends: of the fork server, torchrun's agent.
+
+    Args:
+        parent: its pid; by default whoever is the parent now. If that is another one, it has ended.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _remember() -> None:
+    global _forker
+    _forker = os.getpid()
+
+
+_forker = 0  # in a forked process: who forked it
+os.register_at_fork(before=_remember)
 
 
 def work(script: str, *arguments: str) -> None:
     """What a forked process does: nothing of other processes' signal handlers is left to it."""
+    import forked  # by its name: here it is __main__, and in the fork server it isn't
+
+    end_with_parent(forked._forker)
     for number in _HANDLED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = [script, *arguments]

@@ -6,8 +6,12 @@ one 8-byte word, so that a kill leaves the old value or the new one.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 # What a worker does, in the order in which a job does it. The table lists them by group.
@@ -58,6 +62,8 @@ _WORDS = (
 )
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
 _SIZE_BYTES = 4096
+_POLL_S = 0.001
+_AT_REST = (b"T", b"t", b"Z", b"X")  # states of a process: it does nothing any more
 AWAY = ".away"  # the suffix of an arena that was put aside
 
 
@@ -160,11 +166,7 @@ class Board:
     @property
     def alive(self) -> bool:
         """Whether its process still runs; a zombie does not."""
-        try:
-            stat = Path(f"/proc/{self.get('pid')}/stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat[stat.rindex(b")") + 2 :].split()[0] not in (b"Z", b"X")
+        return _state(self.get("pid")) not in (b"Z", b"X")
 
 
 def memory_of(board: Board) -> Path | None:
@@ -177,3 +179,44 @@ def memory_of(board: Board) -> Path | None:
         if (path := Path(other.text("arena"))).exists():
             return path
     return None
+
+
+def fell_together(victims: Sequence[tuple[Board, bool, str | None]], event: int, *, away: bool) -> None:
+    """Kill processes as if at one moment: torchrun ends the rest as soon as it sees one of them dead.
+
+    So all are stopped first, and all is written down and taken away before any of them is killed.
+
+    Args:
+        victims: board, whether the rank's memory goes, and the phase of the thread that the event came to
+            (None for what the board says). Those that have ended already are left out; this process may be
+            the last.
+        event: index of the plan's event.
+        away: put memory aside, so that it may come back.
+    """
+    alive = [victim for victim in victims if victim[0].alive]
+    others = [board.get("pid") for board, _, _ in alive if board.get("pid") != os.getpid()]
+    if len(others) < len(alive):
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN, from any thread
+    for pid in others:
+        _signal(pid, signal.SIGSTOP)
+    while any(_state(pid) not in _AT_REST for pid in others):
+        time.sleep(_POLL_S)
+    for board, lost, phase in alive:
+        board.fell(event, lost, away, phase)
+    for board, _, _ in alive:
+        _signal(board.get("pid"), signal.SIGKILL)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has ended in the meantime
+        return
+
+
+def _state(pid: int) -> bytes:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b"X"
+    return stat[stat.rindex(b")") + 2 :].split()[0]

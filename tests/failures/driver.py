@@ -14,24 +14,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from failures.board import NAMES, Board
+from failures.board import NAMES, Board, fell_together
 from failures.plan import Plan, Refused, Setting, Timed, Victim
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.004
-START_S = 300.0  # at most: a start, and the training after it
+START_S = 1200.0  # at most: a start, and the training after it
 SOAK_START_S = 1800.0
-END_S = 120.0  # at most: what orphans take to notice that they are
+END_S = 300.0  # at most: what orphans take to notice that they are
 
 MANY = 10**6
 WHAT = ("process", "memory", "exception", "torchrun")
-TIMEOUT_S = 90.0  # what the workers give init_process_group
+TIMEOUT_S = 300.0  # what the workers give init_process_group
 LIVE, FINISHED = (2, 3), 4  # states of an arena: what tells that the job had started, and that it is over
 
 Digests = dict[int, dict[str, str]]
@@ -108,15 +109,15 @@ def differences(reference: Digests, digests: Digests) -> list[str]:
     return found
 
 
-def run(plan: Plan) -> Outcome:
-    """Run a plan to its end."""
-    return follow(Job(plan))
+def run(plan: Plan, stop: threading.Event | None = None) -> Outcome:
+    """Run a plan to its end, or until somebody says stop."""
+    return follow(Job(plan), stop)
 
 
-def follow(job: Job) -> Outcome:
+def follow(job: Job, stop: threading.Event | None = None) -> Outcome:
     """Watch a job to its end."""
     try:
-        while not job.ended:
+        while not (job.ended or (stop is not None and stop.is_set())):
             job.watch()
             time.sleep(POLL_S)
     finally:
@@ -206,15 +207,11 @@ class Job:
         if event.agent:
             self._kill_agent(event, boards, victims)
             return
-        alive = [board for board in here if board.alive]
-        for board in alive:
-            self.kill(board)
-        for board in alive:
-            board.fell(self._start, victims[board.known_rank].lost, event.away)
+        self.kill({board: victims[board.known_rank].lost for board in here}, event)
 
-    def kill(self, board: Board) -> None:
-        """End a process."""
-        os.kill(board.get("pid"), signal.SIGKILL)
+    def kill(self, victims: dict[Board, bool], event: Timed) -> None:
+        """End processes, and write it down; of those that are True, the memory goes, too."""
+        fell_together([(b, lost, None) for b, lost in victims.items()], self._start, away=event.away)
 
     def _kill_agent(self, event: Timed, boards: list[Board], victims: dict[int, Victim]) -> None:
         alive = [board for board in boards if board.alive]

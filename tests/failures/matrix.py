@@ -21,7 +21,7 @@ from typing import Literal
 from failures.board import PHASES, STARTING
 from failures.draws import Deck, Lengths
 from failures.driver import Outcome
-from failures.plan import ABORT_EVERY, Event, Exact, Plan, Refused, Setting, Timed, Victim
+from failures.plan import ABORT_EVERY, TIMED_STEPS, Event, Exact, Plan, Refused, Setting, Timed, Victim
 
 EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "heads", "aborting")
 """Phases of every step of a window; the others only come when it is full."""
@@ -29,7 +29,6 @@ PAIRS = 4  # failures in steps, each with one in the recovery from it, in one ru
 ATTEMPTS = 6  # for a cell that was missed: it had fewer lines than thought
 GUESS_LINES, GUESS_CALLS = 12, 2
 TIMED_PAUSE_S = 0.05
-TIMED_STEPS = 8  # until all deaths that come from outside have come
 
 MAIN = Setting(4, 4, 2, "Adagrad")
 STOCK = Setting(4, 4, 3, "SparseAdam")
@@ -124,11 +123,10 @@ OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memor
     "closing": ("1", ""),
 }
 
-BEFORE_PREPARED = (
-    *("in the body", "backward", "optimizer", "capture", "state", "delta", "heads", "exchange"),
-    "undoing a failed step",
-)
+BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "delta", "heads", "exchange")
 ROWS_CHANGED = ("state", "delta", "heads", "exchange")
+UNMADE = ("starting", "rendezvous", "attaching", "agreeing on a plan", "creating an arena")
+"""Phases of a recovery in which a rank whose memory is gone may have no new one to lose."""
 ROLES = ("lowest", "highest", "middle", "donor", "newcomer")
 
 
@@ -288,10 +286,19 @@ class Chains:
 def _fits(step: Cell, recovery: Cell) -> bool:
     """Whether a failure in a step leaves behind what one in recovery needs, and what it takes away, too."""
     row, needs = ROW[recovery.row], ROW[recovery.row].needs
+    if recovery.memory and _unmade(row):
+        most = recovery.setting.ranks if recovery.refused else recovery.setting.tolerated
+        there = step.gone - (row.phase == "creating an arena")  # one of them has a file by then: the first
+        return _leaves(step, needs) and max(there, 0) + recovery.victims <= most
     again = needs == "newcomer" and row.how != "torn"  # a newcomer runs no kernel
     if recovery.gone and step.gone + (not again) > recovery.setting.tolerated:
         return False  # those who go would be too many, but for those who are gone already
     return _leaves(step, needs)
+
+
+def _unmade(row: Row) -> bool:
+    """Whether a newcomer may have no memory yet when somebody dies there."""
+    return row.when == "recovery" and (row.phase is None or row.phase in UNMADE)
 
 
 def _leaves(step: Cell, needs: Needs) -> bool:
@@ -299,8 +306,9 @@ def _leaves(step: Cell, needs: Needs) -> bool:
     fits = {
         "": True,
         "newcomer": step.gone > 0,
-        "undo": phase in BEFORE_PREPARED,
-        "rows to undo": phase in ROWS_CHANGED,
+        # Of whoever was killed there: others may have heard of it, and undone the step by themselves.
+        "undo": phase in BEFORE_PREPARED and not step.gone,
+        "rows to undo": phase in ROWS_CHANGED and not step.gone,
         "redo": phase == "apply" and not step.gone,
     }
     return fits[needs]
@@ -325,7 +333,8 @@ class _Draw:
         self._roles: dict[int, str] = {}
         self._step = 1  # the next event in a step is after this one
         self._lost: set[int] = set()  # ranks whose memory may be gone when the next start begins
-        self._redo: set[int] = set()
+        self._redo: set[int] = set()  # who was killed when it had something to redo, or to undo
+        self._undo: set[int] = set()
 
     def chain(self) -> Chain:
         return Chain(Plan(self._setting, tuple(self._events)), self._cells, self._roles)
@@ -349,6 +358,7 @@ class _Draw:
         self._events.append(event)
         if row.when != "recovery":
             self._redo = {first} if event.phase == "apply" else set()
+            self._undo = {first} if event.phase in BEFORE_PREPARED else set()
         if cell.refused:
             unless = {"going live": "fresh", "closing": "finished"}.get(row.phase or "", "")
             self._events.append(Refused(tuple(sorted(lost | set(ranks))), unless))
@@ -367,7 +377,7 @@ class _Draw:
         known = self._lengths.of(self._setting, phase, torn=torn)
         length = known or (GUESS_CALLS if torn else GUESS_LINES)
         if phase == "after closing":
-            length = 2
+            length = 1
         line = self._random.randint(1, max(1, length >> (2 * self._attempts[cell])))
         return Exact(victims, phase, step, line, torn, row.how == "raise", cell.refused)
 
@@ -396,11 +406,13 @@ class _Draw:
                 "attaching": survivors,
                 "creating an arena": self._lost,
                 "deciding": survivors,
-                "undoing": survivors,
+                "undoing": self._undo,
                 "redoing": self._redo,
                 "copying replicated state": {*self._lost, donor},
             }.get(row.phase or "", survivors if row.how == "torn" else everybody)
-            if cell.gone and len(self._lost) >= self._setting.tolerated:
+            if cell.memory and _unmade(row) and row.phase != "creating an arena":
+                allowed = allowed - self._lost
+            elif cell.gone and len(self._lost) >= self._setting.tolerated:
                 allowed = allowed & self._lost
         last = self._setting.ranks - 1
         roles = {
@@ -415,10 +427,12 @@ class _Draw:
         return self._random.choice(sorted(roles[role] & allowed))
 
     def _victims(self, cell: Cell, first: int) -> list[int]:
-        """Who dies together; with their memory, those whose memory is gone already come first."""
+        """Who dies together; with their memory, those who have lost it before come first, if it is new."""
         others = [rank for rank in range(self._setting.ranks) if rank != first]
         self._random.shuffle(others)
-        if cell.memory:
+        if cell.memory and _unmade(ROW[cell.row]):
+            others.sort(key=lambda rank: rank in self._lost)
+        elif cell.memory:
             others.sort(key=lambda rank: rank not in self._lost)
         return [first, *others[: cell.victims - 1]]
 

@@ -3,9 +3,13 @@
 `install()` wraps functions of ecemb and torch from outside, by name, so that a worker writes to its
 board what it is doing; a function that was renamed is an error. If the plan has an exact event for
 this start of the job, lines of code are counted with `sys.settrace`, and the worker kills itself at
-the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Those that
-are to die with it are waited for there; until the rendezvous no worker waits for another, so that they are
-held before that. Where the plan expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
+the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Where the plan
+expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
+
+No death depends on how fast the machine is. Whoever is to die with another is waited for, and is held where
+the job would otherwise go on or end without it; all victims are stopped before the first of them is killed,
+as torchrun ends the others as soon as it sees that. A phase that turns out shorter than the plan's line ends
+the worker at its end, or in the next step that has it.
 """
 
 from __future__ import annotations
@@ -13,12 +17,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,8 +29,8 @@ from typing import Any
 
 import torch
 from failures import refusals, sabotage
-from failures.board import BESIDE, PHASES, STARTING, Board
-from failures.plan import Exact, Plan, Refused
+from failures.board import BESIDE, PHASES, STARTING, Board, fell_together, memory_of
+from failures.plan import TIMED_STEPS, Exact, Plan, Refused, Timed
 
 import ecemb
 from ecemb import (
@@ -51,11 +54,16 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
 
-HOLD_S = 20.0  # at most: until all victims are there
+HOLD_S = 240.0  # at most: until all victims are there, or until whoever is held is killed
 _POLL_S = 0.002
 
 _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("worker.py")))
 _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves instead; compiled at each start
+# Phases of a step that come but once in it.
+_ONCE = (
+    *("heads", "exchange", "prepare", "agreement", "apply", "commit", "aborting", "undoing a failed step"),
+    "closing",
+)
 _PARTS = {
     "agree": "agreement",
     "image": "state",
@@ -118,6 +126,9 @@ class Worker:
         events = self.plan.events
         event = events[self.start] if self.start < len(events) else None
         self.event = event if isinstance(event, Exact) else None
+        self.line = self.event.line if self.event is not None else 0  # fewer, if a step had not so many
+        self._timed = event if isinstance(event, Timed) else None
+        self._held_at: int | None = None
         self.counts = self.event is not None or (not events and not self.plan.soak)
         self.refusal = None
         if isinstance(event, Refused):
@@ -155,16 +166,34 @@ class Worker:
                 self.save("start", course.lines, course.calls)
 
     def leave(self) -> None:
-        """A phase of the start ends, each of which comes but once: die at the latest now."""
-        phase = self.main.phases[-1]
-        if self._is_here(self.main, phase) and PHASES[phase] in STARTING:
+        """A phase ends: whoever was to die later in it dies at the latest now, if it doesn't come again."""
+        course = self.course
+        if course is None or not self._is_here(course, phase := course.phases[-1]):
+            return
+        step = -1 if course.step is None else course.step
+        late = self.event.step is not None and step > self.event.step
+        if PHASES[phase] in STARTING or phase in _ONCE or late or step == self.plan.setting.steps - 1:
             self.die("its end")
 
-    def hold(self) -> None:
-        """Nothing is left of "starting", which others don't wait for: whoever is to die there stays there."""
+    def hold(self, *phases: str) -> None:
+        """The job would go on, or end: whoever is to die in these phases with another stays here."""
         event = self.event
-        if event is not None and event.phase == "starting" and self.board.known_rank in event.ranks:
-            time.sleep(HOLD_S)
+        if event is not None and event.phase in phases and self.board.known_rank in event.ranks[1:]:
+            self._stay()
+
+    def remove(self) -> None:
+        """Arenas are removed as the job closes: nobody who is to lose its memory goes past this."""
+        event = self.event
+        if event is None or event.phase != "closing" or not any(victim.lost for victim in event.victims):
+            return
+        self.hold("closing")
+        self.leave()
+
+    def _stay(self) -> None:
+        """Wait to be killed."""
+        deadline = time.monotonic() + HOLD_S
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def opened(self, next_step: int) -> None:
         """The start is over: training goes on from this step."""
@@ -178,10 +207,16 @@ class Worker:
         self.turn("between steps")
 
     def begin(self, step: int) -> None:
-        """A step has begun."""
+        """A step has begun: some steps after that in which somebody is killed from outside, wait for it."""
         self._begin(self.main, step)
         self.board.set("step", step)
         self.turn("in the body")
+        if self._timed is not None:
+            if self._held_at is None:
+                first = step if self._timed.step is None else max(step, self._timed.step)
+                self._held_at = min(first + TIMED_STEPS - 2, self.plan.setting.steps - 1)
+            if step >= self._held_at:
+                self._stay()
 
     @contextmanager
     def deciding(self, step: int) -> Iterator[None]:
@@ -194,9 +229,13 @@ class Worker:
             yield
 
     def _begin(self, course: Course, step: int) -> None:
-        missed = self.event is not None and (self.event.step is None or self.event.step < step)
-        if missed and self._is_first() and PHASES[self.event.phase] != "end" and self._where() is course:
-            self.die(f"{self.event.phase!r} had fewer lines")
+        event = self.event
+        if event is not None and self._is_first() and self._where() is course:
+            if event.step is None and PHASES[event.phase] != "end":
+                self.die(f"{event.phase!r} had fewer lines")
+            ran = (course.calls if event.torn else course.lines)[event.phase]
+            if event.step is not None and event.step <= (-1 if course.step is None else course.step) and ran:
+                self.line = max(1, min(self.line - 1, ran // 2))  # in the next step that has them
         course.begin(step)
 
     def maybe_raise(self) -> None:
@@ -207,6 +246,7 @@ class Worker:
     def finish(self) -> None:
         """The guard is closed."""
         self.board.went_on()
+        self.hold("closing", "after closing")
         if self.event is not None and self._is_first() and self.event.phase != "after closing":
             self.die(f"{self.event.phase!r} had fewer lines")
         del self.main.lines["between steps"]  # which this time are not
@@ -234,22 +274,23 @@ class Worker:
             self.event = None
             self.board.raised(self.start, phase)
             raise OnPurpose(place)
-        victims = {victim.rank: victim for victim in self.event.victims}
-        own = victims.pop(self.event.victims[0].rank)
-        for other in self._beside(victims):
-            if other.alive:
-                os.kill(other.get("pid"), signal.SIGKILL)
-                other.fell(self.start, victims[other.known_rank].lost, self.event.away)
-        self.board.fell(self.start, own.lost, self.event.away, phase)
-        os.kill(os.getpid(), signal.SIGKILL)
+        lost = {victim.rank: victim.lost for victim in self.event.victims}
+        others = self._arrived({rank: gone for rank, gone in lost.items() if rank != self.event.ranks[0]})
+        fell_together(
+            [(one, lost[one.known_rank], None) for one in others]
+            + [(self.board, lost[self.event.ranks[0]], phase)],
+            self.start,
+            away=self.event.away,
+        )
 
-    def _beside(self, ranks: Collection[int]) -> list[Board]:
-        """The boards of other ranks of this start, some of which may only just begin."""
+    def _arrived(self, lost: Mapping[int, bool]) -> list[Board]:
+        """The boards of the other victims, once all have one and what they are to lose is there."""
         deadline = time.monotonic() + HOLD_S
         while True:
             others = (Board(path) for path in (self.folder / "boards").glob("*.board"))
-            found = [one for one in others if one.get("start") == self.start and one.known_rank in ranks]
-            if len(found) >= len(ranks) or time.monotonic() > deadline:
+            found = [one for one in others if one.get("start") == self.start and one.known_rank in lost]
+            there = [one for one in found if not lost[one.known_rank] or memory_of(one) is not None]
+            if len(there) >= len(lost) or time.monotonic() > deadline:
                 return found
             time.sleep(_POLL_S)
 
@@ -271,7 +312,7 @@ class Worker:
             course.lines[phase] += 1
             self.board.set("traced", course.lines[phase])
             if self._is_here(course, phase) and not self.event.torn:
-                if course.lines[phase] >= self.event.line:
+                if course.lines[phase] >= self.line:
                     self.die(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         return self._line
 
@@ -281,7 +322,7 @@ class Worker:
             return
         phase = course.phases[-1]
         course.calls[phase] += 1
-        if self._is_here(course, phase) and self.event.torn and course.calls[phase] >= self.event.line:
+        if self._is_here(course, phase) and self.event.torn and course.calls[phase] >= self.line:
             half()
             self.die(f"in the middle of {name}")
 
@@ -294,7 +335,7 @@ class Worker:
         return (
             self.event is not None
             and self.event.phase == phase
-            and (self.event.step is None or self.event.step == course.step)
+            and (self.event.step is None or self.event.step <= (-1 if course.step is None else course.step))
             and self._is_first()
             and self._where() is course
         )
@@ -309,7 +350,7 @@ class Worker:
     def forget(self) -> None:
         """In a forked child, which is no rank."""
         sys.settrace(None)
-        self.counts, self.event = False, None
+        self.counts, self.event, self._timed = False, None, None
         self.board = None  # type: ignore[assignment]
 
 
@@ -353,7 +394,7 @@ def _watch_start(worker: Worker) -> None:
 
     def initialised(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         worker.leave()
-        worker.hold()
+        worker.hold("starting")
         with worker.during("rendezvous"):
             init(*args, **kwargs)
         sys.settrace(None)  # the worker now imports much through torch, for which it costs seconds
@@ -391,6 +432,7 @@ def _watch_steps(worker: Worker) -> None:
         return number
 
     def ended(commit: Callable[..., Any], self: Any) -> Any:
+        worker.leave()
         with worker.during("commit"):
             result = commit(self)
         worker.committed(self._memory.committed)
@@ -412,11 +454,18 @@ def _watch_steps(worker: Worker) -> None:
         return result
 
     def closed(close: Callable[..., None], self: Any) -> None:
+        worker.leave()
         with worker.during("closing"):
             close(self)
         worker.finish()
 
+    def removed(remove: Callable[..., bool], self: Any) -> bool:
+        if worker.main.phases[-1] == "closing":
+            worker.remove()
+        return remove(self)
+
     around = functools.partial(_around, worker)
+    _wrap(arena.Arena, "remove", removed)
     _wrap(transaction.Transactions, "begin", begun)
     _wrap(transaction.Transactions, "commit", ended)
     _wrap(transaction.Transactions, "_decide_beside", decided)

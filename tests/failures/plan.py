@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ABORT_EVERY = 8  # of so many steps the last one is aborted
+TIMED_STEPS = 8  # within so many all deaths that come from outside have come
 
 
 @dataclasses.dataclass(frozen=True)

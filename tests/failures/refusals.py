@@ -18,7 +18,7 @@ from failures.board import AWAY, Board
 
 from ecemb.header import NONE, WORDS, WORDS_OFFSET
 
-ALL_SAY_SO_S = 60.0
+ALL_SAY_SO_S = 240.0
 _POLL_S = 0.01
 _CLAIMED = ("pid", "pid_start")  # who holds the arena: the only words that a refused start may write
 

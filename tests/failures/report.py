@@ -45,6 +45,7 @@ class Results:
     """Counts runs.
 
     Attributes:
+        jobs: runs at a time.
         unmet: cells that no run could be brought to meet.
         controls: part of recovery that was left out -> whether it was noticed.
         others: further scenarios, by name.
@@ -52,8 +53,8 @@ class Results:
         not_reached: cells that had not had their turn then.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, jobs: int = 1) -> None:
+        self.seed, self.jobs = seed, jobs
         self.unmet: list[Cell] = []
         self.controls: dict[str, bool] = {}
         self.others: dict[str, Tally] = {}
@@ -114,6 +115,7 @@ class Results:
             f"a second failure, too, if one came before that). r: more than {r} losses, refused by all;",
             "the time is until the last one had; the survivors' bytes were the same afterwards, and the",
             "memory was then brought back. A fresh start that is cut off begins anew.",
+            *([f"Times are of {self.jobs} runs at a time."] if self.jobs > 1 else []),
             "",
             f"{'':34}{'killed':<{half}}{'killed, with their memory':<{half}}".rstrip(),
             f"{'while':34}" + "".join(f"{count:<{WIDTH}}" for count, _ in columns).rstrip(),

@@ -77,12 +77,15 @@ class Soak(Job):
             self._events[start] = self._draw(self._kinds[start])
         return self._events.get(start) if self.steps < 0 else None
 
-    def kill(self, board: Board) -> None:
-        if self._kinds.get(self._start) == "stopped":
-            os.kill(board.get("pid"), signal.SIGSTOP)
-            self._stopped = board, time.monotonic() + STOPPED_S
-        else:
-            super().kill(board)
+    def kill(self, victims: dict[Board, bool], event: Timed) -> None:
+        if self._kinds.get(self._start) != "stopped":
+            super().kill(victims, event)
+            return
+        for board in victims:
+            if board.alive:
+                os.kill(board.get("pid"), signal.SIGSTOP)
+                board.fell(self._start, lost=False)
+                self._stopped = board, time.monotonic() + STOPPED_S
 
     def _draw(self, kind: str) -> Timed:
         starting = kind == "while starting"

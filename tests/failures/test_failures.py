@@ -16,12 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from failures import board as board_module
 from failures import phases
-from failures.board import AWAY, NAMES, PHASES, Board, memory_of
+from failures.board import AWAY, NAMES, PHASES, Board, fell_together, memory_of
 from failures.campaign import CONTROLLED, CONTROLS, References, verdict
 from failures.draws import Lengths
 from failures.driver import ROOT, Death, differences, lost_steps, run
-from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, Cell, Chains, cells, hits
+from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, UNMADE, Cell, Chains, cells, hits
 from failures.plan import ABORT_EVERY, Exact, Plan, Refused
 from failures.refusals import contents
 
@@ -113,10 +114,74 @@ def test_victims_that_have_not_begun_are_waited_for_and_not_for_ever(
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: begin(next(waited), start=1))
     monkeypatch.setattr(phases, "time", clock)
     worker: Any = SimpleNamespace(folder=tmp_path, start=1)
-    found = phases.Worker._beside(worker, {2, 3})
+    found = phases.Worker._arrived(worker, {2: False, 3: False})
     assert sorted(board.get("pid") for board in found) == [22, 23]
     monkeypatch.setattr(phases, "HOLD_S", -1.0)
-    assert [board.get("pid") for board in phases.Worker._beside(worker, {1, 2})] == [22]
+    assert [board.get("pid") for board in phases.Worker._arrived(worker, {1: False, 2: False})] == [22]
+
+
+def test_memory_that_is_to_be_lost_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever has not made it yet would live on without a loss: the cell would not be met."""
+    (tmp_path / "boards").mkdir()
+    board = Board.create(tmp_path / "boards", 1)
+    board.set("worker", 2)
+    board.set("start", 1)
+    looks = []
+
+    def make(_: float) -> None:
+        looks.append(1)
+        (tmp_path / "some.arena").touch()
+        board.write("arena", str(tmp_path / "some.arena"))
+
+    monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=time.monotonic, sleep=make))
+    worker: Any = SimpleNamespace(folder=tmp_path, start=1)
+    assert len(phases.Worker._arrived(worker, {2: False})) == 1 and not looks
+    assert len(phases.Worker._arrived(worker, {2: True})) == 1 and len(looks) == 1
+
+
+def test_victims_are_all_stopped_before_the_first_of_them_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends the others as soon as it sees one of them dead, however slow whoever kills them is."""
+    script = "import time\nwhile True: time.sleep(3600)"
+    victims = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
+    boards = [Board.create(tmp_path, process.pid) for process in victims]
+    kill, sent = os.kill, []
+
+    def recorded(pid: int, number: int) -> None:
+        if number == signal.SIGKILL:
+            states = {board_module._state(process.pid) for process in victims if process.pid not in sent}
+            assert states == {b"T"} and all(board.get("fell_ns") > 0 for board in boards)
+            sent.append(pid)
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", recorded)
+    try:
+        fell_together([(board, False, None) for board in boards], 3, away=False)
+        assert [process.wait() for process in victims] == [-signal.SIGKILL] * 3
+    finally:
+        monkeypatch.undo()
+        for process in victims:
+            process.kill()
+            process.wait()
+    assert {board.get("event") for board in boards} == {3} and len(sent) == 3
+
+
+def test_no_plan_takes_memory_that_a_rank_may_not_have(seed: int) -> None:
+    """In the first phases of a recovery, a rank whose memory is gone has no new one: nothing can be lost."""
+    for number in range(20):
+        for chain in Chains(seed + number, Lengths(), cells("*with memory*")):
+            gone: set[int] = set()
+            for index, cell in chain.cells.items():
+                event = chain.plan.events[index]
+                assert not isinstance(event, Refused)
+                row = ROW[cell.row]
+                gone = gone if row.when == "recovery" else set()
+                ranks = [victim.rank for victim in event.victims][row.phase == "creating an arena" :]
+                if cell.memory and row.when == "recovery" and (row.phase is None or row.phase in UNMADE):
+                    assert not gone & set(ranks), (str(cell), event)
+                if not cell.refused:  # else it comes back
+                    gone = gone | {victim.rank for victim in event.victims if victim.lost}
 
 
 def test_a_victim_that_was_past_the_start_was_not_starting() -> None:

@@ -113,7 +113,7 @@ def train(
     *,
     host: str | None = None,
     failure_domain: Literal["auto", "host"] = "auto",
-    timeout_s: float = 90,
+    timeout_s: float = 300,
     say: Callable[[ecemb.Guard, int], object] = lambda guard, step: None,
     ends: Callable[[int], bool] = lambda step: False,
     checkpoints: Path | None = None,
