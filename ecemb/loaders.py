@@ -8,6 +8,8 @@ Three kinds, which `find_source` tells apart:
 - `Stateful`, anything else with state_dict() and load_state_dict(): its own state.
 - `Repeatable`, anything else that can be iterated anew: it is, and what was given out is passed over.
 
+A loader's forked process ends with its worker, also if that is killed before the process first looks for it.
+
 Must not know: generators' states, steps, where positions are kept.
 """
 
@@ -17,6 +19,7 @@ import abc
 import collections
 import copy
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +33,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
 )
+from torch.utils.data._utils import worker as torch_worker
 
 from .errors import ConfigurationError
 
@@ -372,3 +376,33 @@ def _checksum(indices: Any) -> int | None:
     except ValueError:  # ragged
         return None
     return zlib.crc32(array.tobytes()) if array.dtype.kind in "iuU" else None
+
+
+def _watch_who_forked(watchdog: Any) -> None:
+    """What torch's ManagerWatchdog begins with: a loader's process ends when its parent's pid has changed.
+
+    torch asks for the pid when the process is about to wait for its first batch: where a kill comes between
+    that and the fork, it waits for ever for a parent that is init. Whoever forked it knows better.
+    """
+    _torchs_own(watchdog)
+    if _parent is not None:
+        watchdog.manager_pid = _parent
+
+
+def _before_fork() -> None:
+    global _forking
+    _forking = os.getpid()
+
+
+def _after_fork_in_child() -> None:
+    global _parent
+    _parent = _forking
+
+
+_forking = 0
+_parent: int | None = None
+"""Who forked this process; None if it was started otherwise."""
+
+_torchs_own: Callable[[Any], None] = torch_worker.ManagerWatchdog.__init__
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+setattr(torch_worker.ManagerWatchdog, "__init__", _watch_who_forked)  # noqa: B010 - torchdata has the class

@@ -6,6 +6,9 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -36,7 +39,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import ecemb
 from ecemb import batches as module
-from ecemb import rankstate
+from ecemb import lock, rankstate
 from ecemb.batches import Batches
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed, UsageError
 from ecemb.rankstate import RankState
@@ -792,3 +795,42 @@ def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path: Path, window: i
         shared = Counter(range(SAMPLES))
         own += found - Counter({number: EPOCHS * times for number, times in shared.items()})
     assert own == Counter(dict.fromkeys(range(2 * SAMPLES), EPOCHS))
+
+
+# Its loader's process kills it before torch looks who its parent is.
+KILLED_BY_ITS_LOADER = """
+import os, signal, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+import ecemb
+
+def end_parent(_):
+    parent = os.getppid()
+    Path(sys.argv[1]).with_suffix(".new").write_text(str(os.getpid()))
+    Path(sys.argv[1]).with_suffix(".new").rename(sys.argv[1])
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        pass
+
+loader = DataLoader(range(4), num_workers=1, worker_init_fn=end_parent, multiprocessing_context="fork")
+next(iter(loader))
+"""
+
+
+def test_a_loaders_process_ends_although_its_worker_was_killed_before_it_looked(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    killed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED_BY_ITS_LOADER, str(told)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    orphan = int(told.read_text())
+    started = lock.start_of(orphan)
+    deadline = time.monotonic() + 180
+    while started is not None and lock.start_of(orphan) == started:
+        if time.monotonic() > deadline:
+            os.kill(orphan, signal.SIGKILL)
+            pytest.fail("the loader's process outlives its worker")
+        time.sleep(0.05)
