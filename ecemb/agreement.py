@@ -66,6 +66,7 @@ class Request:
         failure_domain: see `ecemb.protect`.
         parity_backend: what deltas go over.
         reader: where to find a checkpoint, or None.
+        without: parameters, and modules, that no optimizer changes.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -81,6 +82,7 @@ class Request:
     failure_domain: FailureDomain
     parity_backend: ParityBackend = "gloo"
     reader: CheckpointReader | None = None
+    without: Sequence[nn.Module | nn.Parameter] = ()
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):

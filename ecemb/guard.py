@@ -56,6 +56,8 @@ class Guard:
         self._closed = False
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
+        self._optimizers = opened.optimizers
+        self._optimizers.watch(self._is_open)
         opened.tables.watch(Hooks(self._transactions.capture, self._is_open, self._on_undeclared))
 
     @property
@@ -252,12 +254,6 @@ class Guard:
             of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the
             protected tensors themselves; journals, `inbox`, `messages` grow with the rows of a transaction).
         """
-        tables = [table.layout for table in self._tables.tables]
-        reserved = {
-            name: self._memory.arena.reserved(name)
-            for name, _ in self._memory.arena.header().constants.regions
-        }
-        size = sum(t.rows * column.row_bytes for t in tables for column in t.columns)
         return {
             "job": self._session.job,
             "rank": self._session.rank,
@@ -271,7 +267,7 @@ class Guard:
             "wrong_words": self._scrubber.wrong_words,
             "repaired_words": self._scrubber.repaired_words,
             "seconds": dict(self._transactions.seconds),
-            "bytes": {"tables": size, **reserved, **self._transactions.held_bytes},
+            "bytes": {"tables": self._tables.size_bytes, **self._transactions.held_bytes},
         }
 
     def close(self) -> None:
@@ -304,6 +300,7 @@ class Guard:
             path = self._memory.arena.path
             logger.warning("a peer ended while the job was closed, so %s stays: %s", path, error)
         self._tables.unwatch()
+        self._optimizers.unwatch()
         self._saver.close()
         self._transactions.close()
         self._transport.close()
@@ -366,6 +363,7 @@ def protect(
     tables: Mapping[str, nn.Module] | None = None,
     code: Code,
     state: Sequence[Stateful] | Stateful | None = None,
+    without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
     window: int | Literal["auto"] = 1,
     mtbf: timedelta | None = None,
     overlap: bool = False,
@@ -393,6 +391,8 @@ def protect(
         code: the (n, k) code; n at most the number of ranks.
         state: objects with state_dict() and load_state_dict() that belong to this rank's training
             position, such as schedules and counters.
+        without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
+            ones, and those that the script writes inside the step. All others need one of `optimizers`.
         window: number of steps that are committed together: a row that several of them change is sent once,
             and at most so many steps are run again after a failure. "auto" takes the time of the first
             steps, and picks the number with which commits and steps run again cost least (Young's formula).
@@ -434,6 +434,7 @@ def protect(
         modules=modules_of(tables),
         code=code,
         state=listed(state),
+        without=listed(without_optimizer),
         window=Window(window, mtbf),
         overlap=overlap,
         failure_domain=failure_domain,
@@ -442,9 +443,4 @@ def protect(
     )
     opened = open_memory(session, request)
     session.protected = True
-    guard = Guard(session, opened, request)
-    level = logging.WARNING if opened.report.lost else logging.INFO
-    if session.rank != 0 and session.rank not in opened.report.lost:
-        level = logging.DEBUG
-    logger.log(level, "rank %d: %s", session.rank, opened.report)
-    return guard
+    return Guard(session, opened, request)

@@ -32,6 +32,7 @@ from .errors import ConfigurationError, EcembError, InconsistentArenas
 from .header import State
 from .journal import ROW_JOURNALS
 from .memory import Geometry, RankMemory
+from .optimizers import NamedOptimizers
 from .parity import parity_words
 from .plan import RecoveryPlan
 from .rankstate import RankState
@@ -55,6 +56,7 @@ class Opened:
     memory: RankMemory
     transport: Transport
     tables: Tables
+    optimizers: NamedOptimizers
     replicated: ReplicatedState
     rank_state: RankState
     saver: Saver
@@ -70,7 +72,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     watch = Stopwatch()
     with watch.phase("agree"):
         transport = _control_group(session)
-        tables, buckets, replicated, rank_state, state_bytes = transport.together(
+        tables, named, buckets, replicated, rank_state, state_bytes = transport.together(
             "checking the model and its optimizers", lambda: _checked(request)
         )
         world = agree(session, request, transport, tables, state_bytes)
@@ -135,7 +137,11 @@ def open_memory(session: Session, request: Request) -> Opened:
     if session.rank == 0 and world.stored is not None:
         _tell_of_resumption(session, request, world, world.stored)
     tell(memory, report)
-    return Opened(memory, transport, tables, replicated, rank_state, saver, report)
+    level = logging.WARNING if report.lost else logging.INFO
+    if session.rank != 0 and session.rank not in report.lost:
+        level = logging.DEBUG
+    logger.log(level, "rank %d: %s", session.rank, report)
+    return Opened(memory, transport, tables, named, replicated, rank_state, saver, report)
 
 
 def _restore(
@@ -190,13 +196,17 @@ def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
     )
 
 
-def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState, RankState, int]:
+def _checked(
+    request: Request,
+) -> tuple[Tables, NamedOptimizers, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
     _check_state(request.state, tables.parameters)
     averaged = found_in(request.model, tables.averaged)
     check_apart(averaged, tables.parameters)
     buckets = GradientBuckets([*averaged, *tables.averaged])
     replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)
+    every = [*request.optimizers, *optimizers]
+    named = NamedOptimizers(request.model, tables.stepped, tables.parameters, every, request.without)
 
     def scalars() -> dict[str, Any]:
         return {"tables": tables.state(), "buckets": buckets.state()}
@@ -206,7 +216,7 @@ def _checked(request: Request) -> tuple[Tables, GradientBuckets, ReplicatedState
         buckets.set_state(state["buckets"])
 
     rank_state = RankState(request.state, scalars, set_scalars)
-    return tables, buckets, replicated, rank_state, rankstate.room(len(rank_state.pack()))
+    return tables, named, buckets, replicated, rank_state, rankstate.room(len(rank_state.pack()))
 
 
 def _check_state(state: Sequence[object], own: Sequence[nn.Parameter]) -> None:

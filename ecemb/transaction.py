@@ -127,9 +127,10 @@ class Transactions:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Memory beside the arena, by what it holds."""
-        fabric = self._transport.fabric
-        held = {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+        """Memory in the arena and beside it, by what it holds."""
+        arena, fabric = self._memory.arena, self._transport.fabric
+        held = {name: arena.reserved(name) for name, _ in arena.header().constants.regions}
+        held |= {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:

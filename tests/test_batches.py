@@ -751,6 +751,7 @@ def count(folder: Path, meet: Barrier, window: int, deaths: dict[int, int]) -> l
     head = nn.Linear(1, 1)
     seed_all(rank)
     tables, code = {"count": table}, ecemb.Code(2, 1)
+    head.requires_grad_(False)
     guard = ecemb.protect(head, optimizers=optimizer, tables=tables, code=code, window=window)
     batches, others = guard.batches(ahead), guard.batches(every)
     with pytest.raises(UsageError, match="bound already"):

@@ -343,7 +343,7 @@ def tables_by_hand_come_back_to_as_many_ranks(place: Place) -> None:
     def build() -> tuple[Training, nn.Embedding, dict[str, Any]]:
         training = Training()
         own = nn.Embedding(3 * place.index, 2, sparse=True, dtype=torch.float64)  # rank 0 has no row
-        return training, own, {"tables": {"own": own}, "failure_domain": "rank"}
+        return training, own, {"tables": {"own": own.requires_grad_(False)}, "failure_domain": "rank"}
 
     with life(place):
         training, own, options = build()
@@ -384,7 +384,7 @@ def another_model_is_refused_and_nothing_is_lost(place: Place) -> None:
         with life(place, launch=1, job=place.job + "-other"):
             training = Training(**arguments)
             if "optimizers" in changes:
-                changes = {"optimizers": [training.sparse]}
+                changes = {"optimizers": [training.sparse], "without_optimizer": training.head}
             with matching(error, text):
                 training.protect(resume=place.checkpoints, **changes)
             assert not Place(place.index, place.root, place.job + "-other", place.ports).arenas()

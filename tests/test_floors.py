@@ -20,7 +20,7 @@ kernels.products directory odds beats
 kernels.loops planner
 kernels.reference kernels.cpu
 kernels.cuda
-rows arena delta packing generators members
+rows arena delta packing generators members optimizers
 outline slots
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp window

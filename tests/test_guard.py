@@ -89,7 +89,11 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     with refused(UsageError, "initialised already"):
         initialise(folder)
 
-    given: dict[str, Any] = {"tables": {"user": table}, "code": ecemb.Code(2, 1)}
+    given: dict[str, Any] = {
+        "tables": {"user": table},
+        "code": ecemb.Code(2, 1),
+        "without_optimizer": [model, table],
+    }
     for options, words in (
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
@@ -530,7 +534,7 @@ def refusals(folder: Path, meet: Barrier) -> None:
     with refused(ConfigurationError, "different arguments", "0: {'code': [2, 1]", "1: {'code': [3, 1]"):
         bags().protect(2 + rank, 1)
     with refused(ConfigurationError, "no table to protect on any rank"):
-        ecemb.protect(nn.Linear(2, 2), code=ecemb.Code(2, 1))
+        ecemb.protect(nn.Linear(2, 2).requires_grad_(False), code=ecemb.Code(2, 1))
     with refused(ConfigurationError, "different arguments", "nccl", "'parity_backend': 'gloo'"):
         bags().protect(2, 1, parity_backend="gloo" if rank else "nccl")
     with refused(ConfigurationError, "parity_backend='nccl' needs a CUDA device", "leave parity_backend out"):

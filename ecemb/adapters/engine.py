@@ -122,6 +122,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """Those that change in an optimizer's `step()`, by the tables' names."""
+        ...
+
+    @property
     def aside(self) -> Sequence[nn.Module]:
         """Modules whose buffers are the engine's own affair, and not part of replicated state either."""
         ...

@@ -262,6 +262,7 @@ class SparseTables:
                 )
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
         self.parameters: list[nn.Parameter] = [table.weight for table in self.tables]
+        self.stepped: dict[str, nn.Parameter] = {table.name: table.weight for table in self.tables}
         self.aside: list[nn.Module] = []
         self.averaged: list[nn.parallel.DistributedDataParallel] = []
         weights = {id(weight) for weight in self.parameters}

@@ -156,6 +156,17 @@ class Tables:
         return [parameter for engine in self._engines for parameter in engine.parameters]
 
     @property
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """Those of them that change in an optimizer's `step()`, by the tables' names."""
+        return {name: one for engine in self._engines for name, one in engine.stepped.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tables with their optimizers' state per row."""
+        layouts = (table.layout for table in self.tables)
+        return sum(layout.rows * column.row_bytes for layout in layouts for column in layout.columns)
+
+    @property
     def aside(self) -> list[nn.Module]:
         """Modules whose buffers are not part of replicated state."""
         return [module for engine in self._engines for module in engine.aside]

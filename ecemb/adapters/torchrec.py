@@ -52,13 +52,11 @@ def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]
     TorchRec's combined and keyed optimizers are taken apart; fused ones, whose state is the tables', are left
     out; state that a wrapper adds (a warm-up's counter) and optimizers that run in backward are added.
     """
-    if "torchrec" not in sys.modules:
-        return list(optimizers)
-    found: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        for leaf in _leaves(optimizer):
-            found[id(leaf)] = leaf
-    fused = need("torchrec.optim.fused", "FusedOptimizer")
+    found = {id(optimizer): optimizer for optimizer in optimizers}
+    fused: Any = ()
+    if "torchrec" in sys.modules:
+        found = {id(leaf): leaf for optimizer in optimizers for leaf in _leaves(optimizer)}
+        fused = need("torchrec.optim.fused", "FusedOptimizer")
     for parameter in model.parameters():
         for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
             if not isinstance(optimizer, fused):
@@ -212,6 +210,7 @@ class FusedTables:
             batch.base = len(self.tables)
             self.tables += batch.tables
         self.parameters: list[Any] = [parameter for one in collections for parameter in one.parameters]
+        self.stepped: dict[str, Any] = {}  # they change in backward()
         self.aside: list[nn.Module] = [one.module for one in collections]
         self.averaged: list[Any] = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []

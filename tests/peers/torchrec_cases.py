@@ -254,7 +254,7 @@ def _beside(case: Case) -> dict[str, Any]:
     import torch
 
     only_replicated = any(value in ("data_parallel", "dense") for _, value in case.parameters)
-    return {"beside": torch.nn.Embedding(8, 4, sparse=True)} if only_replicated else {}
+    return {"beside": torch.nn.Embedding(8, 4, sparse=True).requires_grad_(False)} if only_replicated else {}
 
 
 def _state_dict(case: Case, rank: int, folder: str) -> None:
@@ -278,7 +278,8 @@ def _state_dict(case: Case, rank: int, folder: str) -> None:
         n = max(2, case.world_size)
         both = torch.nn.ModuleList(models)
         beside = _beside(case)
-        guard = ecemb.protect(both, tables=beside, code=ecemb.Code(n=n, k=n - 1), failure_domain="rank")
+        code = ecemb.Code(n=n, k=n - 1)
+        guard = ecemb.protect(both, tables=beside, code=code, without_optimizer=both, failure_domain="rank")
         guards.append(guard)
         step.enter_context(guard.step())
         for model in models:
