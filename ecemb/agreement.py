@@ -35,6 +35,7 @@ from .errors import (
     TooManyErasures,
 )
 from .header import Constants, new_arena_id
+from .history import History, shared_history
 from .placement import Placement
 from .plan import RecoveryPlan, plan_recovery, plan_resume
 from .rankstate import Stateful
@@ -117,6 +118,7 @@ class World:
         lineage: random, made at the fresh start, kept by recoveries and by starts from checkpoints.
         stored: the checkpoint that the plan begins with, or None.
         lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
+        slot_bytes: room of the slots in the arenas that survived; 0 without any.
     """
 
     placement: Placement | None
@@ -128,6 +130,7 @@ class World:
     lineage: str
     stored: Stored | None
     lost: str | None
+    slot_bytes: int
 
 
 def agree(
@@ -149,8 +152,7 @@ def agree(
     Raises:
         EcembError: on all ranks; nothing was written.
     """
-    code, roster = request.code, session.roster
-    survivors = roster.survivors
+    code, then = request.code, shared_history(session, transport)
     shards = tuple(_shard(table, session.world_size) for table in tables.tables)
     own = {
         "tables": [table.layout.to_json() for table in tables.tables],
@@ -182,15 +184,12 @@ def agree(
         )
     placement, lineage = None, json.loads(texts[0])[2]
     needed_bytes = room_bytes = max(one["rank_state_bytes"] for one in told)
-    if survivors:
-        constants = survivors[0].constants
-        then = json.loads(constants.layout)
-        room_bytes = then["rank_state_bytes"]
-        lineage = then.get("lineage", "")  # not in arenas that older versions made
+    if then is not None:
+        room_bytes, lineage = then.rank_state_bytes, then.lineage
         if session.world_size > 1:
-            placement = Placement(constants.n, constants.k, constants.positions)
-        if constants.layout_hash != _hash(told, room_bytes):
-            raise LayoutMismatch(_difference(session, constants, told[session.rank]))
+            placement = Placement(then.n, then.k, then.positions)
+        if then.layout_hash != _hash(told, room_bytes):
+            raise LayoutMismatch(_difference(session, then, told[session.rank]))
     plan, stored, lost = _decide(session, request, transport, placement)
     if plan.begins:
         placement = _placement(code, session, request.failure_domain)
@@ -224,14 +223,16 @@ def agree(
         n=code.n,
         k=code.k,
         positions=placement.positions if placement is not None else tuple(ranks),
-        domains=session.hosts if plan.begins else survivors[0].constants.domains,
+        domains=session.hosts if plan.begins or then is None else then.domains,
         layout_hash=layout_hash,
         layout=json.dumps({**told[session.rank], "lineage": lineage}),
         block_words=block_words,
         regions=(),
     )
-    own_layouts = layouts[session.rank]
-    return World(placement, plan, own_layouts, block_words, constants, shards, lineage, stored, lost)
+    own_layouts, slot_bytes = layouts[session.rank], 0 if then is None else then.slot_bytes
+    return World(
+        placement, plan, own_layouts, block_words, constants, shards, lineage, stored, lost, slot_bytes
+    )
 
 
 def _shard(table: EngineTable, world_size: int) -> Shard:
@@ -331,12 +332,12 @@ def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement
         return spread
 
 
-def _difference(session: Session, started: Constants, now: Mapping[str, Any]) -> str:
+def _difference(session: Session, started: History, now: Mapping[str, Any]) -> str:
     what: list[str] = []
     if [started.n, started.k] != now["code"]:
         what.append(f"code {(started.n, started.k)} then and {tuple(now['code'])} now")
     if session.arena is not None:
-        then = json.loads(session.arena.header().constants.layout)
+        then = json.loads(session.arena.constants.layout)
         before = {one.name: one for one in map(TableLayout.from_json, then["tables"])}
         for table in map(TableLayout.from_json, now["tables"]):
             old = before.pop(table.name, None)

@@ -77,22 +77,17 @@ def new_arena_id() -> str:
 
 
 @dataclass(frozen=True)
-class Constants:
-    """What never changes in an arena. Written once, under a checksum, before `state`.
+class Identity:
+    """The constants that a start needs before the ranks can talk: whose memory an arena is.
+
+    What other hosts report of an arena has these alone: the other constants grow with the tables.
 
     Attributes:
         job: name of the job.
         arena_id: random hexadecimal digits; the file's name.
         rank: the logical rank whose memory this is.
         world_size: number of ranks N.
-        n: blocks in a stripe.
-        k: data blocks in a stripe.
-        positions: rank -> placement position, fixed at the fresh start; a permutation of 0..N-1.
         domains: rank -> host at the fresh start.
-        layout_hash: hash that must be equal for the model of the same rank after a restart.
-        layout: JSON text that describes this rank's tables.
-        block_words: [N][k] length of every rank's blocks in 8-byte words.
-        regions: (name, capacity in bytes) in the order of the file.
 
     Raises:
         ConfigurationError: a value breaks one of these rules.
@@ -102,25 +97,52 @@ class Constants:
     arena_id: str
     rank: int
     world_size: int
-    n: int
-    k: int
-    positions: tuple[int, ...]
     domains: tuple[str, ...]
-    layout_hash: str
-    layout: str
-    block_words: tuple[tuple[int, ...], ...]
-    regions: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
         named = bool(_ARENA_ID.fullmatch(self.arena_id))
         _require(named, "arena_id", self.arena_id, "8 to 64 hexadecimal digits")
         _require(self.world_size >= 1, "world_size", self.world_size, "at least 1")
         _require(0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}")
+        _require(len(self.domains) == self.world_size, "domains", self.domains, f"{self.world_size} names")
+
+    @property
+    def identity(self) -> Identity:
+        """What other hosts are told of it."""
+        return Identity(self.job, self.arena_id, self.rank, self.world_size, self.domains)
+
+
+@dataclass(frozen=True)
+class Constants(Identity):
+    """What never changes in an arena. Written once, under a checksum, before `state`.
+
+    Attributes:
+        n: blocks in a stripe.
+        k: data blocks in a stripe.
+        positions: rank -> placement position, fixed at the fresh start; a permutation of 0..N-1.
+        layout_hash: hash that must be equal for the model of the same rank after a restart.
+        layout: JSON text that describes this rank's tables.
+        block_words: [N][k] length of every rank's blocks in 8-byte words.
+        regions: (name, capacity in bytes) in the order of the file.
+
+    Raises:
+        ConfigurationError: a value breaks one of these rules.
+    """
+
+    n: int
+    k: int
+    positions: tuple[int, ...]
+    layout_hash: str
+    layout: str
+    block_words: tuple[tuple[int, ...], ...]
+    regions: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _require(1 <= self.k < self.n <= 256, "(n, k)", (self.n, self.k), "1 <= k < n <= 256")
         size, positions = self.world_size, self.positions
         permutation = len(positions) == size and sorted(positions) == list(range(size))
         _require(permutation, "positions", positions, f"a permutation of 0..{size - 1}")
-        _require(len(self.domains) == size, "domains", self.domains, f"{size} names")
         rows = self.block_words
         lengths = len(rows) == size and all(len(row) == self.k and min(row) >= 0 for row in rows)
         _require(lengths, "block_words", rows, f"[{size}][{self.k}] lengths >= 0")
@@ -148,10 +170,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class Header:
-    """A snapshot of what an arena says of itself; travels between ranks as JSON.
+    """A snapshot of what an arena says of itself.
 
     Attributes:
-        constants: what never changes.
+        constants: what never changes: all of it where the arena is, of others' arenas what is reported.
         state: see `State`.
         joined: generation that this arena was last a member of; NONE before the first.
         generation_id: random id of that generation; NONE while it is not known (see `Arena.join`).
@@ -161,7 +183,7 @@ class Header:
         undeclared: 1 if rows were written undeclared, so that parity doesn't fit them.
     """
 
-    constants: Constants
+    constants: Identity
     state: State
     joined: int = NONE
     generation_id: int = NONE
@@ -169,26 +191,6 @@ class Header:
     committed: int = NONE
     prepared: int = NONE
     undeclared: int = 0
-
-    def to_json(self) -> str:
-        """Canonical JSON text of the header, constants included."""
-        return _canonical({**vars(self), "constants": vars(self.constants)})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Header:
-        """Inverse of `to_json`.
-
-        Raises:
-            ArenaDamaged: the text is not a header.
-        """
-        try:
-            fields = json.loads(text)
-            constants = _constants(fields.pop("constants"))
-            header = cls(constants=constants, state=State(fields.pop("state")), **fields)
-            _require_type(int, list(fields.values()))
-            return header
-        except _NO_HEADER as error:
-            raise ArenaDamaged(f"a reported header can't be read: {error}") from error
 
 
 @dataclass(frozen=True)

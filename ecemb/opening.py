@@ -320,8 +320,7 @@ def _sizes(
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # single words change, each with a head of its own
     slot = 16 * replicated.size_bytes + _SLOT_SLACK_BYTES
-    if survivors := session.roster.survivors:  # room for whatever the donor's slot holds
-        slot = max(slot, dict(survivors[0].constants.regions)["slot0"])
+    slot = max(slot, world.slot_bytes)  # room for whatever the donor's slot holds
     reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
     return reserved, {**growing, "slot0": slot, "slot1": slot}

@@ -1,11 +1,8 @@
 """Identity: which worker is which rank, and whose memory it gets (D7; protocol.md, section 2).
 
-torchrun may give a restarted worker another RANK, and reuses its store with dead addresses in it. So every
-start of the job's workers runs a short rendezvous of its own on torchrun's store: workers say which arenas
-their host holds, the worker with torchrun's RANK 0 fixes one list of all of them under a fresh prefix, and
+torchrun may give a restarted worker another RANK, and reuses its store with dead addresses in it. So the
+workers of every start agree on one list of who is there and what memory their hosts hold (`rollcall`), and
 `assign` gives out logical ranks from that list: ranks follow their memory, newcomers take what is missing.
-
-The store is trusted as far as the job's own workers are; values are JSON, never pickles.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import json
 import logging
 import os
 import secrets
@@ -32,6 +28,7 @@ import torch.distributed as dist
 # optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
+from . import rollcall
 from .arena import Arena
 from .buckets import note_made
 from .directory import Directory, Found
@@ -42,7 +39,6 @@ from .errors import (
     UsageError,
 )
 from .folder import check_name
-from .header import NONE
 from .links import own_addresses
 from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
@@ -50,13 +46,11 @@ from .watch import Watch
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-_POLL_S = 0.005
 CHECKED = ".check"
 """Ends the name of a job that is only checked."""
 _CHECKED_NAME = 50  # characters of a job's name that are left in that of its check
 _PATIENCE_S = 1800.0  # torch's own default
 _PR_SET_PDEATHSIG = 1
-_OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +177,11 @@ def init_process_group(
     store = _store(index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
     marks = dist.PrefixStore(f"ecemb/{job}", store)
-    reports = tuple(_report(directory, one) for one in found)
     with Listener() as listener:
         addresses = own_addresses(os.environ["MASTER_ADDR"])
-        worker = Worker(directory.host, secrets.token_hex(8), reports, os.getpid(), addresses, listener.port)
-        roster = _agree(marks, worker, index, world_size, deadline)
+        worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port)
+        reports = [_report(directory, one) for one in found]
+        roster = rollcall.agree(marks, worker, reports, index, world_size, deadline)
         seats = assign(roster.workers, roster.reports, roster.opened)
         watch = _watch(listener, roster, seats, index, timeout_s, deadline)
     seat = seats[index]
@@ -302,7 +296,10 @@ def _store(index: int, timeout: datetime.timedelta) -> dist.Store:
 
 
 def _report(directory: Directory, found: Found) -> Report:
-    return Report(directory.host, str(found.path), found.header, found.damage, found.holder)
+    header = found.header
+    if header is not None:
+        header = dataclasses.replace(header, constants=header.constants.identity)
+    return Report(directory.host, str(found.path), header, found.damage, found.holder)
 
 
 def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:
@@ -319,104 +316,6 @@ def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:
     raise RendezvousError(
         f"rank {seat.rank} was given arena {seat.arena_id}, which this worker did not see on its host: "
         f"do two hosts of the job share the name? Give each one its own, init_process_group(host=)"
-    )
-
-
-def _agree(store: dist.Store, worker: Worker, index: int, world_size: int, deadline: float) -> Roster:
-    """Finds the workers of this start among what earlier ones left in the store.
-
-    Everybody announces itself; RANK 0 proposes the announcements that it sees, again whenever one changes,
-    and gives the word once every worker in its list has recognised its own nonce. A dead worker's
-    announcement is never acknowledged, and is overwritten by its successor's.
-    """
-    announcement = Roster(0, 0, "", False, False, (worker,)).to_json()
-    store.set(f"announce/{index}", announcement)
-    names = [f"announce/{i}" for i in range(world_size)]
-    seen: list[bytes] = []
-    proposal = acknowledged = ""
-    while True:
-        if index == 0 and store.check(names) and (texts := list(store.multi_get(names))) != seen:
-            seen = texts
-            proposal = secrets.token_hex(8)
-            store.set(f"roster/{proposal}", _propose(store, proposal, texts).to_json())
-            nonces = [_announced(text).nonce for text in texts]
-            store.set("proposal", json.dumps([proposal, nonces]))
-        if store.check(["proposal"]):
-            name, nonces = _proposed(store.get("proposal"))
-            if name != acknowledged and nonces[index : index + 1] == [worker.nonce]:
-                store.set(f"seen/{name}/{index}", worker.nonce)
-                acknowledged = name
-        if index == 0 and proposal:
-            if store.check([f"seen/{proposal}/{i}" for i in range(world_size)]):
-                store.set(f"go/{proposal}", "1")
-        if acknowledged and store.check([f"go/{acknowledged}"]):
-            return Roster.from_json(store.get(f"roster/{acknowledged}"))
-        if time.monotonic() > deadline:
-            raise RendezvousError(_missing(store, acknowledged or proposal, world_size))
-        time.sleep(_POLL_S)
-
-
-def _announced(text: bytes) -> Worker:
-    if len(workers := Roster.from_json(text).workers) != 1:
-        raise RendezvousError(
-            f"a worker announced itself as {len(workers)}: does somebody else use the store? {_OWN_STORE}"
-        )
-    return workers[0]
-
-
-def _proposed(text: bytes) -> tuple[str, list[str]]:
-    """What `_agree` stores as the proposal: a name, and the nonces of the workers in it."""
-    try:
-        name, nonces = json.loads(text)
-    except (ValueError, TypeError) as error:
-        raise RendezvousError(
-            f"the store holds a proposal that no worker of ecemb makes ({error}): does somebody else use the "
-            f"store? {_OWN_STORE}"
-        ) from error
-    return str(name), list(nonces) if isinstance(nonces, list) else []
-
-
-def _propose(store: dist.Store, prefix: str, texts: Sequence[bytes]) -> Roster:
-    workers = tuple(_announced(text) for text in texts)
-    headers = [r.header for w in workers for r in w.arenas if r.header is not None]
-    opened = _number(store, "started")
-    known = [_number(store, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
-    generation = max(1 + max(known), time.time_ns())
-    store.set("generation", str(generation))  # the next leader's clock may be behind
-    return Roster(
-        generation=generation,
-        generation_id=secrets.randbits(62),
-        prefix=prefix,
-        started=opened != NONE,
-        finished=store.check(["finished"]),
-        workers=workers,
-        secret=secrets.token_hex(16),
-        opened=opened,
-    )
-
-
-def _number(store: dist.Store, name: str) -> int:
-    """The generation that a mark of the store tells; NONE without it."""
-    if not store.check([name]):
-        return NONE
-    text = store.get(name)
-    try:
-        return max(0, int(text))
-    except ValueError as error:
-        raise RendezvousError(
-            f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does somebody "
-            f"else use the store? {_OWN_STORE}"
-        ) from error
-
-
-def _missing(store: dist.Store, proposal: str, world_size: int) -> str:
-    silent = [i for i in range(world_size) if not store.check([f"announce/{i}"])]
-    if not silent and proposal:
-        silent = [i for i in range(world_size) if not store.check([f"seen/{proposal}/{i}"])]
-    silent = silent or [0]  # all have spoken, but for the one that has to propose and give the word
-    return (
-        f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
-        f"ranks {silent}: see their logs, or raise timeout= if they are only slow to start"
     )
 
 

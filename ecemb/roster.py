@@ -2,18 +2,15 @@
 
 torchrun may give a restarted worker another RANK. `assign` gives out logical ranks from what all workers
 reported: ranks follow their memory, newcomers take the missing ones. Nothing here touches files, processes
-or the network; values travel as JSON.
+or the network; how these values travel is `announcement`'s affair.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
-import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from .errors import ArenaBusy, ArenaDamaged, InconsistentArenas, RendezvousError
+from .errors import ArenaBusy, InconsistentArenas, RendezvousError
 from .header import NONE, Header, valid
 
 
@@ -24,7 +21,7 @@ class Report:
     Attributes:
         host: the host whose folder it lies in.
         path: the file.
-        header: what it says of itself; None if that can't be read.
+        header: what it says of itself, with its `Identity` alone for constants; None if that can't be read.
         damage: why it can't be read; None if it can.
         holder: pid of a living process that still held it at the deadline, or None.
     """
@@ -35,17 +32,6 @@ class Report:
     damage: str | None
     holder: int | None
 
-    def to_json(self) -> dict[str, object]:
-        """As plain values."""
-        header = None if self.header is None else self.header.to_json()
-        return {**vars(self), "header": header}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Report:
-        """Inverse of `to_json`."""
-        text: str | None = fields.pop("header")
-        return cls(**fields, header=None if text is None else Header.from_json(text))
-
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
@@ -54,7 +40,6 @@ class Worker:
     Attributes:
         host: the host it named.
         nonce: random; tells it from the workers of earlier starts.
-        arenas: what it found on its host.
         pid: of its process.
         addresses: where its watch is reached, the likeliest first.
         port: where its watch is reached.
@@ -62,23 +47,9 @@ class Worker:
 
     host: str
     nonce: str
-    arenas: tuple[Report, ...]
     pid: int = 0
     addresses: tuple[str, ...] = ()
     port: int = 0
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Worker:
-        """From the plain values in `Roster.to_json`.
-
-        Raises:
-            ValueError: an address or the port is none; others, if the values are not of such a worker.
-        """
-        arenas = tuple(Report.from_json(report) for report in fields.pop("arenas"))
-        addresses = tuple(str(ipaddress.ip_address(str(one))) for one in fields.pop("addresses"))
-        if not 0 <= int(fields["port"]) < 1 << 16:
-            raise ValueError(f"there is no port {fields['port']}")
-        return cls(**fields, arenas=arenas, addresses=addresses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +71,7 @@ class Roster:
         started: the job's `started` mark stands in the store.
         finished: its `finished` mark does.
         workers: in the order of torchrun's RANK.
+        reports: every arena that anybody found, each once.
         secret: random, in hex; known to the workers of this start only.
         opened: the last generation that was opened as far as the store knows.
     """
@@ -110,13 +82,9 @@ class Roster:
     started: bool
     finished: bool
     workers: tuple[Worker, ...]
+    reports: tuple[Report, ...] = ()
     secret: str = dataclasses.field(default="", repr=False)
     opened: int = NONE
-
-    @property
-    def reports(self) -> list[Report]:
-        """Every arena once, although all workers of a host report it."""
-        return list({r.path + "@" + r.host: r for w in self.workers for r in w.arenas}.values())
 
     @property
     def headers(self) -> list[Header]:
@@ -127,29 +95,6 @@ class Roster:
     def survivors(self) -> list[Header]:
         """The arenas that count as survivors."""
         return valid(self.headers, self.opened)
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        workers = [{**vars(w), "arenas": [r.to_json() for r in w.arenas]} for w in self.workers]
-        return json.dumps({**vars(self), "workers": workers})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Roster:
-        """Inverse of `to_json`.
-
-        Raises:
-            RendezvousError: the text is none that `to_json` gives.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            workers = tuple(Worker.from_json(w) for w in fields.pop("workers"))
-            bytes.fromhex(fields["secret"])
-            return cls(**fields, workers=workers)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArenaDamaged) as error:
-            raise RendezvousError(
-                f"the store holds what no worker of this version of ecemb writes ({type(error).__name__}: "
-                f"{error}): do all hosts run the same version, and does nobody else use the store?"
-            ) from error
 
 
 def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = NONE) -> tuple[Seat, ...]:

@@ -129,7 +129,7 @@ class Transactions:
     def held_bytes(self) -> dict[str, int]:
         """Memory in the arena and beside it, by what it holds."""
         arena, fabric = self._memory.arena, self._transport.fabric
-        held = {name: arena.reserved(name) for name, _ in arena.header().constants.regions}
+        held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
         held |= {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 

@@ -23,12 +23,12 @@ kernels.cuda
 rows arena delta packing generators members optimizers
 outline slots
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
-memory meeting watch dcp window
-stripes
+memory meeting watch dcp window announcement
+stripes rollcall
 rebuild
 transaction recovery rendezvous scrub durable store
 adapters adapters.engine adapters.image adapters.nn adapters.places batches saver step
-adapters.supported
+adapters.supported history
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables

@@ -84,24 +84,6 @@ class TestConstants:
         assert all(constants(arena_id=one).arena_id == one for one in ids)
 
 
-class TestHeader:
-    def test_there_and_back(self) -> None:
-        for state in State:
-            one = report(state=state, joined=(1 << 62) + 1, generation_id=2**63 - 1, prepared=NONE)
-            assert Header.from_json(one.to_json()) == one
-            assert Header.from_json(one.to_json().encode()) == one
-
-    @pytest.mark.parametrize("text", ["", "[]", "{}", "1", '{"constants": {}, "state": 3}'])
-    def test_what_is_none(self, text: str) -> None:
-        with pytest.raises(ArenaDamaged, match="reported header"):
-            Header.from_json(text)
-
-    def test_an_unknown_state(self) -> None:
-        text = report().to_json().replace('"state":3', '"state":5')
-        with pytest.raises(ArenaDamaged, match="5"):
-            Header.from_json(text)
-
-
 class TestSpans:
     def test_regions_do_not_meet(self) -> None:
         regions = (("a", 1), ("b", 0), ("c", 4096), ("d", 4097), ("e", 5))

@@ -552,10 +552,8 @@ def test_there_is_room_for_every_row_changed_alone(
             for keeper, message in memory.outgoing().items():
                 lengths[keeper][memory.rank] = len(message)
         for memory, incoming in zip(memories, lengths, strict=True):
-            session: Any = SimpleNamespace(
-                world_size=size, rank=memory.rank, roster=SimpleNamespace(survivors=[])
-            )
-            world: Any = SimpleNamespace(layouts=job.layouts(memory.rank))
+            session: Any = SimpleNamespace(world_size=size, rank=memory.rank)
+            world: Any = SimpleNamespace(layouts=job.layouts(memory.rank), slot_bytes=0)
             dense: Any = SimpleNamespace(size_bytes=0)
             _, most = opening._sizes(session, world, job.geometry, dense)
             assert memory.arena.get("rows_bytes") <= most["row_journal"]

@@ -58,7 +58,7 @@ def constants(rank: int, placement: Placement, arena_id: str | None = None) -> C
 
 
 def lone_constants() -> Constants:
-    return Constants("job", "00000000", 0, 1, 2, 1, (0,), ("a",), "", "", ((1,),), ())
+    return Constants("job", "00000000", 0, 1, ("a",), 2, 1, (0,), "", "", ((1,),), ())
 
 
 def header(said: Said, fixed: Constants) -> Header:

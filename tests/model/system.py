@@ -385,7 +385,7 @@ class Model:
         taken = valid(headers, opened)
         at = {h.constants.rank: f"host{h.constants.rank}" for h in taken}
         reports = [Report(f"host{h.constants.rank}", h.constants.arena_id, h, None, None) for h in taken]
-        workers = [Worker(f"host{p}", str(p), ()) for p in range(self.size)]
+        workers = [Worker(f"host{p}", str(p)) for p in range(self.size)]
         for p, seat in enumerate(assign(workers, reports, opened)):
             if seat.rank != p and (taken or seat.arena_id):
                 raise Broken(f"seats: the worker on host{p} is given rank {seat.rank}, not its own of {at}")

@@ -1,0 +1,404 @@
+"""How the workers of a start agree on one roster over torchrun's store (protocol.md, "A start").
+
+torchrun reuses its store, with the words of dead workers in it. So every worker leaves its announcement
+under its index, where its successor's overwrites it, and waits at a mailbox of its own, named by a random
+nonce. The worker with torchrun's RANK 0 leads: it reads all announcements, writes one plan, the roster, and
+puts the plan's name into every mailbox. A plan counts when as many workers have taken it as there are; one
+with a dead worker in it never does, and is superseded when that worker's successor has come.
+
+    announce/I    the announcement of worker I        arrivals    how often anybody has announced itself
+    domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a plan
+    roster/P      a plan: the roster of all           taken/P     how many workers have taken it
+    verdict/P     it counts, or which one instead     current     plans that are in the store, and nonces
+
+Nothing here grows with the tables, or from start to start: a start overwrites or removes what the last one
+left. All workers but the leader make a few operations, whatever their number is, and wait without asking;
+while it waits for others, the leader asks for one counter.
+
+The store is trusted as far as the job's own workers are; nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from . import announcement
+from .announcement import Domains
+from .errors import RendezvousError
+from .header import NONE, State
+from .roster import Report, Roster, Worker
+
+T = TypeVar("T")
+
+MOST_BYTES = 4 << 20
+"""Of one value. torch's store takes 8 MiB, and resets the connection of whoever sends more."""
+_COUNTS = "counts"
+_OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
+_SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two looks at a counter
+_ROUNDING_S = 0.01  # of the store's deadlines
+_AGAIN_S = 0.25  # before announcements are read again that may have been a dead worker's
+
+
+def agree(
+    store: dist.Store,
+    worker: Worker,
+    reports: Sequence[Report],
+    index: int,
+    world_size: int,
+    deadline: float,
+) -> Roster:
+    """Finds the workers of this start among what earlier ones left in the store. All workers.
+
+    Args:
+        store: where all workers of the job meet.
+        worker: this one.
+        reports: the arenas on its host.
+        index: torchrun's RANK.
+        world_size: number of workers.
+        deadline: on time.monotonic().
+
+    Returns:
+        The same roster on all workers.
+
+    Raises:
+        RendezvousError: not all came before the deadline, the store is gone, or it holds what is not ecemb's.
+    """
+    board = _Board(store, deadline)
+    _announce(board, worker, reports, index)
+    if index == 0:
+        return _Leader(board, worker, world_size).lead()
+    name = board.wait(f"plan/{worker.nonce}", lambda: _unheard(board, world_size))
+    while True:
+        _take(board, name, worker.nonce, world_size)
+        verdict = board.wait(f"verdict/{name}", lambda: _unheard(board, world_size))
+        if verdict == _COUNTS:
+            return announcement.read(board.get(f"roster/{name}"))
+        name = verdict
+
+
+class _Board:
+    """A store, with limits and named errors."""
+
+    def __init__(self, store: dist.Store, deadline: float) -> None:
+        self.deadline = deadline
+        self._store = store
+
+    def put(self, key: str, value: bytes | str) -> None:
+        """Stores a value."""
+        data = value.encode() if isinstance(value, str) else value
+        if len(data) > MOST_BYTES:
+            raise RendezvousError(
+                f"{key} of this start takes {len(data)} bytes, and ecemb stores at most {MOST_BYTES} in one "
+                f"value of torchrun's store, which takes no more than 8388608: remove arenas that nobody "
+                f"needs (python -m ecemb arenas ls, and rm), or launch fewer ranks"
+            )
+        self._asked(lambda: self._store.set(key, data))  # pyright: ignore[reportArgumentType]
+
+    def mail(self, keys: Sequence[str], value: str) -> None:
+        """Stores one value under all keys."""
+        if keys:
+            self._asked(lambda: self._store.multi_set(list(keys), [value] * len(keys)))  # pyright: ignore
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+        return self._asked(lambda: self._store.get(key))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Values that are there."""
+        return self._asked(lambda: list(self._store.multi_get(list(keys)))) if keys else []
+
+    def has(self, *keys: str) -> bool:
+        """Whether all of them are there."""
+        return self._asked(lambda: self._store.check(list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter; what it comes to."""
+        return self._asked(lambda: self._store.add(key, amount))
+
+    def decide(self, key: str, value: str) -> str:
+        """Stores a value unless there is one; what is there then."""
+        return _text(self._asked(lambda: self._store.compare_set(key, "", value)))
+
+    def remove(self, *keys: str) -> None:
+        """Removes what is there of them."""
+        for key in keys:
+            self._asked(lambda: self._store.delete_key(key))  # noqa: B023
+
+    def wait(self, key: str, late: Callable[[], str]) -> str:
+        """A value that somebody will have stored before the deadline; `late` says who has not come."""
+        left_s = max(self.deadline - time.monotonic(), 0) + _ROUNDING_S
+        try:
+            self._store.wait([key], timedelta(seconds=left_s))
+        except RuntimeError as error:
+            if time.monotonic() < self.deadline:
+                raise _gone(error) from error
+            raise RendezvousError(late()) from error
+        return _text(self.get(key))
+
+    def _asked(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+class _Leader:
+    """RANK 0's part."""
+
+    def __init__(self, board: _Board, worker: Worker, world_size: int) -> None:
+        self._board, self._worker, self._world_size = board, worker, world_size
+        self._names = [f"announce/{i}" for i in range(world_size)]
+        self._tables: dict[str, Domains] = {}
+        self._arrivals = 0
+        self._before = _Plans.of(board.get("current")) if board.has("current") else _Plans()
+        self._names_given: list[str] = []
+        self._roster: Roster | None = None
+
+    def lead(self) -> Roster:
+        """Plans, and plans again while a dead worker is in the plan."""
+        told = self._first()
+        while True:
+            roster = self._publish(told)
+            if (again := self._settled(roster.prefix, told)) is None:
+                break
+            told = again
+        name = _text(self._board.get(f"verdict/{roster.prefix}"))
+        if name != _COUNTS:
+            raise _foreign(f"the verdict {name[:40]!r}")
+        self._clean(roster)
+        return roster
+
+    def _first(self) -> list[Roster]:
+        """Everybody's announcement, but those of workers that an earlier start planned with."""
+        dead = set(self._before.nonces)
+        found: dict[int, Roster] = {}
+        enough = 0
+        pause_s = _SHORTEST_S
+        while len(found) < self._world_size:
+            arrivals = self._board.add("arrivals", 0)
+            if arrivals >= enough and self._board.has(*self._names):
+                missing = [i for i in range(self._world_size) if i not in found]
+                for i, text in zip(missing, self._read(missing), strict=True):
+                    if text.workers[0].nonce not in dead:
+                        found[i] = text
+                # Whoever is missing still has to add 1: there is nothing to be seen before.
+                enough = arrivals + self._world_size - len(found)
+                self._arrivals = arrivals
+            elif arrivals >= enough:
+                enough = max(arrivals + 1, self._world_size)
+            else:
+                pause_s = self._pause(pause_s, lambda: _unheard(self._board, self._world_size, found))
+        return [found[i] for i in range(self._world_size)]
+
+    def _publish(self, told: Sequence[Roster]) -> Roster:
+        """Writes a plan, and tells its workers; the plan before it, if that counts by now."""
+        board, name, last = self._board, secrets.token_hex(8), self._roster
+        roster = _propose(board, name, told)
+        board.put(f"roster/{name}", announcement.write(roster, whole=True))
+        self._names_given.append(name)
+        known = set() if last is None else {one.nonce for one in last.workers}
+        nonces = [one.nonce for one in roster.workers]
+        left = [*self._before.nonces, *known.difference(nonces)]
+        names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *self._tables}
+        board.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
+        if last is not None:
+            if board.decide(f"verdict/{last.prefix}", name) == _COUNTS:
+                return last
+            board.remove(*(f"plan/{nonce}" for nonce in known.difference(nonces)))
+        board.mail([f"plan/{nonce}" for nonce in nonces if nonce not in known], name)
+        self._roster = roster
+        _take(board, name, self._worker.nonce, self._world_size)
+        return roster
+
+    def _settled(self, name: str, told: Sequence[Roster]) -> list[Roster] | None:
+        """None once a plan counts; new announcements, if there are others than were planned with."""
+        pause_s, again_at = _SHORTEST_S, time.monotonic() + _AGAIN_S
+        while not self._board.has(f"verdict/{name}"):
+            if time.monotonic() > again_at and (arrivals := self._board.add("arrivals", 0)) != self._arrivals:
+                self._arrivals, again_at = arrivals, time.monotonic() + _AGAIN_S
+                texts = self._read(range(self._world_size))
+                if [one.workers for one in texts] != [one.workers for one in told]:
+                    return texts
+            pause_s = self._pause(pause_s, lambda: self._untaken(told))
+        return None
+
+    def _read(self, indices: Sequence[int]) -> list[Roster]:
+        texts = self._board.get_all([self._names[i] for i in indices])
+        return [self._announced(text) for text in texts]
+
+    def _announced(self, text: bytes) -> Roster:
+        roster = announcement.read(text, self._domains)
+        if len(roster.workers) != 1:
+            raise _foreign(f"an announcement of {len(roster.workers)} workers")
+        return roster
+
+    def _domains(self, digest: str) -> Domains:
+        if digest not in self._tables:
+            if not self._board.has(f"domains/{digest}"):
+                raise _foreign(f"an announcement that names domains/{digest}, and not that")
+            self._tables[digest] = announcement.read_domains(self._board.get(f"domains/{digest}"))
+        return self._tables[digest]
+
+    def _clean(self, roster: Roster) -> None:
+        """Removes what earlier starts left, and the plans of this one that did not count."""
+        board, before = self._board, self._before
+        for name in {*before.names, *self._names_given} - {roster.prefix}:
+            board.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
+        if not before.counted:
+            board.remove(*(f"plan/{nonce}" for nonce in before.nonces))
+        used = {
+            announcement.digest(names)
+            for names in {one.header.constants.domains for one in roster.reports if one.header}
+        }
+        board.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
+        last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
+        board.put("current", last.to_json())
+
+    def _untaken(self, told: Sequence[Roster]) -> str:
+        left = [i for i, one in enumerate(told) if self._board.has(f"plan/{one.workers[0].nonce}")]
+        return _late(self._world_size, left or [0])
+
+    def _pause(self, pause_s: float, late: Callable[[], str]) -> float:
+        if time.monotonic() > self._board.deadline:
+            raise RendezvousError(late())
+        time.sleep(pause_s)
+        return min(pause_s * 1.5, _LONGEST_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """What a leader leaves for the next start's.
+
+    Attributes:
+        names: of its plans, the last one last.
+        nonces: of the workers in the last one.
+        tables: digests of tables of failure domains that are in the store.
+        counted: whether the last plan counted, and so was taken out of all mailboxes.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list[str])
+    nonces: list[str] = dataclasses.field(default_factory=list[str])
+    tables: list[str] = dataclasses.field(default_factory=list[str])
+    counted: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps([self.names, self.nonces, self.tables, self.counted])
+
+    @classmethod
+    def of(cls, text: bytes) -> _Plans:
+        try:
+            names, nonces, tables, counted = json.loads(text)
+            return cls(list(map(str, names)), list(map(str, nonces)), list(map(str, tables)), bool(counted))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _foreign(f"a list of plans that is none ({error})") from error
+
+
+def _announce(board: _Board, worker: Worker, reports: Sequence[Report], index: int) -> None:
+    domains = {one.header.constants.domains for one in reports if one.header is not None}
+    for names in sorted(domains):
+        if not board.has(key := f"domains/{announcement.digest(names)}"):
+            board.put(key, announcement.write_domains(names))
+    alone = Roster(0, 0, "", False, False, (worker,), tuple(reports))
+    board.put(f"announce/{index}", announcement.write(alone, whole=False))
+    board.add("arrivals", 1)
+
+
+def _take(board: _Board, name: str, nonce: str, world_size: int) -> None:
+    """Recognises itself in a plan, which counts once everybody has."""
+    board.remove(f"plan/{nonce}")
+    if board.add(f"taken/{name}", 1) == world_size:
+        board.decide(f"verdict/{name}", _COUNTS)
+
+
+def _propose(board: _Board, prefix: str, told: Sequence[Roster]) -> Roster:
+    reports = tuple({one.path + "@" + one.host: one for roster in told for one in roster.reports}.values())
+    headers = [one.header for one in reports if one.header is not None]
+    opened = _mark(board, "started")
+    if held := [
+        one.header.opened for one in reports if one.header and one.holder is not None and _began(one)
+    ]:
+        # Another launch of the job runs. Its memory may be gone when this one is started again.
+        opened = max(opened, 0, *held)
+        board.put("started", str(opened))
+    known = [_mark(board, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
+    generation = max(1 + max(known), time.time_ns())
+    board.put("generation", str(generation))  # the next leader's clock may be behind
+    return Roster(
+        generation=generation,
+        generation_id=secrets.randbits(62),
+        prefix=prefix,
+        started=opened != NONE,
+        finished=board.has("finished"),
+        workers=tuple(roster.workers[0] for roster in told),
+        reports=reports,
+        secret=secrets.token_hex(16),
+        opened=opened,
+    )
+
+
+def _began(report: Report) -> bool:
+    return report.header is not None and report.header.state in (State.LIVE, State.REBUILDING)
+
+
+def _mark(board: _Board, name: str) -> int:
+    """The generation that a mark of the store tells; NONE without it."""
+    if not board.has(name):
+        return NONE
+    text = board.get(name)
+    try:
+        return max(0, int(text))
+    except ValueError as error:
+        raise RendezvousError(
+            f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does somebody "
+            f"else use the store? {_OWN_STORE}"
+        ) from error
+
+
+def _unheard(board: _Board, world_size: int, heard: Sequence[int] | dict[int, Roster] = ()) -> str:
+    """Who has not announced itself, of those of whom nothing was heard."""
+    silent: list[int] = []
+    spans = [[i for i in range(world_size) if i not in heard]]
+    while spans:  # halves: few are missing, and one question finds out that none of many is
+        span = spans.pop()
+        if not span or board.has(*(f"announce/{i}" for i in span)):
+            continue
+        if len(span) == 1:
+            silent += span
+        else:
+            spans += [span[len(span) // 2 :], span[: len(span) // 2]]
+    if not silent and heard:
+        silent = [i for i in range(world_size) if i not in heard]  # what is there is an earlier start's
+    return _late(world_size, silent or [0])  # all have spoken, but for the one that has to plan
+
+
+def _late(world_size: int, silent: Sequence[int]) -> str:
+    return (
+        f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
+        f"ranks {list(silent)}: see their logs, or raise timeout= if they are only slow to start"
+    )
+
+
+def _gone(error: RuntimeError) -> RendezvousError:
+    return RendezvousError(
+        f"torchrun's store does not answer any more ({str(error).splitlines()[0]}): its agent, or RANK 0 if "
+        f"the launcher keeps no store, has ended; see its log"
+    )
+
+
+def _foreign(what: str) -> RendezvousError:
+    return RendezvousError(
+        f"the store holds {what}, which no worker of this version of ecemb writes: do all hosts run the same "
+        f"version, and does nobody else use the store? {_OWN_STORE}"
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
