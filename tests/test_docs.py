@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from processes import RankFailed, launch
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 DEADLINE_S = 240
-MARK = re.compile(r"<!-- (run|skip: .+|ranks \d+|file: [\w.-]+|as in [\w./-]+) -->")
+MARK = re.compile(r"<!-- (run|skip: .+|ranks \d+(?: with \w+)?|file: [\w.-]+|as in [\w./-]+) -->")
 DEFINED_IN = {"protect": "guard.py", "init_process_group": "rendezvous.py"}
 """Public functions whose keywords are checked where code is only read, and where they are defined."""
 
@@ -117,7 +118,11 @@ def run_document(text: str, folder: Path) -> None:
         if kind == "run":
             run_console(block.text(), folder)
         elif kind == "ranks":
-            run_script(block.script(), folder, ranks=int(detail))
+            ranks, _, needs = detail.partition(" with ")
+            if needs and find_spec(needs) is None:
+                read(block)
+            else:
+                run_script(block.script(), folder, ranks=int(ranks))
         elif kind == "as":
             there = (ROOT / detail.removeprefix("in ")).read_text()
             assert block.text() in [other.text() for other in blocks(there)], f"not {block.mark}"
@@ -226,6 +231,10 @@ raise SystemExit(1)
 <!-- as in README.md -->
 ```bash
 make demo
+```
+<!-- ranks 2 with nobodys_package -->
+```python
+raise SystemExit(1)
 ```
 """
 
