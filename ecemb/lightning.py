@@ -165,7 +165,7 @@ class Protection(_Callback):
 
         Raises:
             ConfigurationError: the fit's loader is not from `batches`, a table is not on the CPU, a schedule
-                follows a metric, or a callback goes by epochs.
+                follows a metric, a callback goes by epochs, or gradients of tables would be clipped.
             UsageError: this is the second fit.
             EcembError: what `ecemb.protect` raises.
         """
@@ -239,7 +239,7 @@ class Protection(_Callback):
         """Refuses what Lightning would change outside of all steps.
 
         Raises:
-            ConfigurationError: there is such a table, schedule or callback.
+            ConfigurationError: there is such a table, schedule or callback, or a clipping that would fail.
         """
         for name, table in self._protected(pl_module).items():
             for weight in table.parameters():
@@ -256,6 +256,14 @@ class Protection(_Callback):
                     f"that; take one that goes by steps or epochs, or keep this one out of "
                     f"configure_optimizers, step it in on_before_zero_grad, and give it in state="
                 )
+        clips = getattr(type(pl_module), "configure_gradient_clipping", None)
+        by_lightning = clips is None or clips.__module__.startswith(_PACKAGES)
+        if trainer.gradient_clip_val is not None and by_lightning and self._protected(pl_module):
+            raise ConfigurationError(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips all gradients, and torch "
+                f"can't clip those of tables, which are sparse: override configure_gradient_clipping() in "
+                f"the module, and clip the gradients of dense parameters there"
+            )
         for callback in trainer.callbacks:
             if any(kind.__name__ == _BY_EPOCHS for kind in type(callback).__mro__):
                 raise ConfigurationError(

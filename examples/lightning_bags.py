@@ -30,6 +30,7 @@ parser.add_argument("--lines", type=int, default=20_000, help="of an epoch")
 parser.add_argument("--rows", type=int, default=10_000, help="of the table")
 parser.add_argument("--batch", type=int, default=128, help="lines per rank")
 parser.add_argument("--accumulate", type=int, default=2, help="batches of a step: gradients are added up")
+parser.add_argument("--clip", type=float, default=1.0, help="the most that the dense gradients' norm may be")
 parser.add_argument("--job", default="lightning", help="names the arenas: same job, same memory")
 parser.add_argument("--arena-dir", default="/dev/shm")
 args = parser.parse_args()
@@ -52,6 +53,16 @@ class Clicks(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.98)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips the dense gradients, which are the same on all ranks; torch can't clip sparse ones."""
+        if gradient_clip_val is not None:
+            nn.utils.clip_grad_norm_(self.head.parameters(), gradient_clip_val)
+
 
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
@@ -70,6 +81,7 @@ trainer = lightning.Trainer(
     devices=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
     max_epochs=args.epochs,
     accumulate_grad_batches=args.accumulate,
+    gradient_clip_val=args.clip,
     callbacks=[protection],  # before all other callbacks
     use_distributed_sampler=False,  # the loader has one
     enable_checkpointing=False,

@@ -47,6 +47,7 @@ def trainer_of(*schedules: Any, ranks: int = 2) -> Any:
         optimizers=[],
         lr_scheduler_configs=schedules,
         callbacks=[],
+        gradient_clip_val=None,
         precision_plugin=SimpleNamespace(state_dict=dict),
         fit_loop=SimpleNamespace(
             state_dict=dict,
@@ -139,6 +140,29 @@ def test_a_schedule_that_is_stepped_after_the_commit(protection: Any) -> None:
         protection.on_fit_start(
             trainer_of(SimpleNamespace(scheduler=schedule, reduce_on_plateau=True)), nn.Module()
         )
+
+
+def test_gradients_of_tables_are_not_clipped(protection: Any, watched: Watched) -> None:
+    def by_lightning(self: object, *arguments: object) -> None: ...
+
+    by_lightning.__module__ = "pytorch_lightning.core.module"
+
+    class Plain(nn.Module):
+        configure_gradient_clipping = by_lightning
+
+    class Mine(Plain):
+        def configure_gradient_clipping(self, *arguments: object) -> None: ...
+
+    protection.batches([1, 2, 3])
+    trainer = trainer_of()
+    trainer.gradient_clip_val = 1.0
+    model, dense, mine = Plain(), Plain(), Mine()
+    model.table, mine.table = ecemb.nn.ShardedEmbeddingBag(4, 2), ecemb.nn.ShardedEmbeddingBag(4, 2)
+    with refused(ConfigurationError, "gradient_clip_val=1.0", "sparse", "configure_gradient_clipping()"):
+        protection.on_fit_start(trainer, model)
+    protection._check(trainer, dense)
+    protection.on_fit_start(trainer, mine)
+    assert watched.told == []
 
 
 def test_a_callback_that_needs_the_start_of_every_epoch(protection: Any) -> None:
