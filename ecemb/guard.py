@@ -107,7 +107,7 @@ class Guard:
                 with self._transactions.phase("image"):
                     self._tables.fetch()
             aborted = self._transactions.commit()
-            self._steps += 1
+            self._steps = self._session.whereabouts.steps = self._steps + 1
             if aborted:
                 self._undone(step, aborted)
         except BaseException as error:

@@ -32,6 +32,7 @@ from . import rollcall
 from .arena import Arena
 from .buckets import note_made
 from .directory import Directory, Found
+from .ending import hook
 from .errors import (
     ConfigurationError,
     NotInitialized,
@@ -43,6 +44,7 @@ from .links import own_addresses
 from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
 from .watch import Watch
+from .whereabouts import Whereabouts
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -80,6 +82,7 @@ class Session:
         timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
         patience_s: deadline of collectives: a peer that is not silent is only slow.
         watch: watches the other ranks; None if there are none.
+        whereabouts: where this process is in the training.
         protected: whether a guard has been made.
         check: that the script is only checked, and ends where it calls `protect`; else None.
     """
@@ -95,6 +98,7 @@ class Session:
     timeout_s: float
     patience_s: float
     watch: Watch | None
+    whereabouts: Whereabouts
     protected: bool = False
     check: Check | None = None
 
@@ -168,6 +172,8 @@ def init_process_group(
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
     _die_with_agent()
+    hook.prepare()
+    hook.watch, hook.whereabouts = None, Whereabouts()
     note_made()
     if _check is not None:
         check_name("job", job)
@@ -183,7 +189,7 @@ def init_process_group(
         reports = [_report(directory, one) for one in found]
         roster = rollcall.agree(marks, worker, reports, index, world_size, deadline)
         seats = assign(roster.workers, roster.reports, roster.opened)
-        watch = _watch(listener, roster, seats, index, timeout_s, deadline)
+        hook.watch = watch = _watch(listener, roster, seats, index, timeout_s, deadline)
     seat = seats[index]
     hosts = {s.rank: w.host for s, w in zip(seats, roster.workers, strict=True)}
     patience_s = max(timeout_s, _PATIENCE_S)
@@ -197,6 +203,7 @@ def init_process_group(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=patience_s),
         )
+        hook.prepare()
     except BaseException:
         if watch is not None:
             watch.fail()
@@ -215,6 +222,7 @@ def init_process_group(
         timeout_s=timeout_s,
         patience_s=patience_s,
         watch=watch,
+        whereabouts=hook.whereabouts,
         check=_check,
     )
     logger.log(

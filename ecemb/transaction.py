@@ -22,9 +22,10 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
+from . import error_file
+from .error_file import cause_of, follows
 from .errors import StepFailed, UsageError
 from .memory import RankMemory
 from .rankstate import RankState, read, write_
@@ -370,9 +373,12 @@ class Transactions:
         failed = [rank for rank, flag in enumerate(flags) if flag == _FAILED]
         aborted = [rank for rank, flag in enumerate(flags) if flag == _ABORTED]
         if failed:
-            raise StepFailed(
-                f"step {step} failed on ranks {failed} and is undone here: see their logs, then restart "
-                f"the job; it goes on from step {self._memory.committed}"
+            raise follows(
+                StepFailed(
+                    f"step {step} failed on ranks {failed} and is undone here: see their logs, then restart "
+                    f"the job; it goes on from step {self._memory.committed}"
+                ),
+                "StepFailed",
             )
         if len(set(transactions)) > 1 or len(set(attempts)) > 1:
             raise StepFailed(
@@ -397,6 +403,9 @@ class Transactions:
             type(error).__name__,
             error,
         )
+        with suppress(OSError):
+            stack = "".join(traceback.format_exception(error))
+            error_file.leave(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_UNDECIDED)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from .error_file import follows
 from .errors import EcembError, NotEnoughSpace, PeerFailure
 
 Words = NDArray[np.uint64]
@@ -67,11 +68,12 @@ class _Waits:
             raise self._failure(what, time.monotonic() - began, error) from error
 
     def _failure(self, what: str, waited_s: float, error: RuntimeError) -> PeerFailure:
-        return PeerFailure(
+        text = (
             f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
             f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
             f"that torchrun restarts the job from its arenas (or raise timeout=, if the peer is only slow)"
         )
+        return follows(PeerFailure(text))
 
 
 class Fabric(_Waits):
@@ -317,7 +319,8 @@ class Transport(_Waits):
         failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
         if failed:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise PeerFailure(f"{what} failed on {len(failed)} of {self.world_size} ranks: {reasons}")
+            text = f"{what} failed on {len(failed)} of {self.world_size} ranks: {reasons}"
+            raise follows(PeerFailure(text), next(iter(failed.values())).partition(":")[0])
         return result
 
     def close(self) -> None:

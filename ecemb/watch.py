@@ -14,7 +14,6 @@ itself, so that one that was stopped, or had to wait for that lock, does not tak
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -27,20 +26,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 
+from . import error_file
 from .beats import Beats
-from .links import Link, drop, pair
+from .links import Link, drop, neighbours, pair
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
-_WRITING_S = 2.0  # for the main thread to finish an error file that it has begun
 GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that says where it was
 _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline
 _GOODBYE_S = 1.0  # for neighbours to take a goodbye in
 
 _BEAT = b"\1"  # one byte, so that it is sent as a whole; all else begins with another one
-_MESSAGE = struct.Struct("!BBxxII")  # kind; of a death: why, who, silence in ms
+_MESSAGE = struct.Struct("!BBHII")  # kind; of a death: why, bytes of text that follow, who, silence in ms
+_MOST_BYTES = 400  # of text
 _BYE, _DEAD = 2, 3
 _DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
 
@@ -53,22 +53,26 @@ class _Death:
         index: of the worker.
         why: one of the codes above.
         silence_s: how long nothing was heard of it.
+        error: what it ended by, if it gave up.
     """
 
     index: int
     why: int
     silence_s: float = 0.0
+    error: str = ""
 
     def pack(self) -> bytes:
         """As a message."""
-        return _MESSAGE.pack(_DEAD, self.why, self.index, min(int(self.silence_s * 1000), 2**32 - 1))
+        text = self.error.encode()[:_MOST_BYTES]
+        silence_ms = min(int(self.silence_s * 1000), 2**32 - 1)
+        return _MESSAGE.pack(_DEAD, self.why, len(text), self.index, silence_ms) + text
 
     def told(self, name: str) -> str:
         """In words."""
         return {
             _DIED: f"{name} died",
             _SILENT: f"{name} was silent for {self.silence_s:.1f} s",
-            _GAVE_UP: f"{name} ended by an exception (see its log)",
+            _GAVE_UP: f"{name} ended by {self.error or 'an exception'} (see its log)",
             _GARBLED: f"{name} sent what is no message",
         }[self.why]
 
@@ -83,7 +87,7 @@ class Watch:
         index: this worker's.
         names: of all workers, by index, for messages.
         timeout_s: a longer silence is a death.
-        end: called in the watch's thread with what happened; it ends the process.
+        end: called in the watch's thread with what happened, in place of `end_process`.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Watch:
         self._links = {link.fileno(): link for link in links}
         self._silence_s = {link.peer: 0.0 for link in links}
         self._index, self._names, self._timeout_s = index, names, timeout_s
-        self._end = end_process if end is None else end
+        self._end = end
         self._beat_s = min(_BEAT_S, timeout_s / _BEATS)
         self._last_word: bytes | None = None
         self._death: _Death | None = None
@@ -112,11 +116,20 @@ class Watch:
 
     def close(self) -> None:
         """Says goodbye: this worker is done, and its end is no failure. May be called twice."""
-        self._stop(_MESSAGE.pack(_BYE, 0, self._index, 0))
+        self._stop(_MESSAGE.pack(_BYE, 0, 0, self._index, 0))
 
-    def fail(self) -> None:
-        """Tells the others that this worker is not coming. May be called twice."""
-        self._stop(_Death(self._index, _GAVE_UP).pack())
+    def fail(self, error: str = "") -> None:
+        """Tells the others that this worker is not coming. May be called twice.
+
+        Args:
+            error: what it ends by, in a line.
+        """
+        self._stop(_Death(self._index, _GAVE_UP, error=error).pack())
+
+    def news(self, timeout_s: float) -> str | None:
+        """Waits until somebody is gone, and says who; None if nobody is within the time."""
+        self._decided.wait(timeout_s)
+        return None if self._death is None else self._verdict(self._death)
 
     def _leave(self) -> None:
         """At the end of the process."""
@@ -142,13 +155,16 @@ class Watch:
             self._decided.set()
             if self._death is not None:
                 self._tell(self._death.pack())
-                self._end(self._verdict(self._death))
+                if self._end is None:
+                    end_process(self._verdict(self._death), briefly=self._others_tell(self._death))
+                else:
+                    self._end(self._verdict(self._death))
             elif self._last_word is not None:
                 self._tell(self._last_word)
                 self._say_goodbye()
         except BaseException:  # noqa: BLE001 - nobody else would hear of it
             self._decided.set()
-            self._end(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
+            (self._end or end_process)(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
         finally:
             self._beats.stop()
             for link in self._links.values():
@@ -190,15 +206,23 @@ class Watch:
             if first == _BEAT:
                 link.take(1)
                 continue
-            if (message := link.take(_MESSAGE.size)) is None:
+            if (head := link.peek(_MESSAGE.size)) is None:
                 break
-            kind, why, index, silence_ms = _MESSAGE.unpack(message)
+            kind, why, size, index, silence_ms = _MESSAGE.unpack(head)
             if kind == _BYE:
                 self._forget(link)
                 return None
-            if kind == _DEAD and index < len(self._names) and _DIED <= why <= _GARBLED:
-                return _Death(index, why, silence_ms / 1000)
-            return _Death(link.peer, _GARBLED)
+            if (
+                kind != _DEAD
+                or index >= len(self._names)
+                or not _DIED <= why <= _GARBLED
+                or size > _MOST_BYTES
+            ):
+                return _Death(link.peer, _GARBLED)
+            if (message := link.take(_MESSAGE.size + size)) is None:
+                break
+            text = message[_MESSAGE.size :].decode(errors="replace")
+            return _Death(index, why, silence_ms / 1000, "".join(filter(str.isprintable, text)))
         return None if there else _Death(link.peer, _DIED)
 
     def _forget(self, link: Link) -> None:
@@ -227,6 +251,10 @@ class Watch:
                     poll.unregister(descriptor)
                     del waiting[descriptor]
 
+    def _others_tell(self, death: _Death) -> bool:
+        """Whether another rank is the one to tell of a death: the first that was linked with who died."""
+        return death.index != self._index != min(neighbours(death.index, len(self._names)))
+
     def _verdict(self, death: _Death) -> str:
         name = self._names[death.index]
         if death.index == self._index:
@@ -234,66 +262,39 @@ class Watch:
         return death.told(name)
 
 
-def end_process(why: str) -> None:
+def end_process(why: str, *, briefly: bool = False) -> None:
     """Ends this process, unless its main thread is faster; does not return.
 
     Args:
         why: for the log, and for torchrun's summary of failures.
+        briefly: another rank says it at length.
     """
-    text = f"PeerFailure: {why}; ending this process so that torchrun restarts the job from its arenas"
     try:  # in a thread: logs may block, on a pipe or on a lock of the main thread's
-        threading.Thread(target=_report, args=(text,), daemon=True).start()
+        threading.Thread(target=_report, args=(why, briefly), daemon=True).start()
     except RuntimeError:  # no more threads: the interpreter is ending
-        _report(text)
+        _report(why, briefly)
     time.sleep(GRACE_S)
-    _await_error_file()
+    error_file.wait_while_written()
     os._exit(EXIT_UNDECIDED)
 
 
-def _report(text: str) -> None:
-    try:
-        _write_error_file(text)
-    except OSError as error:
-        logger.warning("torchrun will not show why this process ended: %s", error)
-    logger.critical(text)
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _write_error_file(text: str) -> None:
-    """Leaves a message where torchrun looks for one, in the form of torch.distributed.elastic's `record`."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
+def _report(why: str, briefly: bool) -> None:
+    text = f"PeerFailure: {why}; ending this process so that torchrun restarts the job from its arenas"
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(threading.main_thread().ident or 0)
     place = "" if frame is None else "".join(traceback.format_stack(frame))
-    ends_at = math.ceil(time.time() + GRACE_S)  # later than the victim did, who is the root cause
-    extra = {"py_callstack": f"{text}\nThe main thread was here:\n{place}", "timestamp": str(ends_at)}
-    whole = f"{path}.{os.getpid()}"
-    with open(whole, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
     try:
-        os.link(whole, path)  # appears as a whole: torchrun's agent dies of half a file
-    except FileExistsError:  # the main thread's own exception says more
-        pass
-    finally:
-        os.unlink(whole)
-
-
-def _await_error_file() -> None:
-    """Gives the main thread a moment more if it is just writing its exception where torchrun looks for it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    ends_at = time.monotonic() + _WRITING_S
-    while path and time.monotonic() < ends_at:
-        try:
-            with open(path, encoding="utf-8") as file:
-                json.load(file)
-            return
-        except ValueError:
-            time.sleep(0.01)
-        except OSError:
-            return
+        error_file.leave(text, f"{text}\nThe main thread was here:\n{place}", later=True)
+    except OSError as error:
+        logger.warning("torchrun will not show why this process ended: %s", error)
+    if _last_exception() is not None:  # which has been printed, and this follows from it
+        logger.debug(text)
+    elif briefly:
+        logger.warning("%s; this rank ends, too", why)
+    else:
+        logger.critical(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _last_exception() -> BaseException | None:

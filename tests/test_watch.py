@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,21 +18,27 @@ from pathlib import Path
 import pytest
 from watched import Worker, watched
 
+from ecemb import error_file
 from ecemb import watch as watch_module
 from ecemb.links import Link, drop, pair
 from ecemb.meeting import Listener, Peer, connect
-from ecemb.watch import _BEAT, _BYE, _DEAD, _DIED, _MESSAGE, EXIT_UNDECIDED, Watch
+from ecemb.watch import _BEAT, _BYE, _DEAD, _DIED, _MESSAGE, EXIT_UNDECIDED, Watch, _Death
 
 DEADLINE_S = 60.0
 LONG_S = 100.0  # a timeout that never comes
 
 
-def noticed(worker: Worker) -> tuple[float, str]:
-    """When a worker logged that it ends, and the line."""
+def noticed(worker: Worker, *, at_length: bool | None = None) -> tuple[float, str]:
+    """When a worker logged that it ends, and the line: one says it at length, the others briefly."""
     when, level, text = worker.told()
-    assert level == "CRITICAL"
-    assert text.startswith("PeerFailure: rank ") and "\n" not in text
-    assert text.endswith("; ending this process so that torchrun restarts the job from its arenas")
+    if at_length is not None:
+        assert level == ("CRITICAL" if at_length else "WARNING")
+    assert "\n" not in text
+    if level == "CRITICAL":
+        assert text.startswith("PeerFailure: rank ")
+        assert text.endswith("; ending this process so that torchrun restarts the job from its arenas")
+    else:
+        assert re.fullmatch(r"rank \d+ \(host h\d+\) .*; this rank ends, too", text) and len(text) < 100
     return when, text
 
 
@@ -55,7 +62,7 @@ def test_a_death_is_noticed_by_all_within_a_second_whatever_they_do(tmp_path: Pa
         killed = time.monotonic()
         victim.process.kill()
         for worker in others:
-            when, text = noticed(worker)
+            when, text = noticed(worker, at_length=worker.index == 0)  # the first that is next to 4
             assert "rank 4 (host h4) died" in text
             assert 0 < when - killed < 1
         for worker in others:
@@ -192,7 +199,11 @@ def one(timeout_s: float = LONG_S) -> Iterator[tuple[Watch, socket.socket, Ended
 
 
 def dead(index: int, why: int = _DIED) -> bytes:
-    return _MESSAGE.pack(_DEAD, why, index, 0)
+    return _MESSAGE.pack(_DEAD, why, 0, index, 0)
+
+
+def said_to_end_by(error: str) -> bytes:
+    return _Death(2, watch_module._GAVE_UP, error=error).pack()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +212,9 @@ def dead(index: int, why: int = _DIED) -> bytes:
         (b"", "rank 1 died"),
         (b"\1", "rank 1 died"),  # cut short
         (_BEAT + _BEAT + dead(2), "rank 2 died"),
+        (said_to_end_by("ValueError: 7"), "rank 2 ended by ValueError: 7 (see its log)"),
+        (said_to_end_by("a\nb"), "rank 2 ended by ab (see its log)"),
+        (_MESSAGE.pack(_DEAD, _DIED, 401, 2, 0) + bytes(401), "rank 1 sent what is no message"),
         (dead(0), "the other ranks count this one out: rank 0 died"),
         (dead(3), "rank 1 sent what is no message"),
         (dead(2, why=9), "rank 1 sent what is no message"),
@@ -217,7 +231,7 @@ def test_what_a_neighbour_says(said: bytes, text: str) -> None:
 
 def test_a_goodbye_is_the_last_that_is_heard() -> None:
     with one(timeout_s=0.2) as (watch, far, ended):
-        far.sendall(_MESSAGE.pack(_BYE, 0, 1, 0) + dead(2))
+        far.sendall(_MESSAGE.pack(_BYE, 0, 0, 1, 0) + dead(2))
         while far.recv(1 << 10):  # until it hangs up
             pass
         time.sleep(0.5)
@@ -298,8 +312,8 @@ def test_half_an_error_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     for whole in ('{"message": 1}', None):  # None: the writer is stuck, and is not waited for any longer
         path.write_text('{"mess')
-        monkeypatch.setattr(watch_module, "_WRITING_S", 60.0 if whole else 0.1)
-        waiting = threading.Thread(target=watch_module._await_error_file)
+        monkeypatch.setattr(error_file, "_WRITING_S", 60.0 if whole else 0.1)
+        waiting = threading.Thread(target=error_file.wait_while_written)
         waiting.start()
         if whole:
             assert waiting.is_alive()
@@ -310,10 +324,10 @@ def test_half_an_error_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_error_file_is_not_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    watch_module._write_error_file("why")
+    error_file.leave("why", "stack", later=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    watch_module._write_error_file("why")
-    watch_module._write_error_file("another")
+    error_file.leave("why", "stack", later=False)
+    error_file.leave("another", "stack", later=False)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "why"
 
 

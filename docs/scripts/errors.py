@@ -114,6 +114,10 @@ def _raised(module: ast.Module) -> Iterator[Raised]:
             inside = child if isinstance(child, ast.FunctionDef) else function
             made = child.exc if isinstance(child, ast.Raise) else None
             made = child.value if isinstance(child, ast.Return) else made
+            if (
+                isinstance(made, ast.Call) and _last_name(made.func) == "follows"
+            ):  # marks an error, and gives it
+                made = made.args[0]
             if isinstance(made, ast.Call):
                 yield inside, made
             yield from within(child, inside)
