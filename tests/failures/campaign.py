@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from failures.draws import Lengths
-from failures.driver import Death, Digests, Outcome, differences, run
+from failures.driver import ROOT, Death, Digests, Outcome, differences, run
 from failures.hosts import SCENARIOS, Unexpected
 from failures.matrix import MAIN, Chain, Chains, cells, hits
 from failures.namespaces import NotPossible
@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = run(plan)
         return int(_told("run", plan, outcome, verdict(references.of(plan.setting), outcome)))
     tree = commit()
-    if args.json and tree.endswith("-dirty"):
+    kept = args.json is not None and args.json.resolve().is_relative_to(ROOT / "bench" / "results")
+    if kept and tree.endswith("-dirty"):
         print(f"the tree differs from its commit: {args.json} will not be written", flush=True)
     began = time.monotonic()
     results = Results(seed, args.jobs)
@@ -127,10 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
         results.interrupt(asked)
     print(results)
     print(f"{time.monotonic() - began:.0f} s in all, {args.jobs} runs at a time, seed {seed}")
-    if args.json and not tree.endswith("-dirty"):
-        if commit() != tree:
-            print(f"not written: the tree has changed since {tree}, which this ran on")
-            return 1
+    if kept and commit() != tree:
+        print(f"not written: the tree has changed since {tree}, which this ran on")
+    elif args.json and not (kept and tree.endswith("-dirty")):
         results.write(args.json)
     return int(results.failed)
 
