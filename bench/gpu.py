@@ -105,10 +105,10 @@ def measured(name: str) -> Callable[[Arguments, str, Path], Sequence[str]]:
 
 PARTS: Mapping[str, Part] = {
     "tests": Part(80, ("pytest", "pytest_timeout", "galois", "triton"), tests),
-    "kills": Part(80, ("galois",), kills),
+    "kills": Part(80, (), kills),
     "kernels": Part(40, ("triton",), measured("kernels")),
-    "step": Part(130, ("galois",), measured("step")),
-    "recovery": Part(90, ("galois",), measured("recovery")),
+    "step": Part(130, (), measured("step")),
+    "recovery": Part(90, (), measured("recovery")),
     "keeper": Part(35, (), measured("keeper")),
 }
 

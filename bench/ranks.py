@@ -141,7 +141,7 @@ class Ranks:
     def dismiss(self) -> None:
         """Has ranks that await their end go, with no word to one another; waits until they are gone.
 
-        Not by a kill, which would leave semaphores behind that galois makes through numba.
+        Not by a kill, which would leave semaphores behind that libraries make.
 
         Raises:
             RankFailed: The deadline passed.

@@ -7,16 +7,15 @@ Invariant: a stripe is `n` blocks, `block[i] = XOR_j generator[i, j] * block[j]`
 blocks j, bytewise in GF(2^8), and any k of the n blocks give the other r = n - k back. With r >= 2
 a stripe is a valid zfec codeword.
 
-Knows nothing of: ranks, placement, kernels, memory. A restart must not pay for importing galois
-(about 2 s), so only `Code.generator()` with r >= 2 and k >= 2 imports it; decoding works from the
-generator that was stored.
+Knows nothing of: ranks, placement, kernels, memory. The field is two tables of 256 entries; galois is what
+the tests compare all of it with, and no start pays for its import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,22 +144,20 @@ class Code:
         Vandermonde code, as zfec has it. Any k rows of V are independent since the x_i differ, and
         so are any k rows of G: every set of k blocks decodes.
 
-        Called at a fresh start; the result is kept with the data. The first call with r >= 2 and
-        k >= 2 in a process imports galois, which takes about 2 s.
+        Called at a fresh start; the result is kept with the data.
 
         Returns:
             uint8 [n, k], new; the top k rows are the identity.
         """
         if self.r == 1 or self.k == 1:
             return np.vstack((np.eye(self.k, dtype=np.uint8), np.ones((self.r, self.k), np.uint8)))
-        # galois has no type stubs; what comes back from it is checked and typed at the end.
-        import galois
-
-        field = cast(Any, galois.GF(2**8, irreducible_poly=POLYNOMIAL, primitive_element=2))
-        points = field([0, *(int(x) for x in _EXP[: self.n - 1])])
-        vandermonde = points[:, None] ** np.arange(self.k)
-        systematic = vandermonde @ np.linalg.inv(vandermonde[: self.k])
-        return np.array(systematic.view(np.ndarray), np.uint8, order="C")
+        vandermonde = np.zeros((self.n, self.k), np.uint8)
+        vandermonde[1:] = _EXP[np.outer(np.arange(self.n - 1), np.arange(self.k)) % 255]
+        vandermonde[0, 0] = 1  # 0^0; the other powers of 0 are 0
+        inverse = _inverse(vandermonde[: self.k])
+        if inverse is None:
+            raise CodeError(f"{self!r}: its Vandermonde matrix has no inverse, which can't be: report this")
+        return np.ascontiguousarray(_matmul(vandermonde, inverse))
 
     def decode_weights(
         self, lost: Sequence[int], available: Sequence[int], generator: NDArray[np.uint8]

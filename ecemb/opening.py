@@ -262,15 +262,14 @@ def _memory(
 def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
     """The code's generator, from one rank: built by rank 0 at a fresh start, else from the donor's arena.
 
-    Building it imports galois, which would keep all ranks of a host busy for seconds. All survivors show
-    theirs: wrong coefficients would spoil all parity.
+    All survivors show theirs: wrong coefficients would spoil all parity.
     """
     source = max(plan.donor, 0)
 
     def own() -> bytes:
         if session.arena is not None and not plan.begins:
             return session.arena.region("generator").tobytes()
-        return _built(code) if plan.begins and session.rank == source else b""
+        return code.generator().tobytes() if plan.begins and session.rank == source else b""
 
     told = transport.gather(transport.together("building the generator", own), "sharing the generator")
     differing = [rank for rank, text in enumerate(told) if text and text != told[source]]
@@ -284,25 +283,12 @@ def _generator(code: Code, session: Session, transport: Transport, plan: Recover
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
 
 
-def _built(code: Code) -> bytes:
-    """The generator's bytes, built here.
-
-    The threads that galois starts change torch's number of them, and so what the sums of this training
-    round to; a restart, which builds nothing, would end elsewhere.
-    """
-    threads = torch.get_num_threads()
-    try:
-        return code.generator().tobytes()
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
     reserved, growing = _sizes(session, world, geometry, replicated)
     regions = tuple({**reserved, **growing}.items())
     constants = dataclasses.replace(world.constants, regions=regions)
     state = State.INIT if world.plan.begins else State.REBUILDING
-    return Arena.create(session.directory, constants, reserved, state=state, timeout_s=session.timeout_s)
+    return Arena.create(session.directory, constants, reserved, state=state)
 
 
 def _sizes(

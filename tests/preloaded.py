@@ -3,7 +3,6 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
-import field
 import holders
 import hypothesis
 import pytest

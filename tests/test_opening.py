@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -512,21 +510,6 @@ def test_what_holds_a_table_is_refused_in_state(given: str, text: str) -> None:
     with matching(ConfigurationError, text):
         opening._checked(request)
     opening._checked(dataclasses.replace(request, state=[head]))
-
-
-def test_building_the_generator_leaves_torch_its_number_of_threads() -> None:
-    """Rank 0 builds it at a fresh start only: its sums must round as they will after a restart.
-
-    In a process that has not imported galois yet, unlike those of the fork server.
-    """
-    program = """
-import torch
-from ecemb import Code, opening
-torch.set_num_threads(1)
-opening._built(Code(4, 2))
-assert torch.get_num_threads() == 1
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (4, 2, 5), (4, 1, 4), (6, 5, 6)])

@@ -7,7 +7,6 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-import field
 import torch._dynamo
 import torch.distributed.checkpoint
 import torchrec.distributed.train_pipeline

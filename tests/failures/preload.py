@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import field  # noqa: F401
 from failures import worker  # noqa: F401
 from forked import end_with_parent
 
