@@ -66,7 +66,6 @@ class Arena:
         reserve: Mapping[str, int],
         *,
         state: State = State.INIT,
-        timeout_s: float = 60.0,
     ) -> Arena:
         """Make a new arena and attach to it. Its bytes are 0, its words "none".
 
@@ -78,24 +77,22 @@ class Arena:
             constants: what to write; `arena_id` is new (`new_arena_id()`).
             reserve: region -> bytes that must be backed by memory at once.
             state: INIT or REBUILDING.
-            timeout_s: how long to wait for other ranks that reserve their memory.
 
         Raises:
             ConfigurationError: arguments that don't fit each other.
             NotEnoughSpace: the mount, the machine or a cgroup's limit leaves too little.
             ArenaInsecure: as for `Directory`.
-            ArenaBusy: another process took the new file, or reserves memory for too long.
+            ArenaBusy: another process took the new file, or is stuck while it reserves memory.
         """
         _check_creation(directory, constants, reserve, state)
-        deadline = time.monotonic() + timeout_s
         path = directory.path / f"{constants.arena_id}{_SUFFIX}"
         try:
             fd = directory.make(path.name)
         except FileExistsError:
             raise ConfigurationError(f"{path} exists; an arena needs a new_arena_id()") from None
         try:
-            lock.acquire(fd, path, deadline)
-            arena = cls._fill(path, fd, constants, reserve, deadline)
+            lock.acquire(fd, path, deadline=0)  # nobody else knows its name
+            arena = cls._fill(path, fd, constants, reserve)
             if not directory.names(path.name, os.fstat(fd).st_ino):
                 raise ArenaError(f"{path} was removed by another process while it was made")
             arena._claim()
@@ -107,9 +104,7 @@ class Arena:
         return arena
 
     @classmethod
-    def _fill(
-        cls, path: Path, fd: int, constants: Constants, reserve: Mapping[str, int], deadline: float
-    ) -> Arena:
+    def _fill(cls, path: Path, fd: int, constants: Constants, reserve: Mapping[str, int]) -> Arena:
         """Everything of a creation up to the last store."""
         payload = constants.encode()
         spans, total_bytes = headers.spans(constants, len(payload))
@@ -120,7 +115,7 @@ class Arena:
             pieces.append((spans[name][0], headers.page_aligned(size_bytes)))
         with space.refusals(path, total_bytes):
             os.ftruncate(fd, -(-total_bytes // block_bytes) * block_bytes)
-        _allocate(path, fd, pieces, deadline)
+        _allocate(path, fd, pieces)
         with space.refusals(path, total_bytes):
             arena = cls(path, fd, constants, len(payload))
         for name, value in headers.initial_words().items():
@@ -269,9 +264,7 @@ class Arena:
             f"and is rebuilt"
         )
 
-    def reserve(
-        self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES, timeout_s: float = 60.0
-    ) -> int:
+    def reserve(self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES) -> int:
         """Have at least the first `size_bytes` of the region backed by memory.
 
         Grows by a quarter or `spare_bytes` at least, if that is to be had, so that calling it with
@@ -283,7 +276,7 @@ class Arena:
 
         Raises:
             NotEnoughSpace: more than the region's capacity, or than there is; nothing changed.
-            ArenaBusy: another process reserves memory for longer than `timeout_s`.
+            ArenaBusy: another process is stuck while it reserves memory.
             UsageError: the arena is closed.
             ConfigurationError: no such region.
         """
@@ -294,12 +287,11 @@ class Arena:
         _check_capacity(self.path, name, size_bytes, capacity)
         spare = max(before // 4, spare_bytes) if spare_bytes else 0
         generous = min(capacity, max(size_bytes, before + spare))
-        deadline = time.monotonic() + timeout_s
         backed = headers.page_aligned(before)
         for wanted in (generous, size_bytes):
             after = headers.page_aligned(wanted)
             try:
-                _allocate(self.path, self._fd, [(offset + backed, after - backed)], deadline)
+                _allocate(self.path, self._fd, [(offset + backed, after - backed)])
             except NotEnoughSpace:
                 if wanted == size_bytes:
                     raise
@@ -429,9 +421,9 @@ def _gone(path: Path) -> ArenaError:
     )
 
 
-def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]], deadline: float) -> None:
+def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]]) -> None:
     with folder.opened(folder.locate(path).arena_dir, create=True) as turn:
-        space.allocate(fd, pieces, path, turn, deadline)
+        space.allocate(fd, pieces, path, turn)
 
 
 def _after_fork_in_child() -> None:

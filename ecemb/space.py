@@ -1,16 +1,21 @@
 """How much memory can still be had under a folder, and taking it: mount, machine, cgroups.
 
 Invariant: memory is asked for before it is taken, and taken before it is used, so that too little
-is an error with numbers, and never a SIGBUS or an OOM kill later. Must not know what it is for.
+is an error with numbers, and never a SIGBUS or an OOM kill later. Processes of a user take turns, and no turn
+outlasts a slice: what an allocation has been promised and has not taken yet is written down in a file of its
+own, so that nobody else is promised the same bytes in between. Must not know what it is for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import secrets
+import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,7 +25,15 @@ from .errors import ArenaBusy, ConfigurationError, NotEnoughSpace
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
 _NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
+SLICE_BYTES = 256 << 20
+"""A turn takes no more: a fraction of a second, even where a machine is slow to clear its pages."""
+
 _POLL_S = 0.02
+_WAIT_S = 120.0  # for a turn, and beside it what a slow machine needs for the bytes that are to be taken
+_SLOWEST_BYTES_S = 16 << 20
+_POLITE_S = 2.0  # at most: a stopped process that waits for its turn stops nobody else
+_CLAIM = ".claim-"
+_CLAIMED = struct.Struct("<q?")  # bytes that are still to be taken; whether a turn is waited for
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
@@ -40,57 +53,179 @@ class Limit:
     way_out: str
 
 
-def check(needed_bytes: int, fd: int, path: Path) -> None:
+def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> None:
     """Return if `needed_bytes` more can be stored in the file system of `fd`, which `path` names.
+
+    Args:
+        needed_bytes: what is asked for.
+        fd: a file or folder there.
+        path: for messages.
+        promised_bytes: what others have been promised of what is free, and have not taken yet.
 
     Raises:
         NotEnoughSpace: some limit leaves less; names it, the bytes and the way out.
     """
     for limit in limits(fd, path):
-        if limit.free_bytes < needed_bytes:
+        if limit.free_bytes - promised_bytes < needed_bytes:
+            promised = f", of which others are about to take {promised_bytes}" if promised_bytes else ""
             raise NotEnoughSpace(
                 f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
-                f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB). "
+                f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB){promised}. "
                 f"{limit.way_out} What earlier jobs left behind is listed by "
                 "`python -m ecemb arenas ls`."
             )
 
 
-def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, deadline: float) -> None:
+def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) -> None:
     """Back pieces of a file by memory, after asking whether there is enough for all of them.
+
+    In slices, between which other processes may take theirs, whatever is left of this one.
 
     Args:
         fd: the file, open for writing.
         pieces: (offset, length), both in bytes; what is backed already keeps its content.
         path: the file's, for messages.
-        turn: descriptor of a folder that all processes pass which allocate from the same space:
-            they take turns, else each would be promised the same bytes.
-        deadline: of `time.monotonic`; how long to wait for the turn.
+        turn: descriptor of a folder that all processes pass which allocate from the same space.
 
     Raises:
         NotEnoughSpace: for one of them; those before it may be backed.
-        ArenaBusy: the turn didn't come.
+        ArenaBusy: another process has had its turn for as long as no slice takes.
     """
-    needed_bytes = sum(length for _, length in pieces)
-    while True:
-        try:
-            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise ArenaBusy(
-                    f"{path} waited in vain for another process that takes memory in "
-                    f"{path.parents[2]}; find it with `fuser {path.parents[2]}`"
-                ) from None
-        time.sleep(_POLL_S)
+    left_bytes = sum(length for _, length in pieces)
+    whole_bytes = left_bytes
+    claim = _Claim(turn, path)
     try:
-        check(needed_bytes, fd, path)
-        with refusals(path, needed_bytes):
-            for offset, length in pieces:
-                if length > 0:
-                    os.posix_fallocate(fd, offset, length)
+        for number, (taken_bytes, slice_) in enumerate(_slices(pieces)):
+            claim.take_turn(left_bytes, again=number > 0)
+            try:
+                others_bytes = sum(left for left, _ in claim.others()) if number == 0 else 0
+                check(taken_bytes if number else whole_bytes, fd, path, others_bytes)
+                left_bytes -= taken_bytes
+                if left_bytes or number:
+                    claim.store(left_bytes, waiting=False)  # before the turn ends: asked for by now
+                with refusals(path, whole_bytes):
+                    for offset, length in slice_:
+                        os.posix_fallocate(fd, offset, length)
+            finally:
+                fcntl.flock(turn, fcntl.LOCK_UN)
     finally:
-        fcntl.flock(turn, fcntl.LOCK_UN)
+        claim.drop()
+
+
+def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Cut pieces into slices of `SLICE_BYTES` at most: their bytes, and (offset, length) of their parts."""
+    slice_: list[tuple[int, int]] = []
+    room_bytes = SLICE_BYTES
+    for start, size_bytes in pieces:
+        offset, end = start, start + size_bytes
+        while offset < end:
+            if not room_bytes:
+                yield SLICE_BYTES, slice_
+                slice_, room_bytes = [], SLICE_BYTES
+            part = min(end - offset, room_bytes)
+            slice_.append((offset, part))
+            offset, room_bytes = offset + part, room_bytes - part
+    yield SLICE_BYTES - room_bytes, slice_
+
+
+class _Claim:
+    """What an allocation has been promised and not taken yet, and whether it waits for its turn.
+
+    A file in the folder that all pass, made by allocations of more than a slice and by those that have to
+    wait. It is locked as long as it counts: one that isn't was left by a process that has ended.
+
+    Args:
+        turn: the folder's descriptor.
+        path: of the arena, for messages.
+    """
+
+    def __init__(self, turn: int, path: Path) -> None:
+        self._turn, self._path = turn, path
+        self._name = _CLAIM + secrets.token_hex(8)
+        self._fd: int | None = None
+
+    def take_turn(self, left_bytes: int, *, again: bool) -> None:
+        """Wait for the turn; `fcntl.flock` ends it.
+
+        Args:
+            left_bytes: what this allocation still needs.
+            again: it has had one, and been promised that: whoever waits comes first.
+
+        Raises:
+            ArenaBusy: the turn didn't come.
+        """
+        began = time.monotonic()
+        promised_bytes, polite, waiting = left_bytes if again else 0, again, False
+        while True:
+            waited_s = time.monotonic() - began
+            if not (polite and waited_s < _POLITE_S and any(waits for _, waits in self.others())):
+                try:
+                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    polite = False
+                if not waiting:
+                    self.store(promised_bytes, waiting=True)
+                    waiting = True
+                others_bytes = sum(left for left, _ in self.others())
+                if waited_s > _WAIT_S + (left_bytes + others_bytes) / _SLOWEST_BYTES_S:
+                    raise ArenaBusy(
+                        f"{self._path} waited in vain for another process that takes memory in "
+                        f"{self._path.parents[2]}; find it with `fuser {self._path.parents[2]}`"
+                    ) from None
+            time.sleep(_POLL_S)
+        if waiting:
+            self.store(promised_bytes, waiting=False)
+
+    def store(self, promised_bytes: int, *, waiting: bool) -> None:
+        """Write down what others are to know.
+
+        Raises:
+            NotEnoughSpace: for the file itself.
+        """
+        data = _CLAIMED.pack(promised_bytes, waiting)
+        with refusals(self._path, len(data)):
+            if self._fd is None:
+                new = f".new-{self._name[len(_CLAIM) :]}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._fd = os.open(new, flags, 0o600, dir_fd=self._turn)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                os.pwrite(self._fd, data, 0)
+                os.rename(new, self._name, src_dir_fd=self._turn, dst_dir_fd=self._turn)
+            else:
+                os.pwrite(self._fd, data, 0)
+
+    def drop(self) -> None:
+        """Nothing is claimed any more."""
+        if self._fd is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._name, dir_fd=self._turn)
+            os.close(self._fd)
+            self._fd = None
+
+    def others(self) -> list[tuple[int, bool]]:
+        """Of each other allocation that goes on: the bytes promised to it, and whether it waits."""
+        found: list[tuple[int, bool]] = []
+        for name in os.listdir(self._turn):
+            if not name.startswith(_CLAIM) or name == self._name:
+                continue
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._turn)
+            except FileNotFoundError:  # it has just ended
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                data = os.pread(fd, _CLAIMED.size, 0)
+                if len(data) == _CLAIMED.size:
+                    left_bytes, waiting = _CLAIMED.unpack(data)
+                    found.append((left_bytes, waiting))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._turn)
+            finally:
+                os.close(fd)
+        return found
 
 
 @contextmanager

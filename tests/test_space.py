@@ -5,15 +5,21 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fork_server import fork_server
+from holders import constants
 
 from ecemb import space
+from ecemb.arena import Arena
+from ecemb.directory import Directory
 from ecemb.errors import ArenaBusy, NotEnoughSpace
 
 MIB = 1 << 20
+PATIENCE_S = 300.0
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 CPU = "32 24 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
@@ -46,6 +52,42 @@ def turn(tmp_path: Path) -> Iterator[int]:
     fd = os.open(tmp_path, os.O_RDONLY)
     yield fd
     os.close(fd)
+
+
+def arena_of(arena_dir: Path, job: str, region: str, size_bytes: int, reserved_bytes: int) -> Arena:
+    made = constants(job=job, regions=((region, size_bytes),))
+    return Arena.create(Directory(arena_dir, job, "a"), made, {region: reserved_bytes})
+
+
+def take_slowly(arena_dir: Path, begun: Event, grown: Event) -> None:
+    """A job that allocates in 200 slices; the last one waits for the other job."""
+    space.SLICE_BYTES = MIB
+    allocate, calls = os.posix_fallocate, []
+
+    def slow(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        begun.set()
+        if sum(calls) - length < 200 * MIB <= sum(calls):
+            if not grown.wait(PATIENCE_S):
+                raise TimeoutError("the other job's growth did not come between two slices")
+            with (arena_dir / "order").open("a") as file:
+                file.write("last ")
+        allocate(fd, offset, min(length, 4096))
+
+    os.posix_fallocate = slow
+    arena_of(arena_dir, "big", "rows", 200 * MIB, 200 * MIB).close()
+
+
+def grow(arena_dir: Path, begun: Event, grown: Event) -> None:
+    """A job whose journal grows in the middle of a step."""
+    arena = arena_of(arena_dir, "small", "journal", 8 * MIB, MIB)
+    if not begun.wait(PATIENCE_S):
+        raise TimeoutError("the other job has not begun")
+    arena.reserve("journal", 3 * MIB)
+    with (arena_dir / "order").open("a") as file:
+        file.write("grown ")
+    grown.set()
+    arena.close()
 
 
 def left(root: Path) -> list[int]:
@@ -174,25 +216,112 @@ class TestAllocate:
         self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[int] = []
-        monkeypatch.setattr(space, "check", lambda size, fd, path: asked.append(size))
+        monkeypatch.setattr(space, "check", lambda size, fd, path, promised: asked.append(size))
         path = tmp_path / "job" / "host" / "file"
-        space.allocate(fd, [(0, 4096), (MIB, 0), (MIB, 8192)], path, turn, deadline=0)
+        space.allocate(fd, [(0, 4096), (MIB, 0), (MIB, 8192)], path, turn)
         assert asked == [12288]
         assert os.fstat(fd).st_blocks * 512 >= 12288
         assert os.fstat(fd).st_size == MIB + 8192
 
-    def test_the_turn_is_awaited_to_the_deadline(self, tmp_path: Path, fd: int, turn: int) -> None:
+    def test_the_turn_is_awaited_to_the_deadline(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "job" / "host" / "file"
         other = os.open(tmp_path, os.O_RDONLY)
+        monkeypatch.setattr(space, "_WAIT_S", 0)
         try:
             fcntl.flock(other, fcntl.LOCK_EX)
             with pytest.raises(ArenaBusy, match=f"fuser {tmp_path}"):
-                space.allocate(fd, [], path, turn, deadline=0)
+                space.allocate(fd, [], path, turn)
             fcntl.flock(other, fcntl.LOCK_UN)
-            space.allocate(fd, [], path, turn, deadline=0)
+            space.allocate(fd, [], path, turn)
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
         finally:
             os.close(other)
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_the_wait_grows_with_the_bytes(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A clock that runs by itself: 200 GB wait for hours, and a page for minutes."""
+        other = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waited: dict[int, float] = {}
+        for size_bytes in (4096, 200 << 30):
+            now = iter(range(0, 10**6, 10))
+            last: list[int] = []
+
+            def clock(now: Iterator[int] = now, last: list[int] = last) -> int:
+                last.append(next(now))
+                return last[-1]
+
+            monkeypatch.setattr(space, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: None))
+            with pytest.raises(ArenaBusy):
+                space.allocate(fd, [(0, size_bytes)], tmp_path / "job" / "host" / "file", turn)
+            waited[size_bytes] = last[-1]
+        os.close(other)
+        assert waited[4096] < 200 and waited[200 << 30] > 10000
+
+    def test_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All of what is asked for, in order, in slices that are full but for the last."""
+        monkeypatch.setattr(space, "SLICE_BYTES", 10)
+        assert list(space._slices([])) == [(0, [])]
+        assert list(space._slices([(5, 3), (20, 0), (30, 7)])) == [(10, [(5, 3), (30, 7)])]
+        assert list(space._slices([(0, 25)])) == [(10, [(0, 10)]), (10, [(10, 10)]), (5, [(20, 5)])]
+        assert list(space._slices([(0, 8), (50, 4)])) == [(10, [(0, 8), (50, 2)]), (2, [(52, 2)])]
+
+    def test_what_is_promised_to_one_is_not_promised_to_another(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between two slices of the first, the second is told what is left, and not of what has ended."""
+        path = tmp_path / "job" / "host" / "file"
+        free = [100]
+        monkeypatch.setattr(space, "SLICE_BYTES", 10)
+        limit = lambda *_: [space.Limit("the sky", free[0], "Wait.")]  # noqa: E731
+        monkeypatch.setattr(space, "limits", limit)
+        second = os.open(tmp_path, os.O_RDONLY)
+        told: list[str] = []
+
+        def taken(fd: int, offset: int, length: int) -> None:
+            free[0] -= length
+            if length == 10 and offset == 0:  # the first slice of the first: try once it has ended
+                unlock = fcntl.flock
+
+                def between(turn: int, operation: int) -> None:
+                    unlock(turn, operation)
+                    if operation == fcntl.LOCK_UN and not told:
+                        told.append("")
+                        with pytest.raises(NotEnoughSpace) as error:
+                            space.allocate(fd, [(1000, 41)], path, second)
+                        told.append(str(error.value))
+                        space.allocate(fd, [(1000, 40)], path, second)
+
+                monkeypatch.setattr(fcntl, "flock", between)
+
+        monkeypatch.setattr(os, "posix_fallocate", taken)
+        (tmp_path / ".claim-left").write_bytes(space._CLAIMED.pack(10**6, True))
+        space.allocate(fd, [(0, 60)], path, turn)
+        os.close(second)
+        assert free == [0]
+        assert "leaves 90 (0.0 MiB), of which others are about to take 50" in told[1]
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_a_growth_comes_between_the_slices_of_another_jobs_allocation(self, tmp_path: Path) -> None:
+        """By order, not by seconds: the last slice of the first waits for the growth of the second."""
+        context = fork_server()
+        begun, grown = context.Event(), context.Event()
+        big = context.Process(target=take_slowly, args=(tmp_path, begun, grown))
+        small = context.Process(target=grow, args=(tmp_path, begun, grown))
+        for process in (big, small):
+            process.start()
+        for process in (small, big):
+            process.join(PATIENCE_S)
+        codes = [big.exitcode, small.exitcode]
+        for process in (big, small):
+            process.kill()
+            process.join()
+        assert codes == [0, 0]
+        assert (tmp_path / "order").read_text().split() == ["grown", "last"]
 
     def test_other_errors_stay_what_they_are(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Bad file"), space.refusals(tmp_path, 1):
