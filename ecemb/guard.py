@@ -396,7 +396,7 @@ def protect(
         window: number of steps that are committed together: a row that several of them change is sent once,
             and at most so many steps are run again after a failure. "auto" takes the time of the first
             steps, and picks the number with which commits and steps run again cost least (Young's formula).
-        mtbf: mean time between failures of the whole job, for "auto".
+        mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
         overlap: whether a step's deltas are sent, and parity is brought up to date, beside the body of the
             next step, in a thread. Then one more step may be run again after a failure, and the last one is
             committed by `Guard.close`, `Guard.save` or `Guard.scrub`.

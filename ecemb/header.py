@@ -45,12 +45,13 @@ MAX_CONSTANTS_BYTES = 1 << 26
 _WORDS = """
 state joined generation_id opened committed prepared pid pid_start rows_label rows_bytes parity_label
 inbox_label inbox_bytes slot0_label slot0_bytes slot1_label slot1_bytes undeclared next_label next_bytes
-committed_ns recovered_ns recovery_us recovery_step recovery_kind
+committed_ns recovered_ns recovery_us recovery_step recovery_kind window_commit_ns window_step_ns
 """
 WORDS = tuple(_WORDS.split())
 """The mutable words in the order of the file; at index `RESERVED` follow the regions' reserved bytes.
 
-Those from `committed_ns` on tell people about the job: nothing is decided by them.
+Those from `committed_ns` on tell people about the job, and the last two what `window="auto"` has measured: no
+recovery is decided by them.
 """
 RESERVED = 64
 

@@ -137,6 +137,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     if session.rank == 0 and world.stored is not None:
         _tell_of_resumption(session, request, world, world.stored)
     tell(memory, report)
+    request.window.take_up(memory.arena, transport, len(set(session.hosts)))
     level = logging.WARNING if report.lost else logging.INFO
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG

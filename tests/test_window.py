@@ -108,6 +108,47 @@ def test_auto_picks_one_window_for_all_ranks_and_changes_no_bit(tmp_path: Path) 
     assert ends["auto"] == ends[1]
 
 
+def restart(folder: Path, meet: Barrier, killed: int | None) -> dict[str, Any]:
+    """A start that is killed in a step; its window when it began to train, and the lines about it."""
+    window.WARM_UP, window.MEASURED = 1, 3
+    initialise(folder)
+    training = bags(users=12)
+    guard = training.protect(4, 2, window="auto")
+    size = guard.stats()["window"]
+    while guard.next_step < STEPS:
+        with guard.step() as step:
+            training.body()
+            if step.number == killed:
+                meet.wait(TIMEOUT_S)
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert guard.scrub().wrong_words == 0
+    guard.close()
+    return {"size": size, "chosen": guard._transactions.window.size, "rank": dist.get_rank()}
+
+
+def test_a_restart_goes_on_with_the_window_that_was_chosen(tmp_path: Path) -> None:
+    """Also on a rank whose memory was lost: it takes it from another. And without mtbf."""
+    with pytest.raises(RankFailed, match="died"):
+        launch(4, restart, tmp_path, 6)
+    measured = {
+        tuple(one.words[word] for word in window._WORDS) for one in arenas(tmp_path) if one.header is not None
+    }
+    ((commit_ns, step_ns),) = measured
+    expected = best(commit_ns / 1e9, step_ns / 1e9, window.published_mtbf(1).total_seconds())
+    for one in arenas(tmp_path):
+        if one.header is not None and one.header.constants.rank == 2:
+            one.path.unlink()
+    ends = launch(4, restart, tmp_path, None)
+    assert {(end["size"], end["chosen"]) for end in ends} == {(expected, expected)} and expected > 1
+
+
+def test_without_a_time_between_failures_it_is_as_published_of_so_many_hosts() -> None:
+    assert window.published_mtbf(1).days == 59
+    ratio = window.published_mtbf(1) / window.published_mtbf(256)
+    assert ratio == pytest.approx(256)
+    assert Window("auto").asked == ["auto", "None"]
+
+
 @pytest.mark.parametrize(
     ("committing_s", "step_s", "mtbf_s", "steps"),
     [
@@ -129,7 +170,7 @@ def test_what_is_no_window_is_refused(steps: Any) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "mtbf"),
-    [("auto", None), (4, timedelta(hours=1)), ("auto", timedelta(0)), ("auto", 3600), ("auto", "3 h")],
+    [(4, timedelta(hours=1)), ("auto", timedelta(0)), ("auto", 3600), ("auto", "3 h")],
 )
 def test_auto_goes_with_a_time_between_failures(steps: Any, mtbf: Any) -> None:
     with pytest.raises(ConfigurationError, match="mtbf"):
