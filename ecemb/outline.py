@@ -34,12 +34,14 @@ class Outline:
 
     Attributes:
         value: as given.
+        names: of its tensors.
         size_bytes: what it takes with its tensors.
     """
 
     def __init__(self, value: object, tensors: Sequence[torch.Tensor]) -> None:
         self.value = value
         self._packed = dump(value)
+        self.names = blank(value)[0]
         self._places, self.size_bytes = _places(tensors, _HEAD.size + len(self._packed))
 
     def lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

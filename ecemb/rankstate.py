@@ -10,6 +10,7 @@ Must not know: where the record lies, who protects it.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,16 @@ class Position(Stateful, Protocol):
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The state of one rank but for positions, in this process's memory."""
+
+    generators: dict[str, Any]
+    cuda: list[Any]
+    scalars: Any
+    stateful: list[Any]
+
+
 class RankState:
     """Packs and unpacks the state of one rank.
 
@@ -89,6 +100,7 @@ class RankState:
         self._pending: list[Any] = []  # states that were packed, and whose position is not bound yet
         self.room_bytes: int | None = None
         self._generators: tuple[dict[str, Any], bytes] | None = None  # as they were packed last
+        self._last: tuple[dict[str, Any], list[Any], Any] | None = None  # CUDA's, too, and scalars
         for item in self._stateful:
             load(dump(_state(item)))
 
@@ -112,8 +124,9 @@ class RankState:
         Raises:
             StepFailed: it takes more than `room_bytes`.
         """
+        cuda = _cuda_states()
         parts = {
-            "cuda": _cuda_states(),
+            "cuda": cuda,
             "scalars": plain(self._scalars(), at="the tables' scalars"),
             "stateful": [_state(item) for item in self._stateful],
             "positions": [*map(_position, self.positions), *self._pending],
@@ -121,6 +134,7 @@ class RankState:
         states = generators.process_states()
         if self._generators is None or not generators.same(states, self._generators[0]):
             self._generators = states, dump(states)  # what draws nothing need not pay for it in each step
+        self._last = states, cuda, plain(parts["scalars"], _clone)
         packed = self._generators[1]
         data = _SIZE.pack(len(packed)) + packed + dump(parts)
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
@@ -165,6 +179,42 @@ class RankState:
         generators.set_process_states(drawn)
         if saved["cuda"]:
             _set_cuda_states(*saved["cuda"])
+        self._last = generators.process_states(), _cuda_states(), plain(self._scalars(), _clone)
+
+    def take(self) -> Taken:
+        """A copy of the state as it is now, but for positions; `put` puts it back."""
+        scalars = plain(self._scalars(), _clone, "the tables' scalars")
+        stateful = [
+            plain(item.state_dict(), _clone, f"state= {type(item).__name__}.state_dict()")
+            for item in self._stateful
+        ]
+        return Taken(generators.process_states(), _cuda_states(), scalars, stateful)
+
+    def put(self, taken: Taken) -> None:
+        """Puts a state back that was taken; positions stay where they are."""
+        self._set_scalars(taken.scalars)
+        for item, state in zip(self._stateful, taken.stateful, strict=True):
+            item.load_state_dict(state)
+        generators.set_process_states(taken.generators)
+        if taken.cuda:
+            _set_cuda_states(*taken.cuda)
+
+    def moved(self, taken: Taken) -> dict[str, str]:
+        """Which generators, and whether scalars, are not as they were packed or unpacked last, and how."""
+        if self._last is None:
+            return {}
+        states, cuda, scalars = self._last
+        names = [
+            f"{name}'s random generator"
+            for name, state in taken.generators.items()
+            if not generators.same({name: state}, states)
+        ]
+        if cuda and taken.cuda and not all(map(torch.equal, cuda[1], taken.cuda[1])):
+            names.append("a CUDA device's random generator")
+        moved = dict.fromkeys(names, "something was drawn from it, or it was seeded")
+        if not _equal(scalars, taken.scalars):
+            moved["options of a table's optimizer"] = "its learning rate, or a counter"
+        return moved
 
     def unpack_scalars(self, data: bytes) -> None:
         """Puts back only the tables' scalars."""
@@ -274,6 +324,21 @@ def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
     for device, state in enumerate(states):
         if (there := swapped.get(device, device)) < count:
             torch.cuda.set_rng_state(state, there)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two plain structures are equal; so is NaN to itself."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(item, other[key]) for key, item in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or repr(one) == repr(other)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _state(item: Stateful) -> Any:

@@ -9,7 +9,6 @@ Must not know: the network, protected rows, where it is kept.
 from __future__ import annotations
 
 import logging
-import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -17,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .errors import ConfigurationError, LayoutMismatch
+from .errors import LayoutMismatch
+from .look import Began, Look, look, options
 from .members import (
     Members,
     buffers,
@@ -28,6 +28,7 @@ from .members import (
 from .outline import Outline, filled, same, taken, unpacked
 from .packing import like, replaced
 from .slots import Slots, StateStore
+from .wholeness import check_modules, check_optimizers, check_whole
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -57,13 +58,13 @@ class ReplicatedState:
         protected: Iterable[nn.Parameter],
         aside: Iterable[nn.Module] = (),
     ) -> None:
-        _check_modules(model)
+        check_modules(model)
         self._model = model
         self._left = list(aside)
         self._aside = {id(one) for module in self._left for one in module.modules()}
         self._protected = {id(parameter) for parameter in protected}
         self._optimizers = [one for one in _with_inner(optimizers) if self._dense(one)]
-        _check_optimizers(self._optimizers)
+        check_optimizers(self._optimizers)
         self._at_start = buffers(model, self._aside)
         self._extra: dict[str, nn.Module] = {}
         self._fixed = self._fixed_now()
@@ -73,6 +74,7 @@ class ReplicatedState:
         self._ids: set[int] = set()  # of the model's tensors
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the slot
         self._saved: dict[int, list[torch.Tensor]] = {}  # what was saved lately, by transaction
+        self._seen: Look | None = None  # when it was saved or loaded last
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +105,7 @@ class ReplicatedState:
             view.copy_(tensor.detach())
         slots.seal(transaction)
         self._remember(transaction, tensors)
+        self._seen = self._look()
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Puts the state of `transaction` back into the model and the optimizers.
@@ -117,6 +120,48 @@ class ReplicatedState:
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
         self._remember(transaction, self._taken()[1])
+        self._seen = self._look()
+
+    def begin(self, savepoint: StateStore, transaction: int) -> Began:
+        """The first step after the commit of `transaction` begins; keeps what `back` needs.
+
+        What the slot of `transaction` holds is not copied: only if tensors or state are not as they were
+        saved, all goes to `savepoint`. Options alone are kept as they are.
+
+        Args:
+            savepoint: overwritten, or left alone.
+            transaction: the last one that was saved or loaded.
+        """
+        now, seen = self._look(), self._seen
+        names = [] if self._outline is None else self._outline.names
+        moved = {} if seen is None else now.moved_since(seen, names)
+        if seen is None or not now.is_as(seen) or self._extra:
+            self.save(savepoint, transaction)
+            return Began(None, moved)
+        return Began(now.options, moved)
+
+    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: Began) -> None:
+        """Puts back what was there at `begin`.
+
+        Args:
+            slots: hold `transaction`.
+            savepoint: as given to `begin`.
+            transaction: as given to `begin`.
+            began: what `begin` has returned.
+
+        Raises:
+            As `load` does.
+        """
+        if began.options is None:
+            self.load(savepoint, transaction)
+            return
+        self.load(slots, transaction)
+        for optimizer, groups in zip(self._optimizers, began.options, strict=True):
+            for group, then in zip(optimizer.param_groups, groups, strict=True):
+                for key in options(group).keys() - then.keys():
+                    del group[key]
+                group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
+        self._seen = self._look()
 
     def restore(
         self,
@@ -157,7 +202,10 @@ class ReplicatedState:
         tensors: list[torch.Tensor] = []
         return taken(self._collect(), tensors), tensors
 
-    def _collect(self) -> dict[str, object]:
+    def _look(self) -> Look:
+        return look(self._collect(extra=False), self._optimizers)
+
+    def _collect(self, *, extra: bool = True) -> dict[str, object]:
         tensors = self._tensors()
         members = cast("Members", self._members)
         shared = {name: (_SAME, first) for name, first in members.shared.items()}
@@ -167,7 +215,7 @@ class ReplicatedState:
         }
         if self._appeared:
             collected["appeared"] = self._appeared
-        if self._extra:
+        if self._extra and extra:
             collected["extra"] = {name: module.get_extra_state() for name, module in self._extra.items()}
         return collected
 
@@ -186,7 +234,7 @@ class ReplicatedState:
             collected["others"] = others
         outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
         for index, parameter in outside.items():
-            _check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
+            check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
         return collected | ({"outside": outside} if outside else {})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -211,7 +259,7 @@ class ReplicatedState:
         left = {id(buffer) for module in self._left for _, buffer in nn.Module.named_buffers(module)}
         tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in left)
         for name, tensor in tensors.items():
-            _check_whole(name, tensor)
+            check_whole(name, tensor)
         return tensors
 
     def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -348,55 +396,6 @@ def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _check_whole(name: str, tensor: torch.Tensor) -> None:
-    """Raises ConfigurationError unless this is a tensor that every rank can hold whole."""
-    if nn.parameter.is_lazy(tensor):
-        raise ConfigurationError(
-            f"{name} has no shape yet: run a batch through the model, or give its module a size, before "
-            f"ecemb.protect()"
-        )
-    sharded = sys.modules.get("torch.distributed.tensor")
-    if sharded is not None and isinstance(tensor, sharded.DTensor):
-        raise ConfigurationError(
-            f"{name} is a DTensor, of which each rank holds a part: ecemb keeps dense parameters that all "
-            f"ranks hold whole; train them with DistributedDataParallel in place of fully_shard()"
-        )
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        raise ConfigurationError(
-            f"{name} is on the meta device or not dense, and it is not a protected table: "
-            f"materialise it before ecemb.protect(), or name it in tables="
-        )
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Raises ConfigurationError if a module's parameters are spread over ranks."""
-    for name, module in model.named_modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise ConfigurationError(
-                f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
-                f"a part: ecemb keeps dense parameters that all ranks hold whole; train them with "
-                f"DistributedDataParallel"
-            )
-
-
-def _check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Raises ConfigurationError if state is spread over ranks; logs where some may be that isn't kept."""
-    for optimizer in optimizers:
-        kind = type(optimizer)
-        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
-            raise ConfigurationError(
-                "ZeroRedundancyOptimizer spreads the state of dense parameters over the ranks: ecemb keeps "
-                "what all ranks hold whole; use the optimizer that it wraps"
-            )
-        own = getattr(kind, "state_dict", None)
-        if isinstance(optimizer, torch.optim.Optimizer) and own is not torch.optim.Optimizer.state_dict:
-            logger.info(
-                "%s has a state_dict() of its own; its parameter groups and its state are kept, and nothing "
-                "else of it: pass in state= what it keeps in other attributes",
-                kind.__name__,
-            )
-
-
 def _shown(names: Sequence[str]) -> str:
     """Some of the names, for a message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
@@ -406,11 +405,6 @@ def _shown(names: Sequence[str]) -> str:
 def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """An optimizer's state that is not under a parameter."""
     return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
-
-
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an optimizer's parameter group: all of it but its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -34,11 +34,12 @@ from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from . import error_file
+from .between import Between
 from .error_file import cause_of, follows
 from .errors import StepFailed, UsageError
 from .memory import RankMemory
-from .rankstate import RankState, read, write_
-from .replicated import ReplicatedState
+from .rankstate import RankState, Taken, read, write_
+from .replicated import Began, ReplicatedState
 from .slots import Savepoint
 from .threads import hand_over
 from .transport import Transport
@@ -110,7 +111,10 @@ class Transactions:
         self.in_flight: int | None = None
         self.aborting: bool = False
         self._steps = 0  # of the transaction, that have ended
-        self._savepoint, self._packed = Savepoint(), b""
+        self._savepoint = Savepoint()
+        self._taken: Taken | None = None  # rank state at the step's begin
+        self._began = Began(None, {})
+        self._between = Between(speaks=transport.rank == 0)
         self._commits = 0
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
@@ -153,9 +157,15 @@ class Transactions:
             self._memory.arm(transaction)
         else:
             self._memory.journal.extend(transaction)
-            with self.phase("savepoint"):
+        with self.phase("savepoint"):
+            self._taken = self._rank_state.take()
+            if self._steps == 0:
+                self._began = self._replicated.begin(self._savepoint, transaction - 1)
+                moved = {**self._began.moved, **self._rank_state.moved(self._taken)}
+                self._between.check(transaction - 1, moved)
+            else:
                 self._replicated.save(self._savepoint, transaction - 1)
-                self._packed = self._rank_state.pack()
+                self._began = Began(None, {})
         if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
             logger.warning("%s", lost_name(self._memory.arena.path))
         return transaction
@@ -326,13 +336,9 @@ class Transactions:
     def _restore_step(self, transaction: int) -> None:
         """Puts this rank's rows and states back to what they were when the step began, but for positions."""
         self._memory.journal.undo_step()
-        if self._steps:
-            self._replicated.load(self._savepoint, transaction - 1)
-            packed = self._packed
-        else:
-            self._replicated.load(self._memory.slots, self._memory.committed)
-            packed = read(self._memory.rank_state)
-        self._rank_state.unpack(packed, positions=False)
+        self._replicated.back(self._memory.slots, self._savepoint, transaction - 1, self._began)
+        if self._taken is not None:
+            self._rank_state.put(self._taken)
 
     @property
     def _is_undecided(self) -> bool:

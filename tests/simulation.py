@@ -350,6 +350,15 @@ class Position:
     def unpack(self, data: bytes, *, positions: bool = True) -> None:
         self.value = int.from_bytes(data, "little")
 
+    def take(self) -> int:
+        return self.value
+
+    def put(self, taken: int) -> None:
+        self.value = taken
+
+    def moved(self, taken: int) -> dict[str, str]:
+        return {}
+
 
 def _name_thread(name: str) -> None:
     threading.current_thread().name = name

@@ -146,7 +146,8 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert (stats["job"], stats["rank"]) == ("guard", 0)
     assert (stats["next_step"], stats["steps"], stats["sent_bytes"]) == (1, 1, 0)
     assert 2 <= stats["captured_rows"] <= 9 + 1 + 1
-    assert set(stats["seconds"]) == {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    phases = {"savepoint", "capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    assert set(stats["seconds"]) == phases
     assert stats["bytes"]["tables"] == 9 * (12 + 12) + 1 * (24 + 24)
     assert set(stats["bytes"]) >= {"rows", "row_journal", "parity", "inbox", "slot0", "slot1"}
     assert stats["bytes"]["rows"] > stats["bytes"]["tables"] and stats["bytes"]["parity"] == 0

@@ -229,7 +229,8 @@ def test_transactions_count_up_and_alternate_the_slots(
         for kept in (expected - 1, expected):
             assert len(Slots(memory.arena).read(kept))
     assert transactions.captured_rows == 8
-    assert set(transactions.seconds) == {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    phases = {"savepoint", "capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    assert set(transactions.seconds) == phases
 
 
 def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
-from ..replicated import options
+from ..look import options
 from ..rows import Column, Table, TableLayout, joined
 from .engine import Ids
 from .image import is_apart

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
-from ..replicated import options
+from ..look import options
 from ..rows import Column, Table, TableLayout
 from .engine import Hooks, Ids, Tied
 from .image import is_apart
