@@ -184,7 +184,8 @@ def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]
     if differing := {name: said for name, said in whole.items() if len(said) > 1}:
         raise ConfigurationError(
             f"a table must have the same shape and columns on all ranks that have a part of it to be saved; "
-            f"these differ: {differing}. Build them alike, or give them names of their own"
+            f"these differ: {'; '.join(_told(one) for said in differing.values() for one in said)}. Build "
+            f"them alike, or give them names of their own"
         )
     taken = {f"{name}.{column[0]}" for name, (table,) in whole.items() for column in table[3]}
     if both := sorted(taken.intersection(dense)):
@@ -234,11 +235,19 @@ def check(
         if table[0] in names or (table[0] not in everywhere if table[1] is not None else table not in mine)
     ]
     if differing or missing:
+        before, here = ("; ".join(map(_told, tables)) or "none" for tables in (missing, differing))
         raise CheckpointMismatch(
             f"{stored.name} (job {facts['job']!r}) holds other tables than this model has on rank {rank}: "
-            f"{missing} then and {differing} now (key, rows of the whole, rows by hand, columns): run the "
-            f"script that saved it, or pass another resume="
+            f"{before} then, and {here} now: run the script that saved it, or pass another resume="
         )
+
+
+def _told(table: Sequence[Any]) -> str:
+    """What `Shard.describe` gives, in words."""
+    name, whole, by_hand, columns = table
+    rows = f"{whole} rows in all" if whole is not None else f"{by_hand} rows on this rank"
+    held = " and ".join(f"{column} ({width} x {dtype})" for column, dtype, width in columns)
+    return f"table {name!r} of {rows} with {held}"
 
 
 def restore(

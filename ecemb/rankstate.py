@@ -242,8 +242,8 @@ class RankState:
     def _check_number(self, saved: Mapping[str, Any]) -> None:
         if len(self._stateful) != len(saved["stateful"]):
             raise LayoutMismatch(
-                f"state= has {len(self._stateful)} objects, and had {len(saved['stateful'])} when the job "
-                f"was started: run the script that started it, or use another job="
+                f"the number of objects in state= is {len(self._stateful)}, and was {len(saved['stateful'])} "
+                f"when the job was started: run the script that started it, or use another job="
             )
 
 

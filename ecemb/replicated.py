@@ -332,8 +332,9 @@ class ReplicatedState:
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             if len(optimizer.param_groups) != len(kept["options"]):
                 raise LayoutMismatch(
-                    f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, and had "
-                    f"{len(kept['options'])}: add groups before ecemb.protect(), as when the job was started"
+                    f"the number of parameter groups of {type(optimizer).__name__} is "
+                    f"{len(optimizer.param_groups)}, and was {len(kept['options'])}: add groups before "
+                    f"ecemb.protect(), as when the job was started"
                 )
 
     @torch.no_grad()

@@ -129,9 +129,9 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = N
     constants = survivors[0].constants
     if constants.world_size != len(workers):
         raise RendezvousError(
-            f"job {constants.job!r} was started with {constants.world_size} ranks, and this launch has "
-            f"{len(workers)}: launch {constants.world_size} (torchrun --nnodes x --nproc-per-node), or "
-            f"begin a new job under another name"
+            f"the number of ranks of job {constants.job!r} was {constants.world_size} when it was started, "
+            f"and is {len(workers)} in this launch: launch {constants.world_size} (torchrun --nnodes x "
+            f"--nproc-per-node), or begin a new job under another name"
         )
     at = {report.header.constants.arena_id: report.host for report in reports if report.header}
     seats: dict[int, Seat] = {}
@@ -145,9 +145,9 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = N
         )
         if len(kept) > len(here):
             raise RendezvousError(
-                f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and this launch "
-                f"starts {len(here)} workers there: start {len(kept)}, or end the launch and remove "
-                f"arenas that shall count as lost (python -m ecemb arenas rm)"
+                f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and the number of "
+                f"workers that this launch starts there is {len(here)}: start {len(kept)}, or end the "
+                f"launch and remove arenas that shall count as lost (python -m ecemb arenas rm)"
             )
         seats.update({i: Seat(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
         homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}

@@ -45,12 +45,12 @@ class Limit:
     Attributes:
         where: what it is, for a person.
         free_bytes: what it leaves.
-        way_out: what to do when that is too little.
+        remedy: what to do when that is too little.
     """
 
     where: str
     free_bytes: int
-    way_out: str
+    remedy: str
 
 
 def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> None:
@@ -71,7 +71,7 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
             raise NotEnoughSpace(
                 f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
                 f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB){promised}. "
-                f"{limit.way_out} What earlier jobs left behind is listed by "
+                f"{limit.remedy} What earlier jobs left behind is listed by "
                 "`python -m ecemb arenas ls`."
             )
 

@@ -378,8 +378,8 @@ def another_model_is_refused_and_nothing_is_lost(place: Place) -> None:
     for arguments, changes, error, text in (
         ({"rows": ROWS + 1}, {}, CheckpointMismatch, "other tables than this model"),
         ({"kind": "adam"}, {}, CheckpointMismatch, "exp_avg"),
-        ({}, {"state": []}, LayoutMismatch, "state= has 0 objects"),
-        ({}, {"optimizers": ["sparse"]}, LayoutMismatch, "other dense parameters or optimizers"),
+        ({}, {"state": []}, LayoutMismatch, "objects in state= is 0"),
+        ({}, {"optimizers": ["sparse"]}, LayoutMismatch, "optimizers= has 0 with dense parameters"),
     ):
         with life(place, launch=1, job=place.job + "-other"):
             training = Training(**arguments)

@@ -319,7 +319,7 @@ def be_killed_in_step_3(folder: Path, meet: Barrier) -> None:
 
 
 def start_as_one(folder: Path, meet: Barrier) -> None:
-    with refused(RendezvousError, "'guard'", "2 ranks", "this launch has 1", "launch 2"):
+    with refused(RendezvousError, "'guard'", "was 2 when", "is 1 in this launch", "launch 2"):
         initialise(folder)
 
 

@@ -280,7 +280,7 @@ def another_script_is_refused_and_the_first_goes_on(place: Place) -> None:
     ):
         with life(place), matching(LayoutMismatch, "another model", text):
             Training(**arguments).protect(**changes)
-    with life(place), matching(LayoutMismatch, "state= has 0 objects, and had 1"):
+    with life(place), matching(LayoutMismatch, "objects in state= is 0, and was 1"):
         Training().protect(state=None)
     with life(place):
         training = Training()

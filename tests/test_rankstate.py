@@ -161,7 +161,7 @@ def test_a_state_dict_that_raises_is_not_hidden() -> None:
 
 def test_another_number_of_objects_than_was_packed_is_an_error() -> None:
     data = state_of(Counter(a=1)).pack()
-    with pytest.raises(LayoutMismatch, match=r"state= has 2 objects.* had 1"):
+    with pytest.raises(LayoutMismatch, match=r"objects in state= is 2, and was 1"):
         state_of(Counter(), Counter()).unpack(data)
 
 
@@ -177,7 +177,7 @@ def test_a_new_rank_takes_what_all_others_had_alike() -> None:
     state_of(schedule, seen, scalars=scalars).unpack_common(states)
     assert (schedule.state, seen.state, scalars) == ({"epoch": 3, "rate": 0.1}, {"seen": 0}, {"step": 9})
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(LayoutMismatch, match=r"state= has 1 objects.* had 2"):
+    with pytest.raises(LayoutMismatch, match=r"objects in state= is 1, and was 2"):
         state_of(Counter()).unpack_common(states)
 
 

@@ -367,7 +367,7 @@ def test_a_refused_restart_has_neither_filled_buffers_nor_set_options(slots: Slo
     state.save(slots, 0)
     model, state, first = built(2)
     before, held = everything(model, first), model.held()
-    with pytest.raises(LayoutMismatch, match="SGD has 2 parameter groups, and had 1: add groups before"):
+    with pytest.raises(LayoutMismatch, match="parameter groups of SGD is 2, and was 1: add groups before"):
         state.load(slots, 0)
     assert (everything(model, first), model.held()) == (before, held)
 

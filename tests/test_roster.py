@@ -236,13 +236,15 @@ def test_every_launch_seats_every_rank_once(
 
 def test_another_number_of_workers_is_refused() -> None:
     reports = [report(rank, "a", "aaa") for rank in range(3)]
-    with pytest.raises(RendezvousError, match="started with 3 ranks, and this launch has 4"):
+    with pytest.raises(RendezvousError, match="was 3 when it was started, and is 4 in this launch: launch 3"):
         assign(workers_on("aaaa"), reports)
 
 
 def test_a_host_with_more_arenas_than_workers_is_refused() -> None:
     reports = [report(rank, host, "aab") for rank, host in enumerate("aab")]
-    with pytest.raises(RendezvousError, match=r"'a' holds the arenas of ranks \[0, 1\].*1 workers"):
+    with pytest.raises(
+        RendezvousError, match=r"'a' holds the arenas of ranks \[0, 1\].* there is 1: start 2"
+    ):
         assign(workers_on("abb"), reports)
 
 

@@ -376,8 +376,8 @@ class SparseTables:
         then, now = [len(groups) for groups in kept], [len(one.param_groups) for one in self._alone]
         if then != now:
             raise LayoutMismatch(
-                f"the optimizers that update tables alone have {now} parameter groups, and had {then} when "
-                f"the job was started: run the script that started it, or use another job="
+                f"the numbers of parameter groups of the optimizers that update tables alone are {now}, and "
+                f"were {then} when the job was started: run the script that started it, or use another job="
             )
         for optimizer, groups in zip(self._alone, kept, strict=True):
             for group, one in zip(optimizer.param_groups, groups, strict=True):
