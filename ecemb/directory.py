@@ -16,7 +16,7 @@ from . import folder, lock
 from . import header as headers
 from .errors import ArenaBusy, ArenaDamaged, ArenaInsecure, ConfigurationError
 from .folder import Folder
-from .header import Found
+from .header import Found, State
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -52,31 +52,51 @@ class Directory(Folder):
 
         Waits up to `timeout_s` seconds while another living process holds any of them; what is
         still held then is reported with its `holder`. What this process holds is reported at once. A wait of
-        some seconds is said in the log.
+        some seconds is said in the log. If the holder closes its job meanwhile, its arena's tombstone is
+        reported, though the file is gone: the job that is being started is finished.
 
         Raises:
             ArenaInsecure: a file belongs to another user, is open to others, or is no plain file.
         """
         began = time.monotonic()
         said = False
-        while True:
-            looks = [_look(self, name) for name in _arena_names(self)]
-            found = [one for one in looks if one is not None]
-            held = [one for one in found if one.holder not in (None, os.getpid())]
-            waited_s = time.monotonic() - began
-            if not held or waited_s >= timeout_s:
-                return found
-            if waited_s >= _PATIENCE_S and not said:
-                said = True
-                logger.warning(
-                    "%s is held by process %s; waiting for it to end, for %.0f s at most: does another "
-                    "launch of job %r run?",
-                    held[0].path,
-                    held[0].holder,
-                    timeout_s,
-                    self.job,
-                )
-            time.sleep(_POLL_S)
+        awaited: dict[
+            str, int
+        ] = {}  # name -> a descriptor, by which a file can be read when its name is gone
+        try:
+            while True:
+                looks = [_look(self, name) for name in _arena_names(self)]
+                found = [one for one in looks if one is not None]
+                held = [one for one in found if one.holder not in (None, os.getpid())]
+                waited_s = time.monotonic() - began
+                if not held or waited_s >= timeout_s:
+                    return sorted(found + self._closed(awaited, found), key=lambda one: one.path)
+                for one in held:
+                    if (
+                        one.path.name not in awaited
+                        and (fd := self.open(one.path.name, os.O_RDONLY)) is not None
+                    ):
+                        awaited[one.path.name] = fd
+                if waited_s >= _PATIENCE_S and not said:
+                    said = True
+                    logger.warning(
+                        "%s is held by process %s; waiting for it to end, for %.0f s at most: does another "
+                        "launch of job %r run?",
+                        held[0].path,
+                        held[0].holder,
+                        timeout_s,
+                        self.job,
+                    )
+                time.sleep(_POLL_S)
+        finally:
+            for fd in awaited.values():
+                os.close(fd)
+
+    def _closed(self, awaited: Mapping[str, int], found: Sequence[Found]) -> list[Found]:
+        """Arenas that were awaited, and that their job's close has removed."""
+        left = {one.path.name for one in found}
+        gone = [_described(fd, self, name, None, 0) for name, fd in awaited.items() if name not in left]
+        return [one for one in gone if one.header is not None and one.header.state is State.FINISHED]
 
     def check_alone(self, generation: int) -> None:
         """Return unless another living process holds an arena that is no member of `generation`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from holders import create, hold, holding
 from ecemb import directory as directories
 from ecemb.directory import Directory, arenas, remove
 from ecemb.errors import ArenaBusy, ArenaInsecure, ConfigurationError
-from ecemb.header import State
+from ecemb.header import WORDS_OFFSET, State
 
 
 @pytest.fixture
@@ -77,6 +78,28 @@ class TestScan:
             holder.told()
             holder.pipe.send("close")
             assert directory.scan(30)[0].holder is None
+
+    @pytest.mark.parametrize("state", [State.FINISHED, State.LIVE])
+    def test_a_tombstone_is_reported_though_it_goes_while_it_is_awaited(
+        self, directory: Directory, monkeypatch: pytest.MonkeyPatch, state: State
+    ) -> None:
+        """Whoever awaits it would take the job for one that never was. Memory that is removed is lost."""
+        path = leave(directory)
+        with holding(hold, path) as holder:
+            holder.told()
+
+            def meanwhile(_: float) -> None:
+                with path.open("r+b") as file:
+                    file.seek(WORDS_OFFSET)
+                    file.write(struct.pack("<q", state))
+                path.unlink()
+
+            monkeypatch.setattr(directories.time, "sleep", meanwhile)
+            found = directory.scan(30)
+            monkeypatch.undo()
+            holder.ask("close")
+        reported = [(one.path, one.header.state, one.holder) for one in found if one.header]
+        assert reported == ([(path, State.FINISHED, None)] if state is State.FINISHED else [])
 
     def test_a_long_wait_is_said_once(
         self, directory: Directory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
