@@ -29,6 +29,7 @@ QUESTIONS = {
     "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
     "scaling": "what protection costs a rank when there are more ranks",
     "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
+    "start": "whether many ranks start, and recover a lost one, and what the store has to hold (--setting)",
     "wire": "whether it would pay to pack deltas before they are sent",
 }
 """Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
@@ -40,7 +41,11 @@ OF_ENGINES = {
 }
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
-OF_SETTINGS = {"gpu": ("kernels", "step", "recovery", "keeper"), "overhead": ("dlrm", "sparse-heavy")}
+OF_SETTINGS = {
+    "gpu": ("kernels", "step", "recovery", "keeper"),
+    "overhead": ("dlrm", "sparse-heavy"),
+    "start": ("8", "64"),
+}
 """Questions that are asked of several settings, and which; all of them by default, and more for `gpu`."""
 
 OF_TRACES = ("simulate",)
