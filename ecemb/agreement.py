@@ -20,7 +20,7 @@ from torch import nn
 
 from . import durable, rankstate, saver
 from .adapters.engine import EngineTable
-from .adapters.tables import Tables
+from .adapters.tables import Tables, check_alike
 from .checkpoint import CheckpointReader, CheckpointWriter, Stored
 from .code import Code
 from .durable import Shard
@@ -169,7 +169,7 @@ def agree(
         "parity_backend": request.parity_backend,
         "resume": saver.name_of(request.reader),
     }
-    mine = json.dumps([own, asked, secrets.token_hex(8)])
+    mine = json.dumps([own, asked, secrets.token_hex(8), tables.alike()])
     texts = transport.gather(mine.encode(), "comparing layouts")
     told = [json.loads(text)[0] for text in texts]
     if len({json.dumps(json.loads(text)[1]) for text in texts}) > 1:
@@ -177,6 +177,7 @@ def agree(
             f"the ranks call ecemb.protect() with different arguments: "
             f"{ {rank: json.loads(text)[1] for rank, text in enumerate(texts)} }; call it alike on all ranks"
         )
+    check_alike([json.loads(text)[3] for text in texts])
     if not any(one["tables"] for one in told):
         raise ConfigurationError(
             "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "

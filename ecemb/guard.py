@@ -201,7 +201,7 @@ class Guard:
         """
         self._check_between_steps("scrub")
         self._drain()
-        report = self._scrubber.scrub(fraction, self._tables.check)
+        report = self._scrubber.scrub(fraction, self._tables.check, self._tables.verify)
         if report.repaired_words:
             self._saver.note()  # what was stored may be rotten
         return report

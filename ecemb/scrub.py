@@ -25,7 +25,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -165,12 +165,19 @@ class Scrubber:
         self._addresses: list[Addresses] = []
         self._total = longest_block(memory)
 
-    def scrub(self, fraction: float, check: Callable[[], None]) -> ScrubReport:
+    def scrub(
+        self,
+        fraction: float,
+        check: Callable[[], None],
+        verify: Callable[[list[tuple[int, range]]], None] = lambda _: None,
+    ) -> ScrubReport:
         """Compares the next `fraction` of all words, and repairs what can be. All ranks, between steps.
 
         Args:
             fraction: above 0, at most 1; the same on all ranks.
             check: raises if this rank is not fit for it; then it fails on all ranks.
+            verify: called last, with the rows that were compared, by table; raises if they are not those of
+                the training. Then it fails on all ranks.
 
         Raises:
             UsageError: this is a world of one rank, which has no parity; or the ranks call it differently.
@@ -197,6 +204,8 @@ class Scrubber:
             at = stop
             if at == self._total:
                 at, complete = 0, True
+        rows = list(self._rows(self._cursor, checked))
+        self._transport.together("comparing tables with their images", lambda: verify(rows))
         self._cursor = at
         self._calls += 1
         self.scrubbed_words += checked
@@ -213,6 +222,13 @@ class Scrubber:
         )
         self._log(report)
         return report
+
+    def _rows(self, start: int, count: int) -> Iterator[tuple[int, range]]:
+        """This rank's rows that end in `count` words of its data blocks from `start` on, going around."""
+        space = self._memory.space
+        for low, high in itertools.pairwise(space.bounds):
+            for a, b in ((start, start + count), (0, start + count - self._total)):
+                yield from space.completed(min(low + a, high), min(low + max(a, min(b, self._total)), high))
 
     def _agree(self, fraction: float) -> None:
         """Makes sure that all ranks are in the same call, and learns in the first one what they hold."""

@@ -77,6 +77,33 @@ def parity_fits(guard: ecemb.Guard) -> bool:
     return not stripes.compare(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
 
 
+# --- tables that are not the same on all ranks ---------------------------------------------------
+
+
+def different_tables(folder: Path, meet: Barrier) -> None:
+    initialise(folder)
+    is_second = dist.get_rank() == 1
+    for first, second, words in (
+        ({"users": 9}, {"users": 12}, ("'table.users'", "num_embeddings is 9 on rank 0 and 12 on rank 1")),
+        ({}, {"name": "people"}, ("'table.", "ranks 0 and 1", "rank 1 has no table", "the same names")),
+    ):
+        with refused(ConfigurationError, *words):
+            bags(**(second if is_second else first)).protect(2, 1)
+    training = bags()
+    own = training.sparse if is_second else torch.optim.SGD(training.weights, lr=0.1)
+    with refused(ConfigurationError, "its optimizer is 'SGD' on rank 0 and 'Adagrad' on rank 1"):
+        training.protect(2, 1, optimizers=[own, training.dense])
+    hand = nn.Embedding(3 + dist.get_rank(), 2, sparse=True)  # of which ranks may have different ones
+    hand.weight.requires_grad_(False)
+    guard = training.protect(2, 1, tables={"hand": hand})
+    guard.close()
+
+
+def test_tables_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    launch(2, different_tables, tmp_path)
+    assert headers(tmp_path) == {}
+
+
 # --- one rank: every call order ------------------------------------------------------------------
 
 
@@ -103,6 +130,7 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
         ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
         ({"tables": [table]}, ("tables=", "a mapping", "list")),
+        ({"tables": {7: table}}, ("tables=", "strings", "7 is a int")),
         ({"window": "auto", "mtbf": 3600}, ("mtbf", "timedelta(hours=3)", "3600")),
         ({"state": [object()]}, ("state=", "object", "load_state_dict")),
     ):

@@ -102,6 +102,15 @@ class EngineTable(Protocol):
         """
         ...
 
+    def alike(self) -> tuple[list[int] | None, dict[str, Any]] | None:
+        """What has to be the same on every rank that has a table of this name.
+
+        Returns:
+            The ranks that have to have one, None for all; and plain values by what they are called. None if
+            another rank's table of this name may be another one, as of tables that are sharded by hand.
+        """
+        ...
+
 
 class Engine(Protocol):
     """The tables of one engine on this rank."""

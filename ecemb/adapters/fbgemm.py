@@ -110,6 +110,11 @@ class FusedTable:
         """See `EngineTable.whole`."""
         return self.first_row, self.rows
 
+    def alike(self) -> tuple[list[int], dict[str, Any]]:
+        """See `EngineTable.alike`. The plan says which ranks have a shard."""
+        columns = [[column.name, column.dtype, column.row_bytes] for column in self.layout.columns]
+        return [], {"num_embeddings": self.rows, "name, type and bytes of a row's parts": columns}
+
 
 @dataclasses.dataclass(frozen=True)
 class Move:

@@ -35,6 +35,16 @@ def is_apart(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
+def finish_all(device: torch.device) -> None:
+    """Waits until a device has done all that was begun, on whatever stream.
+
+    Rows may change on a stream that the current one was never told to wait for; an image taken before would
+    agree with its parity on old rows. No stream is capturing a graph here: a step's body has ended.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Image:
     """The image of one table.
 
@@ -100,6 +110,7 @@ class Image:
     @torch.no_grad()
     def put_rows(self, ids: Ids) -> None:
         """Overwrites rows of the tensors (int64 [m], each once) with what the image holds."""
+        finish_all(self.device)
         words = np.empty((len(ids), self._stored.layout.record_words), np.uint64)
         self._stored.gather(ids, words)
         records = torch.from_numpy(words.view(np.uint8)).to(self.device)
@@ -120,8 +131,22 @@ class Image:
         self._copy(range(self._stored.layout.rows), from_image=False)
 
     @torch.no_grad()
+    def differing(self, rows: range) -> Ids:
+        """The rows among these in which tensors and image differ, int64 [m], ascending."""
+        finish_all(self.device)
+        wrong = np.zeros(len(rows), np.bool_)
+        for held, own in zip(self._stored.columns, self._rows, strict=True):
+            if width := held.shape[1]:
+                for at in range(0, len(rows), step := max(1, _CHUNK_BYTES // width)):
+                    part = slice(rows.start + at, min(rows.start + at + step, rows.stop))
+                    now = own[part].cpu().view(torch.uint8).numpy()
+                    wrong[at : at + step] |= (now != held[part]).any(axis=1)
+        return np.flatnonzero(wrong) + rows.start
+
+    @torch.no_grad()
     def _copy(self, rows: range, *, from_image: bool) -> None:
         """Copies whole columns through buffers, one of which is filled while a device copies the other."""
+        finish_all(self.device)
         pieces = list(self._pieces(rows))
         size = max((len(own) for _, own in pieces), default=0)
         lanes = [_Lane(self.device, size) for _ in range(_BUFFERS)]
@@ -145,8 +170,8 @@ class Image:
 class Putter:
     """Brings images to their tensors while recovery still rebuilds others, in a thread of its own.
 
-    That thread's current stream is a device's default one: what the main thread has begun on its own, such as
-    the tensors' initialisation, is waited for first. Leaving the block ends what has not begun.
+    What the main thread has begun, such as the tensors' initialisation, is waited for first. Leaving the
+    block ends what has not begun.
 
     Args:
         images: by their tables' numbers in the row space.
@@ -158,8 +183,7 @@ class Putter:
         self._thread = ThreadPoolExecutor(1, "ecemb-put") if images else None
         self._begun: list[Future[None]] = []
         for device in {image.device for image in images.values()}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            finish_all(device)
 
     def __enter__(self) -> Putter:
         return self
@@ -230,7 +254,7 @@ class Fetcher:
         self._buffers: dict[torch.device, torch.Tensor] = {}
 
     def fetch(self, images: Iterable[Image]) -> None:
-        """Copies the rows that have changed, as the device's current stream sees them, to their images."""
+        """Copies the rows that have changed to their images, when all work on their devices is done."""
         by_device: dict[torch.device, list[Image]] = {}
         for image in images:
             if len(image.changed()):
@@ -240,6 +264,7 @@ class Fetcher:
 
     @torch.no_grad()
     def _fetch(self, device: torch.device, images: Sequence[Image]) -> None:
+        finish_all(device)
         ids = [image.changed() for image in images]
         numbers = torch.from_numpy(np.concatenate(ids)).to(device).split([len(one) for one in ids])
         sizes = [len(one) * image.record_bytes for one, image in zip(ids, images, strict=True)]

@@ -11,7 +11,7 @@ Must not know: guards, arenas, codes. A model that uses it trains without ecemb'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -26,8 +26,13 @@ from ..errors import ConfigurationError, UsageError
 # begin, so that initial values don't depend on the number of ranks.
 _INIT_ROWS = 4096
 
-# What a rank says about its input, next to the count of ids it asks for.
+# What a rank says about its input, next to the count of ids it asks for and to what its table is.
 _FINE, _OUT_OF_RANGE, _REFUSED = 0, 1, 2
+
+_MODES = ("sum", "mean")
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # others are one to the ranks
+
+ALIKE = "build the table with the same arguments on all ranks"
 
 
 class ShardedEmbeddingBag(nn.Module):
@@ -99,7 +104,7 @@ class ShardedEmbeddingBag(nn.Module):
                 f"{self.name}: num_embeddings and embedding_dim must be at least 1, "
                 f"got {num_embeddings} and {embedding_dim}"
             )
-        if mode not in ("sum", "mean"):
+        if mode not in _MODES:
             raise ConfigurationError(f'{self.name}: mode must be "sum" or "mean", got {mode!r}')
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -173,8 +178,9 @@ class ShardedEmbeddingBag(nn.Module):
 
         Raises:
             ConfigurationError: on all ranks, if any rank's input breaks a rule; for an id that is
-                out of range the message has the id, the rank and the table. No row has travelled
-                then, and the group can still be used.
+                out of range the message has the id, the rank and the table. Or if the ranks have
+                built the table with other sizes, types or modes. No row has travelled then, and
+                the group can still be used.
             UsageError: the process group is not the one that the table was built for.
         """
         rank, world_size = _place(self.group)
@@ -287,6 +293,26 @@ class ShardedEmbeddingBag(nn.Module):
             f"hash or map ids into the table before the lookup"
         )
 
+    def _numbers(self) -> list[int]:
+        """`facts_of` this table, as numbers."""
+        dtype, mode = self.weight.dtype, _MODES.index(self.mode)
+        known = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
+        return [self.num_embeddings, self.embedding_dim, known, mode]
+
+    def _check_alike(self, facts: list[list[int]]) -> None:
+        """Raises ConfigurationError, on all ranks, if the ranks have built other tables.
+
+        Args:
+            facts: each of `_numbers`, by rank.
+        """
+        shown = [str(dtype).removeprefix("torch.") for dtype in _DTYPES] + ["another type"]
+        names: list[Sequence[Any] | None] = [None, None, shown, _MODES]
+        for fact, names_of, numbers in zip(facts_of(self), names, facts, strict=True):
+            if len(set(numbers)) > 1:
+                values = [number if names_of is None else names_of[number] for number in numbers]
+                text = differing(fact, dict(enumerate(values)))
+                raise ConfigurationError(f"{self.name} is not the same on all ranks: {text}; {ALIKE}")
+
     def _route(self, unique: Tensor, says: int, bad_id: int, problem: Exception | None) -> _Route:
         """Tell every owner which of its rows this rank wants; raise if any rank refused its input.
 
@@ -298,12 +324,13 @@ class ShardedEmbeddingBag(nn.Module):
             return _Route(None, [unique.numel()], [unique.numel()], unique)
         device = self.weight.device
         starts = torch.arange(self.world_size + 1, device=device) * self._block_rows
-        header = torch.empty(self.world_size, 3, dtype=torch.int64, device=device)
+        header = torch.empty(self.world_size, 7, dtype=torch.int64, device=device)
         header[:, 0] = torch.searchsorted(unique, starts).diff()
-        header[:, 1], header[:, 2] = says, bad_id
+        header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()])
         one_each = [1] * self.world_size
         heard = _exchange(header, one_each, one_each, self.group)
-        wanted, verdicts, bad_ids = (_ints(heard[:, column]) for column in range(3))
+        wanted, verdicts, bad_ids, *facts = _rows(heard.t())
+        self._check_alike(facts)
         if problem is not None:
             raise problem
         for rank, verdict in enumerate(verdicts):
@@ -378,6 +405,39 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ints(values: Tensor) -> list[int]:
     return cast("list[int]", values.tolist())
+
+
+def _rows(values: Tensor) -> list[list[int]]:
+    return cast("list[list[int]]", values.tolist())
+
+
+def ranks_of(table: ShardedEmbeddingBag) -> list[int] | None:
+    """The ranks that share a table; None for all."""
+    return None if table.group is None else dist.get_process_group_ranks(table.group)
+
+
+def facts_of(table: ShardedEmbeddingBag) -> dict[str, int | str]:
+    """What has to be the same on all ranks that share a table, by its name."""
+    return {
+        "num_embeddings": table.num_embeddings,
+        "embedding_dim": table.embedding_dim,
+        "dtype": str(table.weight.dtype).removeprefix("torch."),
+        "mode": table.mode,
+    }
+
+
+def differing(what: str, values: Mapping[int, object]) -> str | None:
+    """How the ranks' values differ, in words; None if they don't.
+
+    Args:
+        what: names the value.
+        values: by rank.
+    """
+    first, *others = values
+    for rank in others:
+        if values[rank] != values[first]:
+            return f"{what} is {values[first]!r} on rank {first} and {values[rank]!r} on rank {rank}"
+    return None
 
 
 def _shown(offsets: Tensor) -> str:

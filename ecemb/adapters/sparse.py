@@ -23,7 +23,7 @@ from ..look import options
 from ..rows import Column, Table, TableLayout
 from .engine import Hooks, Ids, Tied
 from .image import is_apart
-from .nn import ShardedEmbeddingBag
+from .nn import ShardedEmbeddingBag, facts_of, ranks_of
 from .places import Places
 from .supported import check_module, states_of
 
@@ -82,6 +82,13 @@ class SparseTable:
         if isinstance(self.module, ShardedEmbeddingBag) and self.module.world_size == world_size:
             return self.module.rows.start, self.module.num_embeddings
         return None
+
+    def alike(self) -> tuple[list[int] | None, dict[str, Any]] | None:
+        """See `EngineTable.alike`."""
+        if not isinstance(self.module, ShardedEmbeddingBag):
+            return None
+        optimizer = None if self.optimizer is None else type(self.optimizer).__name__
+        return ranks_of(self.module), {**facts_of(self.module), "its optimizer": optimizer}
 
     def place(self, columns: Sequence[NDArray[np.uint8]], *, fresh: bool) -> None:
         """Moves the table into the arena.

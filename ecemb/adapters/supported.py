@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedOptimizer, UnsupportedTable
+from .nn import ShardedEmbeddingBag
 
 Optimizer = torch.optim.Optimizer
 
@@ -25,11 +26,19 @@ _STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 def check_module(name: str, module: nn.Module) -> None:
     """Raises UnsupportedTable unless only a sparse gradient can change the module's rows."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedEmbeddingBag)):
         raise UnsupportedTable(
-            f"table {name!r} is a {type(module).__name__} without a two-dimensional weight: tables= "
-            f"takes nn.Embedding, nn.EmbeddingBag and ecemb.nn.ShardedEmbeddingBag"
+            f"table {name!r} is a {type(module).__name__}, of which ecemb doesn't know that a lookup changes "
+            f"only the rows in a sparse gradient: tables= takes nn.Embedding and nn.EmbeddingBag, with "
+            f"sparse=True, and ecemb.nn.ShardedEmbeddingBag; name the embedding that holds the rows, not "
+            f"what is around it. What all ranks hold whole is protected without being named"
+        )
+    weight: object = getattr(module, "weight", None)
+    if type(weight) is not nn.Parameter or weight.dim() != 2:
+        raise UnsupportedTable(
+            f"the weight of table {name!r} is a {type(weight).__name__}, and ecemb protects a plain, "
+            f"two-dimensional nn.Parameter: take a parametrization, fully_shard() or a quantization of the "
+            f"table away before ecemb.protect()"
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not module.sparse:
         raise UnsupportedTable(
@@ -45,11 +54,6 @@ def check_module(name: str, module: nn.Module) -> None:
         raise UnsupportedTable(
             f"table {name!r} is on {weight.device}: ecemb protects tables on CPUs and CUDA devices; move "
             f"it there before ecemb.protect()"
-        )
-    if weight.is_meta and not hasattr(module, "reset_parameters"):
-        raise UnsupportedTable(
-            f"table {name!r} is on the meta device and {type(module).__name__} has no "
-            f"reset_parameters() to initialise it: add one, or build it on the CPU"
         )
 
 

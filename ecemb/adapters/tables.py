@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, LayoutMismatch, UsageError
+from ..errors import ConfigurationError, LayoutMismatch, UndeclaredWrite, UsageError
 from ..rows import RowSpace, Table
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids
 from .image import Fetcher, Image, Putter
-from .nn import ShardedEmbeddingBag
+from .nn import ALIKE, ShardedEmbeddingBag, differing
 from .sparse import SparseTables
 from .supported import check_memory
 
@@ -52,14 +52,20 @@ def modules_of(given: Any) -> dict[str, nn.Module]:
     """The tables sharded by hand that a caller has named by keys.
 
     Raises:
-        ConfigurationError: they have no keys.
+        ConfigurationError: they have no keys, or keys that are no strings.
     """
     if given is not None and not isinstance(given, (Mapping, nn.ModuleDict)):
         raise ConfigurationError(
             f"tables= takes a mapping of tables by keys of your choice, e.g. {{'user': table}}; it is a "
             f"{type(given).__name__}"
         )
-    return dict(given or {})  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    found: dict[Any, nn.Module] = dict(given or {})  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    if others := [key for key in found if not isinstance(key, str)]:
+        raise ConfigurationError(
+            f"tables= takes a mapping of tables by keys of your choice, which are strings; {others[0]!r} is "
+            f"a {type(others[0]).__name__}"
+        )
+    return found
 
 
 def listed(given: Any) -> list[Any]:
@@ -176,6 +182,10 @@ class Tables:
         """What averages the gradients of replicated tables, unseen by the model's `modules()`."""
         return [module for engine in self._engines for module in engine.averaged]
 
+    def alike(self) -> list[Any]:
+        """What has to be the same on other ranks, table by table, for `check_alike`; plain lists."""
+        return [[table.name, *found] for table in self.tables if (found := table.alike()) is not None]
+
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves the tables into the arena; see `Engine.place`.
 
@@ -214,6 +224,23 @@ class Tables:
     def fetch(self) -> None:
         """A step's body has ended: brings images up to date with what it has changed."""
         self._fetcher.fetch(self._images.values())
+
+    def verify(self, rows: Sequence[tuple[int, range]]) -> None:
+        """Raises UndeclaredWrite if rows of tables that lie apart differ from their images.
+
+        Args:
+            rows: by table.
+        """
+        for index, some in rows:
+            image = self._images.get(index)
+            if image is not None and len(wrong := image.differing(some)):
+                name = self.tables[index].name
+                raise UndeclaredWrite(
+                    f"table {name!r} on {image.device} differs from its image in the arena in {len(wrong)} "
+                    f"rows, first in row {wrong[0]}: something else than its optimizer's step has written to "
+                    f"it, or its memory is defective. Parity fits the image: let the process end, and a "
+                    f"restart takes the table from there. Declare writes with guard.touch({name!r}, rows)"
+                )
 
     def take_back(self) -> None:
         """The step was undone in the arena: so it is in tables that lie apart. Takes all as declared."""
@@ -335,6 +362,32 @@ class Tables:
             )
         for engine in self._engines:
             engine.set_state(state[engine.name])
+
+
+def check_alike(told: Sequence[list[Any]]) -> None:
+    """Raises ConfigurationError unless tables that are sharded over ranks are the same on all of these.
+
+    Args:
+        told: what `Tables.alike` gives on each rank.
+    """
+    everywhere: dict[str, tuple[list[int] | None, dict[int, dict[str, Any]]]] = {}
+    for rank, tables in enumerate(told):
+        for name, ranks, facts in tables:
+            key = name if ranks is None else f"{name} {ranks}"  # groups may have tables of one name
+            everywhere.setdefault(key, (ranks, {}))[1][rank] = {"name": name, **facts}
+    for ranks, found in everywhere.values():
+        some = next(iter(found))
+        name = found[some]["name"]
+        needed = range(len(told)) if ranks is None else ranks
+        if missing := [rank for rank in needed if rank not in found]:
+            raise ConfigurationError(
+                f"table {name!r} is sharded over ranks {some} and {missing[0]}, and the model of rank "
+                f"{missing[0]} has no table of this name: build the same model, with the same names, on all "
+                f"ranks"
+            )
+        for fact in found[some]:
+            if text := differing(fact, {rank: facts.get(fact) for rank, facts in found.items()}):
+                raise ConfigurationError(f"table {name!r} is not the same on all ranks: {text}; {ALIKE}")
 
 
 def _no_row_numbers(rows: Any) -> str | None:

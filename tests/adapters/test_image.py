@@ -6,7 +6,7 @@ where there is such a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankFailed, launch
+from raised import refused
 from torch import Tensor, nn
 from trainings import Training, headers, initialise
 
 import ecemb
 from ecemb import kernels
+from ecemb.adapters import image as image_module
 from ecemb.adapters.image import Fetcher, Image, Putter, _Lane
 from ecemb.directory import arenas
-from ecemb.errors import UndeclaredWrite, UnsupportedTable
+from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
 from ecemb.rows import Column, RowSpace, Table, TableLayout, arrange
 
 DEVICES = (
@@ -149,13 +151,78 @@ def test_rows_are_put_as_they_are_ready(device: str) -> None:
         assert equal(table, tensors) == (i in images)
 
 
+class Streams:
+    """Stands in for a CUDA device with a stream of its own: what is begun ends when all is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[Callable[[], object]] = []
+        self.waited: list[torch.device] = []
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waited.append(device)
+        while self.begun:
+            self.begun.pop(0)()
+
+    def __enter__(self) -> Streams:
+        real = image_module.finish_all
+
+        def finish_all(device: torch.device) -> None:  # as if the CPU's tensors were a device's
+            real(torch.device("cuda", 1) if device.type == "cpu" else device)
+
+        self._patches = (
+            mock.patch("torch.cuda.synchronize", self.synchronize),
+            mock.patch.object(image_module, "finish_all", finish_all),
+        )
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def test_work_on_other_streams_is_waited_for() -> None:
+    """Which the current stream was never told of."""
+    image, table, (tensor,) = made("cpu", 7, (torch.float32, 3))
+    with Streams() as streams:
+        streams.begun.append(lambda: tensor.mul_(2))
+        image.fill()
+        assert equal(table, [tensor]) and not streams.begun
+        image.tell(np.array([2, 5]))
+        streams.begun.append(lambda: tensor[2].fill_(9))
+        Fetcher().fetch([image])
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))  # of a body that has failed
+        image.put_rows(image.changed())
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))
+        image.put()
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))
+        assert image.differing(range(7)).tolist() == [5] and not streams.begun
+    assert set(streams.waited) == {torch.device("cuda", 1)}
+
+
 def test_rows_are_put_after_what_the_main_thread_has_begun() -> None:
     """Its stream need not be that of the thread that puts."""
     devices = [torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 1)]
     images: dict[int, Any] = {i: mock.Mock(device=device) for i, device in enumerate(devices)}
-    with mock.patch("torch.cuda.current_stream") as stream, Putter(images, mock.Mock()):
-        stream.assert_called_once_with(devices[0])
-        stream().synchronize.assert_called_once_with()
+    with mock.patch("torch.cuda.synchronize") as synchronize, Putter(images, mock.Mock()):
+        synchronize.assert_called_once_with(devices[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_differ_are_found(device: str) -> None:
+    with mock.patch("ecemb.adapters.image._CHUNK_BYTES", 40):
+        image, table, tensors = made(device, 29, (torch.float32, 3), (torch.float64, 0), (torch.float16, 1))
+        image.fill()
+        assert image.differing(range(29)).tolist() == []
+        tensors[0][11, 2] += 1
+        table.columns[2][28] ^= 1
+        assert image.differing(range(29)).tolist() == [11, 28]
+        assert image.differing(range(11, 28)).tolist() == [11]
+        assert image.differing(range(12, 28)).tolist() == []
 
 
 def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
@@ -292,6 +359,26 @@ def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Pa
                 one.path.unlink()
         assert launch(2, go_on, tmp_path, device, options) == expected
         assert headers(tmp_path) == {}
+
+
+def written_apart(folder: Path, meet: Barrier) -> None:
+    with taken_for_a_device("cpu"):
+        initialise(folder)
+        training = by_hand("cpu")
+        guard = training.protect(2, 1)
+        list(steps(guard, training, 2))
+        assert guard.scrub().wrong_words == 0
+        if dist.get_rank() == 0:
+            training.weights[0].data[7] += 1  # unseen by torch
+            with refused(UndeclaredWrite, "'t0'", "1 rows", "row 7", "a restart"):
+                guard.scrub()
+        else:
+            with pytest.raises(PeerFailure, match="'t0'"):
+                guard.scrub()
+
+
+def test_a_scrub_compares_tables_with_their_images(tmp_path: Path) -> None:
+    launch(2, written_apart, tmp_path)
 
 
 def refusals(folder: Path, meet: Barrier) -> None:

@@ -474,6 +474,39 @@ def test_a_bad_input_on_one_rank_raises_on_all(ranks: Ranks, case: str) -> None:
             assert message == f"user: rank {culprit} refused its input; its own error says why"
 
 
+def built_differently(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """What this rank's lookup raised, when the last rank has built the table with other arguments."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    given = {"num_embeddings": 10, "embedding_dim": DIM} | (other if is_last else first)
+    table = ShardedEmbeddingBag(given.pop("num_embeddings"), given.pop("embedding_dim"), name="user", **given)
+    try:
+        table(torch.tensor([[9, 0]]))
+    except ConfigurationError as error:
+        table_of(10)(torch.tensor([[1]])).sum().backward()  # the group can still be used
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        ({}, {"num_embeddings": 40}, "num_embeddings is 10 on rank 0 and 40"),
+        ({}, {"num_embeddings": 3}, "num_embeddings is 10 on rank 0 and 3"),  # the last rank refuses its ids
+        ({}, {"embedding_dim": DIM + 1}, f"embedding_dim is {DIM} on rank 0 and {DIM + 1}"),
+        ({}, {"dtype": torch.float64}, "dtype is 'float32' on rank 0 and 'float64'"),
+        ({"mode": "mean"}, {"mode": "sum"}, "mode is 'mean' on rank 0 and 'sum'"),
+    ],
+)
+def test_tables_that_the_ranks_have_built_differently(
+    ranks: Ranks, first: dict[str, Any], other: dict[str, Any], words: str
+) -> None:
+    if not (last := len(ranks) - 1):
+        return  # nobody to differ from
+    text = f"user is not the same on all ranks: {words} on rank {last}; build the table with the same"
+    for message in ranks(built_differently, first, other):
+        assert message.startswith(text), message
+
+
 def test_weights_need_mode_sum() -> None:
     with pytest.raises(ConfigurationError, match='need mode "sum"'):
         table_of(10, mode="mean")(torch.tensor([[1]]), None, torch.ones(1, 1))

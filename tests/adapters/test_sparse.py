@@ -376,10 +376,16 @@ def test_scalars_are_what_is_not_per_row() -> None:
 # --- tables that are refused --------------------------------------------------------------------
 
 
-class Rows(nn.Module):
-    def __init__(self, device: str) -> None:
+class Around(nn.Module):
+    """A module of the user's own, with rows and a lookup nobody knows of."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3, 2, device=device))
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.orthogonal(nn.Embedding(3, 3, sparse=True))
 
 
 @pytest.mark.parametrize(
@@ -390,10 +396,16 @@ class Rows(nn.Module):
         (nn.Embedding(3, 2, sparse=True, max_norm=1.5), ("max_norm=1.5", "without max_norm")),
         (nn.EmbeddingBag(3, 2, sparse=True, max_norm=1.5), ("max_norm=1.5", "without max_norm")),
         (nn.LayerNorm(3), ("LayerNorm", "nn.EmbeddingBag")),
+        (nn.Linear(3, 2), ("Linear", "only the rows in a sparse gradient", "nn.EmbeddingBag")),
         (nn.ReLU(), ("ReLU", "nn.EmbeddingBag")),
-        (Rows("meta"), ("Rows", "reset_parameters")),
+        (Around(), ("Around", "not what is around it")),
+        (nn.Parameter(torch.zeros(3, 2)), ("is a Parameter", "nn.EmbeddingBag")),
+        (parametrized(), ("weight", "parametrization")),
     ],
-    ids=["dense", "dense bag", "max_norm", "max_norm bag", "vector", "no weight", "meta"],
+    ids=[
+        *("dense", "dense bag", "max_norm", "max_norm bag", "vector", "linear", "no weight", "around"),
+        *("parameter", "parametrized"),
+    ],
 )
 def test_tables_that_cannot_be_protected(module: nn.Module, words: tuple[str, ...]) -> None:
     with refused(UnsupportedTable, "'user'", *words):
