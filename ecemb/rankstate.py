@@ -129,6 +129,7 @@ class RankState:
             "cuda": cuda,
             "scalars": plain(self._scalars(), at="the tables' scalars"),
             "stateful": [_state(item) for item in self._stateful],
+            "kinds": [_kind(item) for item in self._stateful],
             "positions": [*map(_position, self.positions), *self._pending],
         }
         states = generators.process_states()
@@ -245,6 +246,13 @@ class RankState:
                 f"the number of objects in state= is {len(self._stateful)}, and was {len(saved['stateful'])} "
                 f"when the job was started: run the script that started it, or use another job="
             )
+        now = [_kind(item) for item in self._stateful]
+        for index, (then, kind) in enumerate(zip(saved.get("kinds", now), now, strict=True)):
+            if then != kind:
+                raise LayoutMismatch(
+                    f"state= object {index} is a {kind}, and was a {then} when the job was started: give the "
+                    f"objects in the same order, or use another job="
+                )
 
 
 def _taken_apart(data: bytes) -> tuple[Any, Any]:
@@ -339,6 +347,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
+
+
+def _kind(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def _state(item: Stateful) -> Any:

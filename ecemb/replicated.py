@@ -222,6 +222,7 @@ class ReplicatedState:
     def _collected(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         dense = self._dense(optimizer)
         collected: dict[str, object] = {
+            "kind": _kind(optimizer),
             "options": [options(group) for group in optimizer.param_groups],
             "state": {
                 index: optimizer.state[parameter]
@@ -329,7 +330,13 @@ class ReplicatedState:
                 f"{missing[0] or 'the model'} has extra state only in one of the model that was saved and "
                 f"this one: run the script that started the job, or use another job="
             )
-        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
+        for number, (optimizer, kept) in enumerate(zip(self._optimizers, saved["optimizers"], strict=True)):
+            if (then := kept.get("kind", _kind(optimizer))) != _kind(optimizer):  # older ones don't say it
+                raise LayoutMismatch(
+                    f"optimizer {number} of those with dense parameters is a {_kind(optimizer)}, and was a "
+                    f"{then} when the job was started, whose state and options it can't take: run the "
+                    f"script that started it, or use another job="
+                )
             if len(optimizer.param_groups) != len(kept["options"]):
                 raise LayoutMismatch(
                     f"the number of parameter groups of {type(optimizer).__name__} is "
@@ -401,6 +408,10 @@ def _shown(names: Sequence[str]) -> str:
     """Some of the names, for a message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
+
+
+def _kind(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:

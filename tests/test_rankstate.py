@@ -318,3 +318,29 @@ def test_the_room_lets_a_state_double() -> None:
 def test_the_layout_is_a_table_of_one_row() -> None:
     table = rankstate.layout(40)
     assert (table.rows, table.record_words, arrange([table])) == (1, 5, ([[0]], 64))
+
+
+class Steps:
+    """A counter."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class Epochs(Steps):
+    """Another one, whose state looks the same."""
+
+
+def test_objects_in_another_order_are_an_error() -> None:
+    def state(*objects: Steps) -> RankState:
+        return RankState(objects, dict, lambda _: None)
+
+    data = state(Steps(), Epochs()).pack()
+    state(Steps(), Epochs()).unpack(data)
+    with pytest.raises(LayoutMismatch, match=r"state= object 0 is a .*Epochs, and was a .*Steps"):
+        state(Epochs(), Steps()).unpack(data)

@@ -668,3 +668,14 @@ def test_sparse_optimizer_state_is_refused(slots: Slots) -> None:
     optimizer.step()
     with pytest.raises(ConfigurationError, match="sparse"):
         state.save(slots, 0)
+
+
+def test_an_optimizer_of_another_class_is_refused(slots: Slots) -> None:
+    """Adam and AdamW have the same state and options, and train otherwise."""
+    model = nn.Linear(2, 2)
+    ReplicatedState(model, [torch.optim.Adam(model.parameters())], []).save(slots, 1)
+    again = ReplicatedState(model, [torch.optim.AdamW(model.parameters())], [])
+    with pytest.raises(
+        LayoutMismatch, match=r"is a torch.optim.adamw.AdamW, and was a torch.optim.adam.Adam"
+    ):
+        again.load(slots, 1)
