@@ -28,7 +28,9 @@ from .saver import reader_of
 from .scrub import Scrubber, ScrubReport
 from .step import Step
 from .transaction import Transactions, lost_name
+from .whereabouts import placed
 from .window import Window
+from .words import short
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -37,7 +39,7 @@ class Guard:
     """Protects the tables of one training; made by `protect`, one per process."""
 
     def __init__(self, session: Session, opened: Opened, request: Request) -> None:
-        self._session = session
+        self._session, self._whereabouts = session, session.whereabouts
         self._memory = opened.memory
         self._transport = opened.transport
         self._tables = opened.tables
@@ -50,6 +52,7 @@ class Guard:
             opened.rank_state,
             request.window,
             overlap=request.overlap,
+            whereabouts=session.whereabouts,
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
@@ -107,7 +110,7 @@ class Guard:
                 with self._transactions.phase("image"):
                     self._tables.fetch()
             aborted = self._transactions.commit()
-            self._steps = self._session.whereabouts.steps = self._steps + 1
+            self._steps = self._whereabouts.steps = self._steps + 1
             if aborted:
                 self._undone(step, aborted)
         except BaseException as error:
@@ -168,6 +171,7 @@ class Guard:
         self._check_between_steps("batches", "call it once, before the training loop")
         return bind(loader, self._rank_state, self._is_open)
 
+    @placed
     def scrub(self, fraction: float = 1.0) -> ScrubReport:
         """Compares parity with all rows, or with the next part of them, and repairs rotten memory. All ranks.
 
@@ -206,6 +210,7 @@ class Guard:
             self._saver.note()  # what was stored may be rotten
         return report
 
+    @placed
     def save(
         self,
         path: str | os.PathLike[str] | CheckpointWriter,
@@ -270,6 +275,7 @@ class Guard:
             "bytes": {"tables": self._tables.size_bytes, **self._transactions.held_bytes},
         }
 
+    @placed
     def close(self) -> None:
         """Ends the job: its arenas are marked finished and removed. All ranks.
 
@@ -349,9 +355,7 @@ class Guard:
         """Undoes the step that is open, and takes no more."""
         if not self._is_open():
             return
-        reason = (str(error).splitlines() or [""])[0][:1000]
-        self._failed = f"step {number} failed ({type(error).__name__}: {reason})"
-        logger.error("%s; undoing it on this rank", self._failed)
+        self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._transactions.undo(error)
         self._tables.put()
 

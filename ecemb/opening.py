@@ -36,7 +36,7 @@ from .optimizers import NamedOptimizers
 from .parity import parity_words
 from .plan import RecoveryPlan
 from .rankstate import RankState
-from .recovery import RecoveryReport, Stopwatch, fill, join, recover, tell
+from .recovery import RecoveryReport, Stopwatch, fill, headline, join, recover, tell
 from .rendezvous import Session
 from .replicated import ReplicatedState
 from .rows import WORD_BYTES, arrange
@@ -69,7 +69,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     Raises:
         EcembError: any of the tree; on all ranks if on one.
     """
-    watch = Stopwatch()
+    watch, session.whereabouts.place = Stopwatch(), "in ecemb.protect()"
     with watch.phase("agree"):
         transport = _control_group(session)
         tables, named, buckets, replicated, rank_state, state_bytes = transport.together(
@@ -141,7 +141,8 @@ def open_memory(session: Session, request: Request) -> Opened:
     level = logging.WARNING if report.lost else logging.INFO
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG
-    logger.log(level, "rank %d: %s", session.rank, report)
+    logger.log(level, "rank %d: %s", session.rank, headline(report))
+    logger.debug("rank %d: %s", session.rank, report)
     return Opened(memory, transport, tables, named, replicated, rank_state, saver, report)
 
 
@@ -169,7 +170,9 @@ def _restore(
 def _control_group(session: Session) -> Transport:
     patience = datetime.timedelta(seconds=session.patience_s)
     group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
-    return Transport(group, session.patience_s)
+    transport = Transport(group, session.patience_s)
+    transport.whereabouts = session.whereabouts
+    return transport
 
 
 def _fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:

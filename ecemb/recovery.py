@@ -22,7 +22,7 @@ from .rebuild import Ready, copy_replicated, rebuild_lost
 from .stripes import chunks, collect, compare, longest_block
 from .transport import Transport
 
-__all__ = ["RecoveryPlan", "RecoveryReport", "fill", "plan_recovery", "recover", "tell"]
+__all__ = ["RecoveryPlan", "RecoveryReport", "fill", "headline", "plan_recovery", "recover", "tell"]
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -59,19 +59,26 @@ class RecoveryReport:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
-        total = f"{self.total_s:.2f} s"
-        if self.kind == "fresh":
-            return f"fresh start: parity of the initial state is in place ({total}: {phases})"
-        if self.kind == "checkpoint":
-            return f"resumed from a checkpoint; training goes on from step {self.step} ({total}: {phases})"
-        what = "no memory was lost"
-        if self.lost:
-            what = f"ranks {list(self.lost)} lost their memory and were rebuilt from parity"
+        if self.kind in ("fresh", "checkpoint"):
+            return f"{headline(self)[:-1]}: {phases})"
+        redone = "a step redone" if self.redone else "no step redone"
         return (
-            f"recovered, {what}; training goes on from step {self.step} ({total}; this rank: "
-            f"{self.undone_rows} rows undone, {'a' if self.redone else 'no'} step redone, "
+            f"{headline(self)[:-1]}; this rank: {self.undone_rows} rows undone, {redone}, "
             f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
         )
+
+
+def headline(report: RecoveryReport) -> str:
+    """A report without its details: a line of the log."""
+    total = f"({report.total_s:.2f} s)"
+    if report.kind == "fresh":
+        return f"fresh start: parity of the initial state is in place {total}"
+    what = "resumed from a checkpoint"
+    if report.kind != "checkpoint":
+        what = "recovered, no memory was lost"
+    if report.lost:
+        what = f"recovered, ranks {list(report.lost)} lost their memory and were rebuilt from parity"
+    return f"{what}; training goes on from step {report.step} {total}"
 
 
 class Stopwatch:

@@ -45,6 +45,7 @@ from .meeting import Listener, Peer, connect
 from .roster import Report, Roster, Seat, Worker, assign
 from .watch import Watch
 from .whereabouts import Whereabouts
+from .words import counted, listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -189,7 +190,7 @@ def init_process_group(
         reports = [_report(directory, one) for one in found]
         roster = rollcall.agree(marks, worker, reports, index, world_size, deadline)
         seats = assign(roster.workers, roster.reports, roster.opened)
-        hook.watch = watch = _watch(listener, roster, seats, index, timeout_s, deadline)
+        hook.watch = watch = _watch(listener, roster, seats, index, timeout_s, deadline, hook.whereabouts)
     seat = seats[index]
     hosts = {s.rank: w.host for s, w in zip(seats, roster.workers, strict=True)}
     patience_s = max(timeout_s, _PATIENCE_S)
@@ -225,13 +226,14 @@ def init_process_group(
         whereabouts=hook.whereabouts,
         check=_check,
     )
+    held = [s.rank for s in seats if s.arena_id is not None]
     logger.log(
         logging.INFO if seat.rank == 0 else logging.DEBUG,
-        "job %s: %d ranks on %d hosts; the memory of ranks %s was found",
+        "job %s: %s on %s; the memory of %s was found",
         job,
-        world_size,
-        len(set(hosts.values())),
-        [s.rank for s in sorted(seats, key=lambda s: s.rank) if s.arena_id is not None] or "none",
+        counted(world_size, "rank"),
+        counted(len(set(hosts.values())), "host"),
+        listed(held) if 0 < len(held) < world_size else "all ranks" if held else "no rank",
     )
     if seat.rank != index:
         logger.info("torchrun's rank %d is rank %d, to follow its memory", index, seat.rank)
@@ -244,6 +246,7 @@ def _watch(
     index: int,
     timeout_s: float,
     deadline: float,
+    whereabouts: Whereabouts,
 ) -> Watch | None:
     """Links this worker with its neighbours, and begins to watch them."""
     peers = [
@@ -251,7 +254,8 @@ def _watch(
         for seat, worker in zip(seats, roster.workers, strict=True)
     ]
     links = connect(listener, index, peers, bytes.fromhex(roster.secret), deadline)
-    return Watch(links, index, [peer.name for peer in peers], timeout_s) if links else None
+    names = [peer.name for peer in peers]
+    return Watch(links, index, names, timeout_s, whereabouts=whereabouts) if links else None
 
 
 def _leave() -> None:

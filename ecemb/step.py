@@ -6,6 +6,7 @@ import logging
 
 from .errors import UsageError
 from .transaction import Transactions
+from .words import short
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -38,5 +39,7 @@ class Step:
         """
         if self._transactions.in_flight != self.number + 1:
             raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
-        logger.warning("step %d is aborted by this rank%s", self.number, f": {reason}" if reason else "")
+        level = logging.DEBUG if self._transactions.aborting else logging.WARNING  # not for each micro-batch
+        why = f": {short(reason)}" if reason else ""
+        logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self.number, why)
         self._transactions.abort()

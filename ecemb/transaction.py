@@ -44,7 +44,9 @@ from .slots import Savepoint
 from .threads import hand_over
 from .transport import Transport
 from .watch import EXIT_UNDECIDED
+from .whereabouts import Whereabouts
 from .window import Window
+from .words import short
 
 Words = NDArray[np.uint64]
 
@@ -91,6 +93,7 @@ class Transactions:
         rank_state: what differs by rank.
         window: steps of a transaction, or what chooses their number.
         overlap: whether to exchange, prepare and apply beside the next step's body.
+        whereabouts: told of each step's begin and end.
     """
 
     def __init__(
@@ -102,12 +105,14 @@ class Transactions:
         window: Window | None = None,
         *,
         overlap: bool = False,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self._memory = memory
         self._transport = transport
         self._replicated = replicated
         self._rank_state = rank_state
         self._window = window or Window(1)
+        self._whereabouts = whereabouts or Whereabouts()
         self.in_flight: int | None = None
         self.aborting: bool = False
         self._steps = 0  # of the transaction, that have ended
@@ -126,6 +131,11 @@ class Transactions:
     def next_step(self) -> int:
         """The number of the step that begins next: that of all steps that have ended."""
         return self._memory.committed + self._steps if self._pending is None else self._handed
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self._memory.rank
 
     @property
     def window(self) -> Window:
@@ -153,6 +163,7 @@ class Transactions:
             raise UsageError(f"step {self.in_flight - 1} is open: commit or undo it first")
         self._window.begin()
         self.in_flight = transaction = self.next_step + 1
+        self._whereabouts.place = f"in the body of step {transaction - 1}"
         if self._steps == 0:
             self._memory.arm(transaction)
         else:
@@ -200,6 +211,7 @@ class Transactions:
             NotEnoughSpace: a journal can't grow. Undone here.
         """
         transaction, began = self._open(), time.perf_counter()
+        self._whereabouts.place = f"at the end of step {transaction - 1}"
         self._settle()
         whole = self._steps + 1 >= self._window.size  # which the transaction before may have chosen
         found = self._attempt(transaction, 1) if whole else self._meet(transaction, 1, None)
@@ -213,6 +225,7 @@ class Transactions:
         else:
             self._steps += 1
         self.in_flight = None
+        self._whereabouts.place = f"before step {transaction}"
         return aborted
 
     def drain(self) -> None:
@@ -241,7 +254,7 @@ class Transactions:
             As `commit` does: that transaction is not prepared then.
         """
         if self._pending is not None:
-            with self.phase("wait"):
+            with self.phase("wait"), self._whereabouts.waiting():
                 self._pending.result()
             self._pending = None
 
@@ -312,6 +325,9 @@ class Transactions:
             error: why.
         """
         transaction = self._open()
+        level = logging.ERROR if cause_of(error) is None else logging.INFO  # else that rank says it
+        text = short(f"{type(error).__name__}: {error}", 110)
+        logger.log(level, "rank %d: step %d failed (%s); undoing it", self.rank, transaction - 1, text)
         if self._pending is not None:
             if not self._pending.cancel():
                 wait([self._pending])
@@ -407,7 +423,7 @@ class Transactions:
             "recovery decides from the arenas",
             transaction - 1,
             type(error).__name__,
-            error,
+            short(error),
         )
         with suppress(OSError):
             stack = "".join(traceback.format_exception(error))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from .error_file import follows
 from .errors import EcembError, NotEnoughSpace, PeerFailure
+from .whereabouts import Whereabouts
 
 Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
@@ -44,6 +45,7 @@ class _Waits:
         self.world_size: int = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
+        self.whereabouts = Whereabouts()
 
     def close(self) -> None:
         """Ends the group. All ranks, each for itself."""
@@ -61,7 +63,8 @@ class _Waits:
     def _finish(self, work: dist.Work, what: str) -> None:
         began = time.monotonic()
         try:
-            work.wait(datetime.timedelta(seconds=self._timeout_s))  # so NCCL's is one of the host, too
+            with self.whereabouts.waiting():
+                work.wait(datetime.timedelta(seconds=self._timeout_s))  # so NCCL's is one of the host, too
             if not work.is_completed():
                 raise RuntimeError("the wait has ended before it")
         except RuntimeError as error:

@@ -29,6 +29,8 @@ from multiprocessing.util import Finalize
 from . import error_file
 from .beats import Beats
 from .links import Link, drop, neighbours, pair
+from .whereabouts import Whereabouts
+from .words import listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -41,7 +43,9 @@ _GOODBYE_S = 1.0  # for neighbours to take a goodbye in
 _BEAT = b"\1"  # one byte, so that it is sent as a whole; all else begins with another one
 _MESSAGE = struct.Struct("!BBHII")  # kind; of a death: why, bytes of text that follow, who, silence in ms
 _MOST_BYTES = 400  # of text
-_BYE, _DEAD = 2, 3
+_BYE, _DEAD, _ASK, _HERE = 2, 3, 4, 5
+WAIT_S = 30.0  # of one wait of the main thread, after which a line says where the others are
+_ANSWER_S = 3.0  # for them to say it
 _DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
 
 
@@ -88,6 +92,7 @@ class Watch:
         names: of all workers, by index, for messages.
         timeout_s: a longer silence is a death.
         end: called in the watch's thread with what happened, in place of `end_process`.
+        whereabouts: where this worker is, for those who wait for it.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Watch:
         names: Sequence[str],
         timeout_s: float,
         end: Callable[[str], None] | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self._links = {link.fileno(): link for link in links}
         self._silence_s = {link.peer: 0.0 for link in links}
@@ -109,6 +115,12 @@ class Watch:
         self._pid = os.getpid()
         self._wake, self._alarm = pair()
         self._poll = select.poll()
+        self._whereabouts = whereabouts or Whereabouts()
+        self._answers: dict[
+            int, tuple[str, bool]
+        ] = {}  # of neighbours: where they are, and whether they wait
+        self._asked_at: float | None = None
+        self._asked = ""  # where this worker waited then
         self._beats = Beats(list(self._links), self._beat_s, _BEAT)
         self._at_exit = Finalize(None, self._leave, exitpriority=0)
         self._thread = threading.Thread(target=self._run, name="ecemb-watch", daemon=True)
@@ -191,6 +203,7 @@ class Watch:
             for peer in (link.peer for link in self._links.values()):
                 if self._silence_s[peer] > self._timeout_s:
                     return _Death(peer, _SILENT, self._silence_s[peer])
+            self._ask_where_others_are(last)
             if self._last_word is not None:
                 return None
             if _main_thread_failed():
@@ -212,18 +225,70 @@ class Watch:
             if kind == _BYE:
                 self._forget(link)
                 return None
-            if (
-                kind != _DEAD
-                or index >= len(self._names)
-                or not _DIED <= why <= _GARBLED
-                or size > _MOST_BYTES
-            ):
+            if kind not in (_DEAD, _ASK, _HERE) or size > _MOST_BYTES:
                 return _Death(link.peer, _GARBLED)
             if (message := link.take(_MESSAGE.size + size)) is None:
                 break
-            text = message[_MESSAGE.size :].decode(errors="replace")
-            return _Death(index, why, silence_ms / 1000, "".join(filter(str.isprintable, text)))
+            text = "".join(filter(str.isprintable, message[_MESSAGE.size :].decode(errors="replace")))
+            if kind == _HERE:
+                self._answers[link.peer] = text, bool(why)
+            elif kind == _ASK:
+                self._answer(link)
+            elif index >= len(self._names) or not _DIED <= why <= _GARBLED:
+                return _Death(link.peer, _GARBLED)
+            else:
+                return _Death(index, why, silence_ms / 1000, text)
         return None if there else _Death(link.peer, _DIED)
+
+    def _ask_where_others_are(self, now: float) -> None:
+        """Looks whether the main thread waits for long, and once, if it does, for whom.
+
+        Questions and answers are sent beside the beats. Only to a full connection would one of them go in two
+        parts, with a beat between: to a neighbour that hasn't read for hours.
+        """
+        place, waited_s = self._whereabouts.place, self._whereabouts.waited_s
+        if waited_s < WAIT_S:
+            self._asked_at = None
+        elif self._asked_at is None and place != self._asked:
+            self._asked_at, self._asked = now, place
+            self._answers.clear()
+            self._tell(_MESSAGE.pack(_ASK, 0, 0, self._index, 0))
+        elif self._asked_at is not None and (
+            len(self._answers) >= len(self._links) or now - self._asked_at > _ANSWER_S
+        ):
+            self._asked_at = None
+            self._say_where_others_are(place, waited_s)
+
+    def _answer(self, link: Link) -> None:
+        text = self._whereabouts.place.encode()[:_MOST_BYTES]
+        link.send(_MESSAGE.pack(_HERE, self._whereabouts.waited_s > 0, len(text), self._index, 0) + text)
+
+    def _say_where_others_are(self, place: str, waited_s: float) -> None:
+        """Names the neighbours that are elsewhere, unless a lower rank that waits, too, will name them."""
+        waiting = {peer for peer, (_, waits) in self._answers.items() if waits}
+        elsewhere: dict[str, list[int]] = {}
+        for peer in sorted(link.peer for link in self._links.values()):
+            there, _ = self._answers.get(
+                peer, ("in a call that keeps Python's interpreter, or stopped", False)
+            )
+            lower = {one for one in (peer, *neighbours(peer, len(self._names))) if one < self._index}
+            if there != place and not lower & waiting:
+                elsewhere.setdefault(there, []).append(peer)
+        if elsewhere:
+            logger.warning(
+                "%s has waited for %.0f s %s, and %s: all ranks make the same calls in every step",
+                listed([self._rank(self._index)]),
+                waited_s,
+                place,
+                ", ".join(
+                    f"{listed(list(map(self._rank, peers)))} {'is' if len(peers) == 1 else 'are'} {there}"
+                    for there, peers in elsewhere.items()
+                ),
+            )
+
+    def _rank(self, index: int) -> int:
+        """`rank 2 (host a, pid 7)` -> 2."""
+        return int(self._names[index].split()[1])
 
     def _forget(self, link: Link) -> None:
         """Ends a link. No beat may go to a descriptor that is another's by then."""

@@ -202,6 +202,11 @@ def dead(index: int, why: int = _DIED) -> bytes:
     return _MESSAGE.pack(_DEAD, why, 0, index, 0)
 
 
+def answer(place: str, *, waits: bool) -> bytes:
+    text = place.encode()
+    return _MESSAGE.pack(watch_module._HERE, waits, len(text), 1, 0) + text
+
+
 def said_to_end_by(error: str) -> bytes:
     return _Death(2, watch_module._GAVE_UP, error=error).pack()
 
@@ -213,6 +218,7 @@ def said_to_end_by(error: str) -> bytes:
         (b"\1", "rank 1 died"),  # cut short
         (_BEAT + _BEAT + dead(2), "rank 2 died"),
         (said_to_end_by("ValueError: 7"), "rank 2 ended by ValueError: 7 (see its log)"),
+        (answer("anywhere", waits=False) + dead(2), "rank 2 died"),
         (said_to_end_by("a\nb"), "rank 2 ended by ab (see its log)"),
         (_MESSAGE.pack(_DEAD, _DIED, 401, 2, 0) + bytes(401), "rank 1 sent what is no message"),
         (dead(0), "the other ranks count this one out: rank 0 died"),
@@ -271,6 +277,76 @@ def test_who_gives_up_tells_the_others() -> None:
         while part := far.recv(1 << 10):
             said += part
         assert said.endswith(dead(0, watch_module._GAVE_UP)) and not ended
+
+
+def waiting_since_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "WAIT_S", -1.0)
+    monkeypatch.setattr(watch_module, "_ANSWER_S", 0.5)
+
+
+def asked(far: socket.socket) -> None:
+    """Waits for the question where the test is."""
+    said = b""
+    while not said.strip(_BEAT):
+        said += far.recv(1 << 10)
+    assert _MESSAGE.unpack(said.strip(_BEAT).ljust(_MESSAGE.size, b"\0"))[0] == watch_module._ASK
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            answer("in guard.save(), before step 7", waits=True),
+            "rank 1 is in guard.save(), before step 7: all",
+        ),
+        (b"", "rank 1 is in a call that keeps Python's interpreter, or stopped: all"),
+    ],
+)
+def test_who_waits_for_long_says_where_the_others_are(
+    said: bytes, line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting_since_long(monkeypatch)
+    with one(timeout_s=5.0) as (_, far, ended):
+        asked(far)
+        far.sendall(said)
+        deadline = time.monotonic() + DEADLINE_S
+        while not caplog.records:
+            assert time.monotonic() < deadline and not ended
+            far.sendall(_BEAT)
+            time.sleep(0.01)
+        assert f"s before ecemb.protect(), and {line}" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("index", "place"), [(0, "before ecemb.protect()"), (1, "in guard.close(), before step 7")]
+)
+def test_nothing_is_said_of_who_is_here_too_nor_if_a_lower_rank_says_it(
+    index: int, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting_since_long(monkeypatch)
+    near, far = pair()
+    far.setblocking(True)
+    watch = Watch([Link(1 - index, near)], index, ["rank 0", "rank 1"], 5.0, lambda _: None)
+    try:
+        asked(far)
+        far.sendall(answer(place, waits=True))
+        deadline = time.monotonic() + DEADLINE_S
+        while watch._asked_at is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert watch._answers and not caplog.records
+    finally:
+        watch.close()
+        drop(far)
+
+
+def test_a_question_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one() as (_, far, ended):
+        far.sendall(_MESSAGE.pack(watch_module._ASK, 0, 0, 1, 0))
+        said = b""
+        while b"before ecemb.protect()" not in said:
+            said += far.recv(1 << 10)
+        assert not ended
 
 
 def start(size: int) -> list[Watch]:

@@ -1,0 +1,46 @@
+"""A training in which a rank makes another call than the rest. Started by torchrun.
+
+    straggler_worker.py FOLDER HOW
+
+HOW is `save`: rank 0 alone saves after the second step; or `short`: rank 1 ends after the second step.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ecemb
+from ecemb import watch
+
+
+def train(folder: Path, how: str) -> None:
+    watch.WAIT_S = 2.0
+    ecemb.init_process_group("gloo", job="straggler", arena_dir=folder)
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"bag": ecemb.nn.ShardedEmbeddingBag(30, 4)})
+    sparse = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = ecemb.protect(model, optimizers=[sparse], code=ecemb.Code(3, 2))
+    for _ in range(2 if (how, rank) == ("short", 1) else 5):
+        with guard.step() as step:
+            sparse.zero_grad()
+            torch.ones(4, 4, requires_grad=True).sum().backward()
+            if step.number < 2:  # whose lookup and backward all ranks take part in
+                model["bag"](torch.randint(30, (4, 2))).square().sum().backward()
+                sparse.step()
+        if how == "save" and rank == 0 and step.number == 1:
+            guard.save(folder / "checkpoints")
+    guard.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, without its warning
+    train(Path(sys.argv[1]), sys.argv[2])
