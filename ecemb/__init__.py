@@ -10,14 +10,18 @@ guard.close()
 
 from __future__ import annotations
 
-from . import errors, nn
-from .adapters.live import tables
-from .checkpoint import CheckpointReader, CheckpointWriter
-from .code import Code
-from .guard import Guard, Step, protect
-from .recovery import RecoveryReport
-from .rendezvous import init_process_group
-from .scrub import ScrubReport
+from . import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from . import nn
+    from .adapters.live import tables
+    from .checkpoint import CheckpointReader, CheckpointWriter
+    from .code import Code
+    from .guard import Guard, Step, protect
+    from .recovery import RecoveryReport
+    from .rendezvous import init_process_group
+    from .scrub import ScrubReport
 
 __all__ = [
     "CheckpointReader",
@@ -36,3 +40,35 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Where the names come from. They are imported when the first of them is used, and all at once, as what one of
+# these modules does when it is imported has to be done whichever name is used: so `ecemb-run` and
+# `python -m ecemb arenas` don't have to wait for torch.
+_HOME = {
+    "CheckpointReader": "checkpoint",
+    "CheckpointWriter": "checkpoint",
+    "Code": "code",
+    "Guard": "guard",
+    "RecoveryReport": "recovery",
+    "ScrubReport": "scrub",
+    "Step": "guard",
+    "init_process_group": "rendezvous",
+    "nn": "nn",
+    "protect": "guard",
+    "tables": "adapters.live",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    for public, home in _HOME.items():
+        module = import_module(f"{__name__}.{home}")
+        globals()[public] = module if public == home else getattr(module, public)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

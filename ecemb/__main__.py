@@ -1,9 +1,16 @@
-"""The command line: `python -m ecemb plan`, `check`, `top`, and `arenas ls` and `rm`.
+"""The command line: `python -m ecemb plan`, `check`, `top`, `arenas ls` and `rm`, and `run`: `ecemb-run`.
 
 Owns what is printed, and the exit codes: 0 done, 1 refused or nothing there, 2 not understood.
 """
 
 from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and sys.argv[1:2] == ["run"]:  # which has no time for what `plan` imports
+    from .launch.stub import main as run
+
+    run(sys.argv[2:])
 
 import argparse
 import dataclasses
@@ -11,7 +18,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -102,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_top(parts.add_parser("top", help=_TOP, description=_TOP.capitalize() + ".", epilog=_TOP_SHOWS))
     about = "memory that workers left behind on this machine, or hold"
+    parts.add_parser("run", help="run a script warm, as ecemb-run does", add_help=False)
     commands = parts.add_parser("arenas", help=about, description=about.capitalize() + ".")
     kinds = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -16,6 +16,9 @@ FLOORS = """
 errors threads progress error_file whereabouts words between
 kernels.checks kernels.rowset kernels.emit kernels.team kernels.triton_loops
 code placement kernels header lock mapping folder space
+launch launch.wire launch.processes launch.identity launch.command
+launch.preload launch.worker launch.servers
+launch.server launch.stub
 kernels.products directory odds beats
 kernels.loops planner
 kernels.reference kernels.cpu

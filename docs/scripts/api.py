@@ -100,7 +100,8 @@ def found(name: str) -> Definition:
     module, _, last = name.rpartition(".")
     path = ROOT / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in [*body, *(inner for outer in body if isinstance(outer, ast.If) for inner in outer.body)]:
         if isinstance(node, Definition) and node.name == last:
             return node
         if isinstance(node, ast.ImportFrom) and last in [one.asname or one.name for one in node.names]:

@@ -1,0 +1,207 @@
+"""What the fork server imports before it forks, and what makes a module unfit for that.
+
+A forked process has one thread, no context on a device, and reads its rank when it runs: a module whose
+import leaves threads, child processes or an open device behind, or reads what differs between workers, can't
+be imported before the fork. It can't be taken back either, so the caller has to start anew without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+
+from .identity import is_of_a_worker
+
+ALWAYS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.nn.functional",
+    "torch._dynamo",  # every optimizer imports it when it is made
+    "torch.profiler",
+    "encodings.idna",  # whoever connects to a host by its name
+    "ecemb",
+)
+_DEVICE = re.compile(r"/dev/(nvidia(\d+|-uvm)|kfd|dri/)")
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def names(script: str | None, wanted: Iterable[str], unwanted: Iterable[str]) -> list[str]:
+    """The modules to import, in order: those of every training, the script's, and what was asked for.
+
+    Args:
+        script: path of the script, or None.
+        wanted: modules to import, too.
+        unwanted: modules to leave out, with all below them.
+    """
+    found = [*ALWAYS, *(imported_by(script) if script is not None else ()), *wanted]
+    without = tuple(unwanted)
+    return [
+        name for name in dict.fromkeys(found) if not any(f"{name}.".startswith(f"{one}.") for one in without)
+    ]
+
+
+def imported_by(script: str) -> list[str]:
+    """The installed modules that a script imports whenever it runs: found by reading it, not by running it.
+
+    What isn't installed may change between two starts, and is left to the script, as is Python's own library.
+    """
+    try:
+        with open(script, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return []  # running it will tell
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            found.append(node.module)
+            found += [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*"]
+    folder = os.path.dirname(os.path.realpath(script))
+    top_names = {name.partition(".")[0] for name in found}
+    installed = {name for name in top_names if _is_installed(name, folder)}
+    return [name for name in found if name.partition(".")[0] in installed and _is_module(name)]
+
+
+def script_of(module: str, folder: str) -> str | None:
+    """The file that `python -m module` would run in a folder; None if it isn't found without importing."""
+    path: list[str] | None = [folder, *sys.path]
+    found = None
+    for part in [*module.split("."), "__main__"]:
+        found, before = importlib.machinery.PathFinder.find_spec(part, path), found
+        if found is None:
+            return before.origin if before is not None and part == "__main__" else None
+        if found.submodule_search_locations is None:
+            return found.origin
+        path = list(found.submodule_search_locations)
+    return None
+
+
+def load(name: str) -> None:
+    """Imports a module; of ecemb all that its workers use, with the kernels compiled.
+
+    Raises:
+        ImportError: it isn't there.
+        Exception: whatever its import raises.
+    """
+    module = importlib.import_module(name)
+    if name == "ecemb":
+        for public in module.__all__:
+            getattr(module, public)
+        importlib.import_module("ecemb.kernels").get("cpu")
+
+
+def residue(children: int) -> str | None:
+    """What imports have left behind that a forked process can't have; None if nothing.
+
+    Args:
+        children: processes that this one had started before.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is what this looks for
+        fork = os.fork()  # before it, the threads of a linear algebra library end by its own hand
+    if fork == 0:
+        os._exit(0)
+    os.waitpid(fork, 0)
+    if (threads := len(os.listdir("/proc/self/task")) - 1) > 0:
+        return f"starts {threads} {'thread' if threads == 1 else 'threads'} when it is imported"
+    if started := _children() - children:
+        return f"starts {started} {'process' if started == 1 else 'processes'} when it is imported"
+    if device := next(filter(_DEVICE.match, _open_files()), None):
+        return f"opens {device} when it is imported, which forked processes couldn't use any more"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "initializes CUDA when it is imported, which forked processes couldn't use any more"
+    return None
+
+
+def child_count() -> int:
+    """Processes that this one has started and not waited for."""
+    return _children()
+
+
+class Watched(type(os.environ)):
+    """The environment while modules are imported: it knows what they have read that differs by worker."""
+
+    read: set[str] = set()  # noqa: RUF012 - one for the process, as is the environment
+
+    def __getitem__(self, key: str) -> str:
+        if isinstance(key, str) and is_of_a_worker(key):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.read.add(key)
+        return super().__getitem__(key)
+
+
+def watch_environment(on: bool) -> None:
+    """Begins or ends to note what is read of the environment."""
+    environment = os.environ
+    plain = Watched.__base__
+    environment.__class__ = Watched if on else plain  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def shadowed(folder: str | None, before: frozenset[str]) -> str | None:
+    """A file in a script's folder that a plain start would import where something else is loaded already.
+
+    Args:
+        folder: the script's; None if the interpreter wouldn't look there.
+        before: modules that Python itself had loaded before any folder is looked at.
+    """
+    if not folder:
+        return None
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return None
+    for entry in entries:
+        name, dot, _ = entry.partition(".")
+        module = sys.modules.get(name)
+        if module is None or name in before or (dot and not entry.endswith((".py", ".so", ".pyc"))):
+            continue
+        path = os.path.join(folder, entry)
+        if not dot and not os.path.exists(os.path.join(path, "__init__.py")):
+            continue
+        loaded = getattr(module, "__file__", None)
+        if loaded is None or os.path.realpath(loaded).startswith(os.path.realpath(path)):
+            continue
+        return path
+    return None
+
+
+def _is_installed(name: str, folder: str) -> bool:
+    if importlib.machinery.PathFinder.find_spec(name, [folder]) is not None:
+        return False  # a file of the script's own goes first
+    found = importlib.machinery.PathFinder.find_spec(name)
+    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+    return any(_INSTALLED & set(place.split(os.sep)) for place in places if place)
+
+
+def _is_module(name: str) -> bool:
+    """Whether a dotted name is a module, and not something in one; nothing is imported for that."""
+    path: list[str] | None = None
+    for part in name.split("."):
+        found = importlib.machinery.PathFinder.find_spec(part, path)
+        if found is None:
+            return False
+        path = list(found.submodule_search_locations or ())
+    return True
+
+
+def _children() -> int:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return len(file.read().split())
+    except OSError:
+        return 0
+
+
+def _open_files() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            yield os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue

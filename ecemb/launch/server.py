@@ -1,0 +1,413 @@
+"""The fork server: imports once, and forks a worker for each request.
+
+    python -c "..." CONFIG       as `stub` starts it; its listening socket is descriptor 3, the folder 4
+
+One thread, one loop. It has no state of the job: what a worker is to be comes with the request, and how it
+has ended goes to the stub that asked. A worker lives as long as the connection that asked for it. The server
+is its parent and alone waits for it, so a process id never names another process. If the server ends, the
+kernel ends its workers.
+
+Invariant: while a request is accepted, this process has a single thread, no child but workers and no device
+open (`preload.residue`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from . import preload, processes, wire
+from .worker import Request, Work, become
+
+LISTENER, FOLDER = 3, 4
+LOCK = "lock"
+_GRACE_S = 3.0
+"""After the last worker of a job has ended well, before the server does: another one may start late."""
+_BEFORE = frozenset(sys.builtin_module_names) | {
+    "site", "os", "io", "abc", "codecs", "encodings", "stat", "posixpath", "genericpath", "zipimport"
+}  # fmt: skip
+
+
+class _Client:
+    """A connection, and the worker that was forked for it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.inbox = wire.Inbox(connection)
+        self.request: Mapping[str, Any] | None = None  # until it is met
+        self.worker: int | None = None
+
+    def close(self) -> None:
+        self.connection.close()
+        for descriptor in self.inbox.descriptors:
+            os.close(descriptor)
+        self.inbox.descriptors.clear()
+
+
+class Server:
+    """The loop, and what it has to know of the world between two turns of it.
+
+    Args:
+        config: as `stub` writes it.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._name: str = config["name"]
+        self._inode: int = config["inode"]
+        self._idle_s: float | None = config["idle_s"]
+        self._said: list[str] = config["said"]
+        self._changed: dict[str, str | None] = {}
+        self._script: str | None = config["script"]
+        if config["module"] is not None:
+            self._script = preload.script_of(config["module"], config["folder"])
+        self._names: list[str] = []
+        self._script_changed: int | None = None
+        self._files: dict[str, int] = {}
+        self._installed: list[object] = []
+        self._clients: dict[int, _Client] = {}
+        self._dying: set[int] = set()  # killed, because nobody waits for them any more
+        self._round_is_fine = True
+        self._used = False
+        self._retired = False
+        self._since = time.monotonic()
+        self._listener = socket.socket(fileno=LISTENER)
+        self._listener.setblocking(False)
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for descriptor in (LISTENER, FOLDER):
+            os.set_inheritable(descriptor, False)
+
+    # --- what is imported ---------------------------------------------------------------------------
+
+    def preload(self) -> None:
+        """Imports what the job needs; starts this process anew without a module that isn't fit for it."""
+        before = dict(os.environ)
+        children = preload.child_count()
+        preload.watch_environment(True)
+        self._names = self._wanted()
+        for name in self._names:
+            preload.Watched.read.clear()
+            try:
+                preload.load(name)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything
+                self._say(f"{name} can't be imported ahead: {type(error).__name__}: {_line(error)}")
+            reason = preload.residue(children)
+            if reason is None and preload.Watched.read:
+                read = ", ".join(sorted(preload.Watched.read))
+                reason = f"reads {read} when it is imported, which differs by worker"
+            if reason is not None:
+                self._start_without(name, reason, before)
+        preload.watch_environment(False)
+        for name in before.keys() | os.environ.keys():
+            if before.get(name) != os.environ.get(name):
+                self._changed[name] = os.environ.get(name)
+        self._installed = _installed()
+        self._script_changed = _changed(self._script)
+        self._files = {path: changed for path in _own_files() if (changed := _changed(path))}
+        gc.collect()
+        gc.freeze()
+
+    def _wanted(self) -> list[str]:
+        config = self._config
+        return preload.names(self._script, config["preload"], config["without"])
+
+    def _start_without(self, name: str, reason: str, environment: dict[str, str]) -> None:
+        self._say(f"{name} is not imported ahead: it {reason}; --no-preload {name} spares the attempt")
+        config: dict[str, Any] = {**self._config, "said": self._said}
+        config["without"] = [*config["without"], name]
+        for descriptor in (LISTENER, FOLDER):
+            os.set_inheritable(descriptor, True)
+        sys.stdout.flush()
+        os.chdir(config["folder"])
+        os.execve(sys.executable, [*config["interpreter"], json.dumps(config)], environment)
+
+    def _say(self, line: str) -> None:
+        self._said.append(line)
+        print(line, flush=True)
+
+    # --- the loop -----------------------------------------------------------------------------------
+
+    def serve(self) -> Work | None:
+        """Serves until it is time to end. Returns in each worker what it has to run, in the server None."""
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._since = time.monotonic()
+        while True:
+            poll = select.poll()
+            for descriptor in (self._listener.fileno(), self._wake, *self._clients):
+                poll.register(descriptor, select.POLLIN)
+            left_s = self._left_s()
+            if left_s is not None and left_s <= 0 and self._end():
+                return None
+            ready = poll.poll(None if left_s is None else max(0.0, left_s) * 1000 + 1)
+            self._reap()
+            for descriptor, _ in ready:
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                elif descriptor in self._clients:
+                    self._hear(self._clients[descriptor])
+            for client in list(self._clients.values()):
+                if client.request is not None and not self._dying:
+                    work = self._start(client, client.request)
+                    if work is not None:
+                        return work
+
+    def _left_s(self) -> float | None:
+        """Seconds until the server has to end; None while it needn't."""
+        if self._dying or self._clients:
+            return None
+        if self._retired:
+            return 0.0
+        wait_s = _GRACE_S if self._used and self._round_is_fine else self._idle_s
+        return None if wait_s is None else self._since + wait_s - time.monotonic()
+
+    def _end(self) -> bool:
+        """Takes the socket away; False if somebody came in the last moment."""
+        self._retire()
+        with contextlib.suppress(BlockingIOError):
+            self._accept()
+            return not self._clients
+        return True
+
+    def _leave_name(self) -> None:
+        """Removes the socket's name, if it is this server's still."""
+        lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=FOLDER)
+        try:
+            for _ in range(100):
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+            else:
+                return  # a name without a server is in nobody's way
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino == self._inode:
+                    os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
+                    os.unlink(self._config["log"], dir_fd=FOLDER)
+        finally:
+            os.close(lock)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        try:
+            wire.check_peer(connection)
+        except (wire.Foreign, OSError) as error:
+            print(f"a connection was refused: {error}", flush=True)
+            connection.close()
+            return
+        self._clients[connection.fileno()] = _Client(connection)
+
+    def _hear(self, client: _Client) -> None:
+        try:
+            alive = client.inbox.read()
+            while (message := client.inbox.take()) is not None:
+                self._act(client, message)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"a request could not be understood: {error!r}", flush=True)
+            alive = False
+        if not alive:
+            self._drop(client)
+
+    def _act(self, client: _Client, message: Mapping[str, Any]) -> None:
+        what = message["what"]
+        if what == "run" and client.worker is None:
+            client.request = message
+        elif what == "signal" and client.worker is not None:
+            _kill(client.worker, message["signal"], group=message["group"])
+        elif what == "stop":
+            running = self._running()
+            self._retire()
+            wire.send(client.connection, {"what": "stopping", "running": running, "pid": os.getpid()})
+
+    def _start(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
+        """Meets a request. In the new process it returns what that has to run, here None."""
+        client.request = None
+        try:
+            return self._fork(client, message)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"a request could not be met: {error!r}", flush=True)
+            self._drop(client)
+            return None
+
+    def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
+        if self._is_stale():
+            self._retire()
+            self._drop(client)  # it will start another server
+            return None
+        reason = self._refusal(message)
+        if reason is not None:
+            wire.send(client.connection, {"what": "refused", "reason": reason})
+            self._drop(client)
+            return None
+        request = Request(message, client.inbox.descriptors)
+        said = [] if self._used else self._said
+        wire.send(client.connection, {"what": "accepted", "server": os.getpid(), "said": said})
+        client.inbox.descriptors = []
+        self._name, self._idle_s = message["name"], message["idle_s"]
+        self._round_is_fine = self._round_is_fine or not self._running()
+        server = os.getpid()
+        sys.stdout.flush()
+        every = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, server)
+            return Work(request.target, request.arguments, is_module=request.is_module)
+        signal.pthread_sigmask(signal.SIG_SETMASK, every)
+        for descriptor in (request.folder, *request.descriptors):
+            os.close(descriptor)
+        client.worker = pid
+        with contextlib.suppress(OSError):
+            wire.send(client.connection, {"what": "started", "pid": pid})
+        return None
+
+    def _become(self, request: Request, server: int) -> None:
+        """In the new process: lets go of what the server had open, and becomes what was asked for."""
+        try:
+            for client in self._clients.values():
+                client.close()
+            self._listener.close()
+            for descriptor in (FOLDER, self._wake, self._woken):
+                os.close(descriptor)
+            become(request, server, self._changed)
+        except BaseException as error:  # noqa: BLE001 - nothing of the server may go on in this process
+            with contextlib.suppress(OSError):
+                os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())
+            os._exit(1)
+
+    def _refusal(self, message: Mapping[str, Any]) -> str | None:
+        """Why a plain start would be another thing than a forked process; None if it wouldn't."""
+        path = preload.shadowed(message["script_folder"], _BEFORE)
+        if path is not None:
+            return f"{path} has the name of a module that is imported ahead, and would be taken in its place"
+        used = {int(number) for number in os.listdir("/proc/self/fd")}
+        ours = {LISTENER, FOLDER, self._wake, self._woken, *self._clients}
+        ours.update(number for client in self._clients.values() for number in client.inbox.descriptors)
+        taken = {number for number in message["descriptors"] if number > 2} & used - ours
+        for number in taken:
+            with contextlib.suppress(OSError):
+                return f"descriptor {number} is taken by {os.readlink(f'/proc/self/fd/{number}')}"
+        return None
+
+    def _is_stale(self) -> bool:
+        """Whether files that were imported, or what is installed, have changed since."""
+        changed = _changed(self._script)
+        if changed != self._script_changed:
+            self._script_changed = changed
+            if self._names != self._wanted():
+                return True
+        return self._installed != _installed() or any(
+            _changed(path) != since for path, since in self._files.items()
+        )
+
+    def _retire(self) -> None:
+        """From here on nobody finds this server; it ends when its last worker has."""
+        if not self._retired:
+            self._retired = True
+            self._leave_name()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._dying.discard(pid)
+            for client in list(self._clients.values()):
+                if client.worker == pid:
+                    client.worker = None
+                    self._note_end(fine=status == 0)
+                    with contextlib.suppress(OSError):
+                        wire.send(client.connection, {"what": "ended", "status": status})
+                    self._drop(client)
+
+    def _note_end(self, *, fine: bool) -> None:
+        self._round_is_fine = self._round_is_fine and fine
+        self._used, self._since = True, time.monotonic()
+
+    def _running(self) -> int:
+        return sum(client.worker is not None for client in self._clients.values())
+
+    def _drop(self, client: _Client) -> None:
+        """Forgets a connection; its worker, if it runs, is killed with all that is in its group."""
+        if client.worker is not None:
+            _kill(client.worker, signal.SIGKILL, group=True)
+            self._dying.add(client.worker)
+            client.worker = None
+            self._note_end(fine=False)
+        self._clients.pop(client.connection.fileno(), None)
+        client.close()
+
+
+def main() -> Work:
+    """Runs the server that the last argument describes. Returns in workers alone, what they have to run."""
+    config = json.loads(sys.argv[-1])
+    processes.show_command(["ecemb-run", "server", config["shown"]])
+    server = Server(config)
+    server.preload()
+    os.chdir("/")
+    work = server.serve()
+    if work is None:
+        sys.stdout.flush()
+        os._exit(0)  # what imports want to do at the end is the workers' to do
+    return work
+
+
+def _kill(worker: int, number: int, *, group: bool) -> None:
+    """Sends a signal to a worker that hasn't been waited for, or to all of its group."""
+    if group:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker, number)
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, number)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _changed(path: str | None) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns if path else None
+    except OSError:
+        return None
+
+
+def _own_files() -> list[str]:
+    """Files of what was imported that a developer may change: neither Python's own nor installed ones."""
+    skipped = (os.path.dirname(os.__file__) + os.sep, sys.base_prefix + os.sep)
+    found: list[str] = []
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and not path.startswith(skipped) and "-packages" + os.sep not in path:
+            found.append(path)
+    return found
+
+
+def _installed() -> list[object]:
+    """What is installed, by the names of what says so."""
+    found: list[object] = []
+    for folder in sys.path:
+        if folder.endswith("-packages"):
+            with contextlib.suppress(OSError):
+                found.append(
+                    sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".pth")))
+                )
+    return found

@@ -1,0 +1,206 @@
+"""The fork servers of this user on this host: how they are found, started, and taken over.
+
+Owns the files in `{arena_dir}/ecemb-{uid}/.warm`: `{name}.sock` for a server, `{name}.log` for what it says,
+and `lock`, which is held while a server is looked for and started. A socket is listened on before its server
+has begun to import, so that nobody has to wait for it to appear; a socket that nobody listens on is replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import folder
+from . import identity
+from .command import Command
+
+LEVEL = ".warm"
+LOCK = "lock"
+LISTENER, FOLDER = 3, 4
+_CODE = (
+    "import sys; del sys.path[: not getattr(sys.flags, 'safe_path', False)]; "
+    "from ecemb.launch.server import main; main()()"
+)
+_LOCK_S = 60.0
+
+
+class Cold(Exception):
+    """A worker can't be forked, for the reason that it gives; a plain start will do."""
+
+
+class Gone(Exception):
+    """The server has ended before it took the request on: it was about to, or this one made it."""
+
+
+@contextmanager
+def place_of(arena_dir: str) -> Generator[int, None, None]:
+    """A descriptor of the folder with the sockets, which is made if it is missing."""
+    with folder.opened(Path(os.path.abspath(arena_dir)), (LEVEL,), create=True) as place:
+        yield place
+
+
+def connected(place: int, name: str) -> socket.socket | None:
+    """A connection to the server of that name; None if there is none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"/proc/self/fd/{place}/{name}.sock")  # so that no folder's name is too long
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except OSError as error:
+        connection.close()
+        raise Cold(f"the fork server can't be reached: {error}") from error
+    return connection
+
+
+def started(place: int, name: str, command: Command, numbers: list[int], blocked: Set[int]) -> socket.socket:
+    """A connection to the server of that name, which is started unless another process has done so."""
+    with locked(place):
+        connection = connected(place, name)
+        if connection is not None:
+            return connection
+        waiting = identity.server_name(preloads(command), None)
+        if is_there(place, waiting):
+            os.rename(f"{waiting}.sock", f"{name}.sock", src_dir_fd=place, dst_dir_fd=place)
+        else:
+            start(place, name, command, numbers, blocked)
+        connection = connected(place, name)
+    if connection is None:
+        raise Gone
+    return connection
+
+
+def is_there(place: int, name: str) -> bool:
+    """Whether somebody listens by that name."""
+    connection = connected(place, name)
+    if connection is not None:
+        connection.close()
+    return connection is not None
+
+
+@contextmanager
+def locked(place: int) -> Generator[None, None, None]:
+    """Holds the lock while the block lasts."""
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Cold(f"another process has been starting a server for {_LOCK_S:.0f} s") from None
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(lock)
+
+
+def start(place: int, name: str, command: Command, numbers: list[int], blocked: Set[int]) -> None:
+    """Starts a server in a session of its own; it listens when this returns."""
+    _sweep(place)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        umask = os.umask(0o177)
+        try:
+            listener.bind(f"/proc/self/fd/{place}/{name}.sock")
+        finally:
+            os.umask(umask)
+        listener.listen(1024)
+        inode = os.stat(f"{name}.sock", dir_fd=place, follow_symlinks=False).st_ino
+        _spawn(place, listener.fileno(), _config(name, inode, command), numbers, blocked)
+
+
+def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
+    script = command.target
+    if script is not None:
+        script = None if command.is_module else os.path.realpath(script)
+    return {
+        "name": name,
+        "inode": inode,
+        "log": f"{name}.log",
+        "folder": os.getcwd(),
+        "script": script,
+        "module": command.target if command.is_module else None,
+        "preload": command.preload,
+        "without": command.without,
+        "idle_s": command.idle_s,
+        "said": [],
+        "shown": f"{'-m ' if command.is_module else ''}{command.target or ''}",
+        "interpreter": [sys.executable, *interpreter_options(), "-c", _CODE],
+    }
+
+
+def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int], blocked: Set[int]) -> None:
+    log = os.open(
+        config["log"],
+        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
+        dir_fd=place,
+    )
+    high = [
+        fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10 + max(numbers, default=0))
+        for one in (listener, place, log)
+    ]
+    os.close(log)
+    environment = {name: value for name, value in os.environ.items() if not identity.is_of_a_worker(name)}
+    actions: list[Any] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, high[2], 1),
+        (os.POSIX_SPAWN_DUP2, high[2], 2),
+        (os.POSIX_SPAWN_DUP2, high[0], LISTENER),
+        (os.POSIX_SPAWN_DUP2, high[1], FOLDER),
+        *((os.POSIX_SPAWN_CLOSE, number) for number in numbers if number > FOLDER),
+    ]
+    command = [*config["interpreter"], json.dumps(config)]
+    try:
+        os.posix_spawn(
+            sys.executable,
+            command,
+            environment,
+            file_actions=actions,
+            setsid=True,
+            setsigmask=blocked,
+            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
+        )
+    except (OSError, NotImplementedError) as error:
+        raise Cold(f"the fork server can't be started: {error}") from error
+    finally:
+        for one in high:
+            os.close(one)
+
+
+def _sweep(place: int) -> None:
+    """Removes sockets that nobody listens on; the caller holds the lock."""
+    for entry in os.listdir(place):
+        name, _, suffix = entry.rpartition(".")
+        if suffix == "sock" and not is_there(place, name):
+            os.unlink(entry, dir_fd=place)
+
+
+def interpreter_options() -> list[str]:
+    """The interpreter's own options, as this process was started with them."""
+    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+    return flags[:-1] if flags[-1:] == ["-m"] else flags
+
+
+def is_unbuffered() -> bool:
+    """Whether the interpreter was started with -u."""
+    return bool(getattr(sys.stdout, "write_through", False))
+
+
+def preloads(command: Command) -> object:
+    """What tells servers apart beyond the process that they stand in for."""
+    target = command.target
+    if target is not None and not command.is_module:
+        target = os.path.realpath(target)
+    return [command.is_module, target, command.preload, command.without]

@@ -1,0 +1,264 @@
+"""What a forked process makes of itself before it runs a script, and how it runs it.
+
+Owns everything by which a process that was forked from a server could differ from one that the interpreter
+started: descriptors, environment, folder, signals, limits of its own, streams, seeds, `__main__`. The fork
+server's own stack is left before the script begins, and no frame of ours is in its tracebacks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import importlib
+import io
+import logging
+import os
+import random
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from typing import Any
+
+from . import processes
+
+
+class Request:
+    """What a worker is to be; the stub's own properties, mostly.
+
+    Args:
+        message: as `stub` sends it.
+        descriptors: that came with it, in the order of the message's.
+    """
+
+    def __init__(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        self.is_module: bool = message["is_module"]
+        self.target: str = message["target"]
+        self.arguments: list[str] = message["arguments"]
+        self.script_folder: str | None = message["script_folder"]
+        self.command_line: list[str] = message["command_line"]
+        self.environment: dict[str, str] = message["environment"]
+        self.unbuffered: bool = message["unbuffered"]
+        self.umask: int = message["umask"]
+        self.processors: list[int] = message["processors"]
+        self.ignored: list[int] = message["ignored"]
+        self.blocked: list[int] = message["blocked"]
+        self.numbers: list[int] = message["descriptors"]
+        if len(descriptors) != len(self.numbers) + 1:
+            raise ValueError(f"{len(self.numbers) + 1} descriptors were announced, {len(descriptors)} came")
+        self.folder, *self.descriptors = descriptors
+
+
+def become(request: Request, server: int, changed: Mapping[str, str | None]) -> None:
+    """Turns a process that was just forked, with all signals blocked, into what was asked for.
+
+    Args:
+        request: what was asked for. Its descriptors are closed.
+        server: process that this one was forked from; all that it alone had open is closed already.
+        changed: variables that imports have set, or removed (None), as they would have done here.
+    """
+    os.setsid()
+    if not processes.die_with_parent(server):
+        os._exit(1)
+    _take_signals(request.ignored)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    for name, value in changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _take_descriptors(request)
+    os.umask(request.umask)
+    os.sched_setaffinity(0, request.processors)
+    _open_streams(unbuffered=request.unbuffered)
+    _seed_anew()
+    processes.show_command(request.command_line)
+    sys.orig_argv[:] = request.command_line
+    if request.script_folder is not None:
+        sys.path.insert(0, request.script_folder)
+    importlib.invalidate_caches()
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+
+
+def _take_signals(ignored: Sequence[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        if number in ignored or number in (signal.SIGPIPE, signal.SIGXFSZ):  # the latter by Python itself
+            action: Any = signal.SIG_IGN
+        else:
+            action = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        if signal.getsignal(number) is not action and signal.getsignal(number) is not None:
+            signal.signal(number, action)
+
+
+def _take_descriptors(request: Request) -> None:
+    try:
+        os.fchdir(request.folder)
+    finally:
+        os.close(request.folder)
+    # Out of the way first: a number may be wanted that another one has still.
+    above = 1 + max([*request.numbers, *request.descriptors, 2])
+    moved = [_move(descriptor, above) for descriptor in request.descriptors]
+    for number in {0, 1, 2} - set(request.numbers):
+        os.close(number)
+    for descriptor, number in zip(moved, request.numbers, strict=True):
+        os.dup2(descriptor, number, inheritable=True)
+        os.close(descriptor)
+
+
+def _move(descriptor: int, least: int) -> int:
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(descriptor)
+    return moved
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Makes the standard streams as the interpreter would on what is open there now.
+
+    Log handlers that imports have made on a stream of the server go on with the one in its place.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        before = getattr(sys, name)
+        stream = _stream(descriptor, name, before, unbuffered=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        for reference in logging._handlerList:  # pyright: ignore
+            handler: Any = reference()
+            if getattr(handler, "stream", None) is before:
+                handler.stream = stream
+
+
+def _stream(descriptor: int, name: str, like: Any, *, unbuffered: bool) -> Any:
+    if not _is_open(descriptor):
+        return None
+    writes = name != "stdin"
+    mode, buffering = ("wb", 0 if unbuffered else -1) if writes else ("rb", -1)
+    buffer: Any = open(descriptor, mode, buffering, closefd=False)  # noqa: SIM115
+    raw = buffer if writes and unbuffered else buffer.raw
+    raw.name = f"<{name}>"
+    stream: Any = io.TextIOWrapper(
+        buffer,
+        encoding=like.encoding,
+        errors=like.errors,
+        newline="\n" if writes else None,
+        line_buffering=not unbuffered and (raw.isatty() or name == "stderr"),
+        write_through=unbuffered,
+    )
+    stream.mode = mode[0]
+    return stream
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _seed_anew() -> None:
+    """Seeds by chance whatever an import has seeded by chance; what is seeded by a constant stays."""
+    random.seed()  # what every fork does; but an import may have made it do otherwise
+    modules = sys.modules
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()
+    if "multiprocessing.process" in modules:
+        process: Any = modules["multiprocessing.process"]
+        process.ORIGINAL_DIR = os.getcwd()
+        process.current_process().authkey = os.urandom(32)
+
+
+class Work:
+    """A script that is to run as `__main__`.
+
+    Args:
+        target: its path, or a module's name.
+        arguments: behind its name.
+        is_module: whether `target` is a module's name.
+    """
+
+    def __init__(self, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
+        self._target = target
+        self._arguments = arguments
+        self._is_module = is_module
+
+    def __call__(self) -> None:
+        """Runs it; the interpreter ends as it would after a plain start once the caller returns or raises.
+
+        Raises:
+            SystemExit: the script's own, or 1 after it has raised.
+            KeyboardInterrupt: after the script's own was shown, so that this process ends by the signal.
+        """
+        try:
+            self._run()
+            return
+        except SystemExit:
+            raise
+        except BaseException as raised:  # noqa: BLE001 - shown as the interpreter shows it
+            error = raised
+        _show(error)
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = lambda *_: None
+            raise KeyboardInterrupt
+        raise SystemExit(1)
+
+    def _run(self) -> None:
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__builtins__=builtins, __annotations__={})
+        sys.modules["__main__"] = main
+        if self._is_module:
+            sys.argv[:] = ["-m", *self._arguments]
+            runpy._run_module_as_main(self._target)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        sys.argv[:] = [self._target, *self._arguments]
+        path = os.path.abspath(self._target)
+        if is_importable(path):  # a folder or an archive, with __main__.py in it
+            runpy._run_module_as_main("__main__", False)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+        if loader is SourcelessFileLoader:
+            code: Any = loader("__main__", path).get_code("__main__")
+        else:
+            with open(path, "rb") as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+
+
+def is_importable(path: str) -> bool:
+    """Whether modules can be imported from a path: then its `__main__` is what is run."""
+    for hook in sys.path_hooks:
+        try:
+            hook(path)
+        except ImportError:
+            continue
+        return True
+    return False
+
+
+def _show(error: BaseException) -> None:
+    """Shows what a script has raised as the interpreter would, without the frames that are ours."""
+    trace = error.__traceback__ = _without_ours(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as other:  # noqa: BLE001 - as the interpreter does
+        print("Error in sys.excepthook:", file=sys.stderr)
+        other.__traceback__ = _without_ours(other)
+        sys.__excepthook__(type(other), other, other.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+
+
+def _without_ours(error: BaseException) -> types.TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,128 @@
+"""Scripts started plainly and warm, and the processes that this leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+DEADLINE_S = 200
+LIGHT = ("--no-preload", "torch,ecemb,encodings")
+"""Nothing is imported ahead: such a server is there at once, and forks as any other."""
+
+MARK = "WARM_STARTS_OF_A_TEST"
+
+
+class Home:
+    """A folder with scripts, one with sockets, and an environment by which all processes are found again."""
+
+    def __init__(self, folder: Path, arena_dir: Path) -> None:
+        self.folder = folder
+        self.arena_dir = arena_dir
+        self.mark = uuid.uuid4().hex
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self.environment = {**kept, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def write(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    def command(self, *words: str, options: Sequence[str] = LIGHT, flags: Sequence[str] = ()) -> list[str]:
+        where = ("--arena-dir", str(self.arena_dir))
+        return [sys.executable, *flags, "-m", "ecemb", "run", *where, *options, *words]
+
+    def start(
+        self, *words: str, changed: Mapping[str, str] | None = None, **options: object
+    ) -> subprocess.Popen[str]:
+        command = self.command(*words, **options)  # type: ignore[arg-type]
+        environment = {**self.environment, **(changed or {})}
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def run(
+        self, command: Sequence[str], stdin: str = "", changed: Mapping[str, str] | None = None
+    ) -> tuple[int, str, str]:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**self.environment, **(changed or {})},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            start_new_session=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def warm(self, *words: str, stdin: str = "", options: Sequence[str] = LIGHT) -> tuple[int, str, str]:
+        return self.run(self.command(*words, options=options), stdin)
+
+    def plain(self, *words: str, stdin: str = "", flags: Sequence[str] = ()) -> tuple[int, str, str]:
+        return self.run([sys.executable, *flags, *words], stdin)
+
+    def processes(self) -> dict[int, str]:
+        """All that live and were started by this test, by their command lines."""
+        found: dict[int, str] = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (path / "environ").read_bytes() and int(path.name) != os.getpid():
+                    found[int(path.name)] = (
+                        (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    )
+        return found
+
+    def servers(self) -> list[int]:
+        return [pid for pid, line in self.processes().items() if line.startswith("ecemb-run server")]
+
+    def sockets(self) -> list[Path]:
+        return sorted(self.arena_dir.glob("*/.warm/*.sock"))
+
+
+@contextmanager
+def home() -> Iterator[Home]:
+    """A new one; nothing of it is left afterwards."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as arenas, tempfile.TemporaryDirectory() as folder:
+        made = Home(Path(os.path.realpath(folder)), Path(arenas))
+        try:
+            yield made
+        finally:
+            for pid in made.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(arenas, ignore_errors=True)
+            os.mkdir(arenas)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints; what it has said before it ended, if there is none."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, (process.wait(), process.communicate())
+    return line.rstrip("\n")
+
+
+def eventually(what: Callable[[], object]) -> None:
+    """Returns once it is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.01)
