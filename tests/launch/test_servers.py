@@ -129,6 +129,7 @@ def test_a_server_that_waits_is_taken_over(here: Home) -> None:
     for text in ("waits for standby.py", "waits already"):
         code, out, _ = here.run(here.command(name, options=(*LIGHT, "--standby")))
         assert code == 0 and text in out
+    eventually(here.servers)  # it names itself once its interpreter runs
     [server] = here.servers()
     for number in ("0", "1"):
         job = {"TORCHELASTIC_RUN_ID": "a job", "RANK": number, "LOCAL_RANK": number}
