@@ -36,7 +36,7 @@ def slow(seconds: float) -> None:
 def train(folder: Path, silence_s: float) -> None:
     start = int(os.environ["DETECTION_FIRST"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     watch = rendezvous.Watch  # the rendezvous keeps its deadline: starts take long on a busy machine
-    rendezvous.Watch = lambda links, index, names, _: watch(links, index, names, silence_s)
+    rendezvous.Watch = lambda links, index, names, _, **rest: watch(links, index, names, silence_s, **rest)
     ecemb.init_process_group("gloo", job="detection", arena_dir=folder)
     rank = dist.get_rank()
     torch.manual_seed(1)
