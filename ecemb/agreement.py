@@ -40,6 +40,7 @@ from .placement import Placement
 from .plan import RecoveryPlan, plan_recovery, plan_resume
 from .rankstate import Stateful
 from .rendezvous import Session
+from .roster import Roster
 from .rows import TableLayout, cut
 from .transport import Transport
 from .window import Window
@@ -229,11 +230,16 @@ def agree(
         layout=json.dumps({**told[session.rank], "lineage": lineage}),
         block_words=block_words,
         regions=(),
+        fill=_fill(session.roster, plan),
     )
     own_layouts, slot_bytes = layouts[session.rank], 0 if then is None else then.slot_bytes
     return World(
         placement, plan, own_layouts, block_words, constants, shards, lineage, stored, lost, slot_bytes
     )
+
+
+def _fill(roster: Roster, plan: RecoveryPlan) -> int:
+    return roster.generation if plan.begins else roster.judgement.survivors[0].constants.fill
 
 
 def _shard(table: EngineTable, world_size: int) -> Shard:
@@ -268,25 +274,28 @@ def _decide(
         )
     except JobFinished:  # the close may have been cut off before it told the durable tier
         if session.rank == 0 and isinstance(request.reader, CheckpointWriter):
-            step = max((header.committed for header in roster.headers), default=0)
+            step = max((header.committed for header in roster.judgement.finished), default=0)
             saver.finish(request.reader, session.job, step)
         raise
     except (TooManyErasures, StateLost) as error:
-        lost = str(error)
-        if damaged:
-            broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
-            lost += f". What can't be read counts as lost, and is left as it is: {broken}"
+        broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
+        lost = error.reason + (f". What can't be read counts as lost: {broken}" if damaged else "")
+        text = (
+            f"{error}. What can't be read counts as lost, and is left as it is: {broken}"
+            if damaged
+            else str(error)
+        )
         if request.reader is None:
-            raise type(error)(lost) from error
+            raise type(error)(text) from error
         stored = saver.find(request.reader, transport, session.job)
         if stored is None:
             nothing = f"resume= {saver.name_of(request.reader)} has no complete checkpoint"
-            raise type(error)(f"{lost} ({nothing})") from error
+            raise type(error)(f"{text} ({nothing})") from error
         plan = plan_resume(stored.step)
     if plan.kind == "fresh" and request.reader is not None:
         stored = saver.find(request.reader, transport, session.job)
         plan = plan if stored is None else plan_resume(stored.step)
-    if plan.kind == "fresh" and (broken := [r for r in damaged if "cut short" not in str(r.damage)]):
+    if plan.kind == "fresh" and (broken := [r for r in damaged if not r.torn]):
         raise ArenaDamaged(
             f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
             f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "

@@ -26,13 +26,13 @@ T = TypeVar("T")
 Domains = tuple[str, ...]
 Resolve = Callable[[str], Domains]
 
-_MAGIC = b"ecembR01"
+_MAGIC = b"ecembR02"
 _HEAD = struct.Struct("<8sqqqBBII")  # generation, its id, opened, started, finished, workers, reports
 _COUNT = struct.Struct("<I")
 _TEXT = struct.Struct("<H")
-_WORDS = struct.Struct("<Bqqqqqq")  # state, joined, its id, opened, committed, prepared, undeclared
+_WORDS = struct.Struct("<Bqqqqqqq")  # state, joined, its id, opened, committed, prepared, undeclared; fill
 _WORKER = struct.Struct("<IIIIH")  # host, nonce, addresses; pid; port
-_REPORT = struct.Struct("<IIIIqIIII")  # host, folder, file, damage; holder; words, arena id, rank, domains
+_REPORT = struct.Struct("<IIIIqIIIIBB")  # host, folder, file, damage; holder; words, id, rank, domains; flags
 _DIGEST_BYTES = 16
 _NOTHING = 0xFFFFFFFF
 _MOST_DAMAGE = 300  # characters of what is said of an arena that can't be read
@@ -140,14 +140,13 @@ def _report(one: Report, texts: _Table, words: _Table, domains: _Table) -> bytes
         name, rank, where = texts.number(identity.arena_id), identity.rank, domains.number(identity.domains)
         generations = (header.joined, header.generation_id, header.opened)
         told = (*generations, header.committed, header.prepared, header.undeclared)
-        says = words.number(_WORDS.pack(header.state, *told))
+        says = words.number(_WORDS.pack(header.state, *told, identity.fill))
         if file == identity.arena_id + _SUFFIX:
             named = name
     if named == _NOTHING:
         named = texts.number(file)
-    return _REPORT.pack(
-        texts.number(one.host), texts.number(folder), named, damage, holder, says, name, rank, where
-    )
+    place = texts.number(one.host), texts.number(folder), named
+    return _REPORT.pack(*place, damage, holder, says, name, rank, where, one.torn, one.incompatible)
 
 
 def _texts(values: Sequence[str]) -> bytes:
@@ -244,7 +243,7 @@ def _read(source: _Source, resolve: Resolve | None) -> Roster:
 
 
 def _words(state: int, *told: int) -> dict[str, int]:
-    names = ("joined", "generation_id", "opened", "committed", "prepared", "undeclared")
+    names = ("joined", "generation_id", "opened", "committed", "prepared", "undeclared", "fill")
     return {"state": State(state), **dict(zip(names, told, strict=True))}
 
 
@@ -256,11 +255,11 @@ def _worker(texts: Sequence[str], host: int, nonce: int, addresses: int, pid: in
 def _found(
     job: str, texts: Sequence[str], words: Sequence[dict[str, Any]], domains: Sequence[Domains], *fields: int
 ) -> Report:
-    host, folder, file, damage, holder, says, name, rank, where = fields
+    host, folder, file, damage, holder, says, name, rank, where, torn, incompatible = fields
     header = None
     if says != _NOTHING:
-        names = domains[where]
-        header = Header(Identity(job, texts[name], rank, len(names), names), **words[says])
+        names, told = domains[where], dict(words[says])
+        header = Header(Identity(job, texts[name], rank, len(names), names, told.pop("fill")), **told)
     leaf = texts[file] + (_SUFFIX if header is not None and file == name else "")
     return Report(
         host=texts[host],
@@ -268,4 +267,6 @@ def _found(
         header=header,
         damage=None if damage == _NOTHING else texts[damage],
         holder=None if holder < 0 else holder,
+        torn=bool(torn),
+        incompatible=bool(incompatible),
     )

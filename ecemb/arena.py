@@ -205,7 +205,7 @@ class Arena:
     def join(self, generation: int, generation_id: int) -> None:
         """Store that this arena is a member of `generation`.
 
-        Two words can't change at once. In between the id says NONE, which `valid()` takes for
+        Two words can't change at once. In between the id says NONE, which `classify()` takes for
         unknown: else a crash there would look like one generation with two ids.
 
         Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from . import folder, lock
 from . import header as headers
-from .errors import ArenaBusy, ArenaDamaged, ArenaInsecure, ConfigurationError
+from .errors import ArenaBusy, ArenaDamaged, ArenaIncompatible, ArenaInsecure, ConfigurationError
 from .folder import Folder
 from .header import Found, State
 
@@ -197,7 +197,7 @@ def _look(place: Folder, name: str) -> Found | None:
 
 def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) -> Found:
     path, status = place.path / name, os.fstat(fd)
-    header, damage, torn = None, None, False
+    header, damage, torn, incompatible = None, None, False, False
     words: Mapping[str, int] = {}
     try:
         constants, _, words = headers.load(fd, path)
@@ -205,6 +205,8 @@ def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) 
     except ArenaDamaged as error:
         damage = str(error)
         torn = headers.torn(os.pread(fd, headers.CONSTANTS_OFFSET, 0))
+    except ArenaIncompatible as error:
+        damage, incompatible = str(error), True
     return Found(
         path=path,
         inode=status.st_ino,
@@ -212,6 +214,7 @@ def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) 
         damage=damage,
         holder=holder,
         torn=torn,
+        incompatible=incompatible,
         pid=pid,
         size_bytes=status.st_blocks * 512,
         job=place.job,

@@ -15,6 +15,7 @@
     ├── ArenaError                           the memory that outlives the worker
     │   ├── ArenaBusy                        another living process holds it
     │   ├── ArenaDamaged                     its header can't be read
+    │   ├── ArenaIncompatible                another version of ecemb wrote it, in another format
     │   ├── ArenaInsecure                    owner, permissions or a symbolic link are not ours
     │   ├── NotEnoughSpace                   the mount or the memory limit is too small
     │   └── LayoutMismatch                   the model is not the one that the arena holds
@@ -148,6 +149,14 @@ class ArenaDamaged(ArenaError):
     """
 
 
+class ArenaIncompatible(ArenaError):
+    """Another version of ecemb wrote the arena, in a format that this one doesn't read.
+
+    The arena is neither damaged nor lost, so nothing starts beside it, not even from a checkpoint. Go on with
+    the version that wrote it, or remove it (`python -m ecemb arenas rm`) to begin without what it holds.
+    """
+
+
 class ArenaInsecure(ArenaError):
     """Owner, permissions, or a symbolic link on the arena's path are not ours.
 
@@ -219,7 +228,14 @@ class RecoveryError(EcembError, RuntimeError):
     """The job can't go on from what is left of it.
 
     Nothing was overwritten. Pass `protect(resume=)` to go on from a checkpoint.
+
+    Attributes:
+        reason: the message without the way out.
     """
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        super().__init__(f"{reason}. {way_out}" if way_out else reason)
+        self.reason = reason
 
 
 class TooManyErasures(RecoveryError):

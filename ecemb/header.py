@@ -1,8 +1,8 @@
-"""The arena's header as plain values: what is written in it, and which arenas count as survivors.
+"""The arena's header as plain values: what is written in it.
 
-Owns the byte format of the first pages of an arena's file, the frozen dataclasses that the rest of
-ecemb passes around (`Constants`, `Header`, `Found`), and the rule of validity. All of it is pure
-but `load` and `last_holder`, which read. Must not know how files are found, mapped or locked.
+Owns the byte format of the first pages of an arena's file, and the frozen dataclasses that the rest of
+ecemb passes around (`Constants`, `Header`, `Found`). All of it is pure but `load` and `last_holder`, which
+read. Must not know how files are found, mapped or locked, nor which arenas count (`judgement`).
 
 The file begins with three parts:
 
@@ -29,10 +29,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from .errors import ArenaDamaged, ConfigurationError, InconsistentArenas
+from .errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
 MAGIC = b"ecembARN"
-FORMAT = 1
+FORMAT = 2
 NONE = -1
 """What a word says that has no value yet: no transaction, no generation."""
 
@@ -41,6 +41,7 @@ WORDS_OFFSET = PAGE_BYTES
 CONSTANTS_OFFSET = 2 * PAGE_BYTES
 MAX_REGIONS = 256
 MAX_CONSTANTS_BYTES = 1 << 26
+_FORMATS = 1 << 16  # a higher number is no format: its bytes are damaged
 
 _WORDS = """
 state joined generation_id opened committed prepared pid pid_start rows_label rows_bytes parity_label
@@ -61,7 +62,7 @@ _NO_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, O
 
 
 class State(IntEnum):
-    """What an arena holds. Only LIVE, or INIT and prepared beside a LIVE one, can survive."""
+    """What an arena holds; `judgement.classify` says what counts."""
 
     INIT = 1
     """Being filled for the first time (transaction 0)."""
@@ -89,6 +90,8 @@ class Identity:
         rank: the logical rank whose memory this is.
         world_size: number of ranks N.
         domains: rank -> host at the fresh start.
+        fill: the generation whose fresh start or resume made the history that this arena belongs to; a
+            replacement has its donor's.
 
     Raises:
         ConfigurationError: a value breaks one of these rules.
@@ -99,10 +102,12 @@ class Identity:
     rank: int
     world_size: int
     domains: tuple[str, ...]
+    fill: int
 
     def __post_init__(self) -> None:
         named = bool(_ARENA_ID.fullmatch(self.arena_id))
         _require(named, "arena_id", self.arena_id, "8 to 64 hexadecimal digits")
+        _require(self.fill >= 0, "fill", self.fill, "a generation")
         _require(self.world_size >= 1, "world_size", self.world_size, "at least 1")
         _require(0 <= self.rank < self.world_size, "rank", self.rank, f"in 0..{self.world_size - 1}")
         _require(len(self.domains) == self.world_size, "domains", self.domains, f"{self.world_size} names")
@@ -110,7 +115,7 @@ class Identity:
     @property
     def identity(self) -> Identity:
         """What other hosts are told of it."""
-        return Identity(self.job, self.arena_id, self.rank, self.world_size, self.domains)
+        return Identity(*(getattr(self, field.name) for field in dataclasses.fields(Identity)))
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,7 @@ class Found:
         damage: why the header can't be read; None if it can.
         holder: pid of the living process that holds it (0: one of another pid namespace), or None.
         torn: its creation was cut short; it holds nothing.
+        incompatible: another version of ecemb wrote it, in a format that this one doesn't read.
         pid: the process that attached to it last, living or not; 0 if that one has closed it.
         size_bytes: memory that it takes.
         job: by the folder; None for what is reported in place of an untrusted folder above it.
@@ -218,6 +224,7 @@ class Found:
     damage: str | None
     holder: int | None
     torn: bool = False
+    incompatible: bool = False
     pid: int = 0
     size_bytes: int = 0
     job: str | None = None
@@ -240,7 +247,7 @@ def initial_words() -> dict[str, int]:
 
 
 def words_of(head: bytes) -> dict[str, int]:
-    """The words in the first `CONSTANTS_OFFSET` bytes of a file; empty if its format is other."""
+    """The words in the first `CONSTANTS_OFFSET` bytes of a file; empty if its format is another."""
     if len(head) < CONSTANTS_OFFSET or _PREAMBLE.unpack_from(head)[:2] != (MAGIC, FORMAT):
         return {}
     return dict(zip(WORDS, struct.unpack_from(f"<{len(WORDS)}q", head, WORDS_OFFSET), strict=True))
@@ -275,21 +282,22 @@ def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
         The constants, and their length in the file in bytes.
 
     Raises:
-        ArenaDamaged: torn creation, another format, or a checksum that doesn't match.
+        ArenaDamaged: torn creation, or a checksum that doesn't match.
+        ArenaIncompatible: another version of ecemb wrote it.
     """
     if torn(head):
         raise ArenaDamaged("its creation was cut short; it holds nothing and can be removed")
     magic, version, length, checksum = _PREAMBLE.unpack_from(head)
     if magic != MAGIC:
         raise ArenaDamaged(f"it begins with {magic!r} and not with {MAGIC!r}: not an arena")
-    if version != FORMAT:
-        raise ArenaDamaged(
-            f"it has format {version} and this ecemb reads format {FORMAT}; use the version of "
-            "ecemb that wrote it, or remove it with `python -m ecemb arenas rm`"
+    if version != FORMAT and 0 < version < _FORMATS:
+        raise ArenaIncompatible(
+            f"it has format {version} and this ecemb reads format {FORMAT}. It may hold a job's memory: go "
+            f"on with the version of ecemb that wrote it, or remove it with `python -m ecemb arenas rm`"
         )
     payload = read(length) if length <= MAX_CONSTANTS_BYTES else b""
-    if len(payload) != length or _checksum(payload) != checksum:
-        raise ArenaDamaged("the checksum of its header's constants doesn't match")
+    if version != FORMAT or len(payload) != length or _checksum(payload) != checksum:
+        raise ArenaDamaged("the checksum of its header doesn't match")
     return Constants.decode(payload), length
 
 
@@ -315,6 +323,7 @@ def load(fd: int, path: Path) -> tuple[Constants, int, dict[str, int]]:
 
     Raises:
         ArenaDamaged: it can't be read, is another arena's, or its file is cut; names `path`.
+        ArenaIncompatible: another version of ecemb wrote it; names `path`.
     """
     head = os.pread(fd, CONSTANTS_OFFSET, 0)
     words = words_of(head)
@@ -330,6 +339,8 @@ def load(fd: int, path: Path) -> tuple[Constants, int, dict[str, int]]:
         snapshot(constants, words)
     except ArenaDamaged as error:
         raise ArenaDamaged(f"{path}: {error}") from error
+    except ArenaIncompatible as error:
+        raise ArenaIncompatible(f"{path}: {error}") from error
     return constants, length, words
 
 
@@ -352,61 +363,6 @@ def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[i
     return result, offset
 
 
-# Which arenas count as survivors
-
-
-def valid(headers: Sequence[Header], opened: int = NONE) -> list[Header]:
-    """The arenas that count as survivors, in the order given. All ranks get the same answer.
-
-    An arena is stale when its `joined` is below the last generation that was opened, by the reports
-    or by what the store knows (`opened`): the others went on without it. A current one is valid when
-    it is LIVE, or INIT and prepared beside a LIVE one (a crash while transaction 0 was made LIVE).
-
-    Raises:
-        InconsistentArenas: one generation with two ids, or two valid arenas of one rank.
-    """
-    last = max([opened, *(header.opened for header in headers)])
-    current = [header for header in headers if header.joined >= last]
-    _check_generations(current)
-    live = any(header.state is State.LIVE for header in current)
-    result = [
-        header
-        for header in current
-        if header.state is State.LIVE or (live and header.state is State.INIT and header.prepared >= 0)
-    ]
-    _check_ranks(result)
-    return result
-
-
-def _check_generations(headers: Sequence[Header]) -> None:
-    ids: dict[int, int] = {}
-    for header in headers:
-        if header.joined == NONE or header.generation_id == NONE:
-            continue
-        known = ids.setdefault(header.joined, header.generation_id)
-        if known != header.generation_id:
-            raise InconsistentArenas(
-                f"generation {header.joined} of job {header.constants.job!r} was begun twice, with "
-                f"ids {known:x} and {header.generation_id:x} (arena {header.constants.arena_id} of "
-                f"rank {header.constants.rank}): two groups of workers ran the same job apart from "
-                "each other. Remove the arenas of the group that shall not count with "
-                "`python -m ecemb arenas rm`."
-            )
-
-
-def _check_ranks(headers: Sequence[Header]) -> None:
-    owners: dict[int, str] = {}
-    for header in headers:
-        constants = header.constants
-        other = owners.setdefault(constants.rank, constants.arena_id)
-        if other != constants.arena_id:
-            raise InconsistentArenas(
-                f"rank {constants.rank} of job {constants.job!r} has two valid arenas, {other} and "
-                f"{constants.arena_id}. Remove the one that shall not count with "
-                "`python -m ecemb arenas rm`."
-            )
-
-
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise ConfigurationError(f"an arena's {name} must be {rule}; it is {value!r}")
@@ -422,9 +378,9 @@ def _constants(fields: dict[str, Any]) -> Constants:
     }
     constants = Constants(**{**fields, **tuples})
     lengths = [words for row in constants.block_words for words in row]
-    numbers = [constants.rank, constants.world_size, constants.n, constants.k, *constants.positions]
+    numbers = [constants.rank, constants.world_size, constants.n, constants.k, constants.fill]
     texts = [constants.job, constants.layout_hash, constants.layout, *constants.domains]
-    _require_type(int, [*numbers, *lengths, *(size for _, size in constants.regions)])
+    _require_type(int, [*numbers, *constants.positions, *lengths, *(size for _, size in constants.regions)])
     _require_type(str, [*texts, *(name for name, _ in constants.regions)])
     return constants
 

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,11 +25,11 @@ from .arena import Arena
 from .buckets import GradientBuckets, check_apart, found_in
 from .checkpoint import CheckpointReader, Stored
 from .code import Code
-from .directory import remove
 from .durable import Job
 from .errors import ConfigurationError, EcembError, InconsistentArenas
 from .header import State
 from .journal import ROW_JOURNALS
+from .leftovers import discard_superseded, make_room
 from .memory import Geometry, RankMemory
 from .optimizers import NamedOptimizers
 from .parity import parity_words
@@ -88,11 +87,11 @@ def open_memory(session: Session, request: Request) -> Opened:
         memory = _memory(session, request, transport, world, replicated, cpu)
         rank_state.room_bytes = len(memory.rank_state)
         generation, generation_id = session.roster.generation, session.roster.generation_id
-        join(memory, transport, generation, generation_id)
+        join(memory, transport, generation, generation_id, lambda: _mark_opened(session, world.plan))
     if world.plan.begins:
         initial = _Initial(request, world, memory, transport, tables, rank_state, replicated)
         try:
-            if not session.roster.survivors:  # no lock is held yet that another launch could meet
+            if not session.roster.judgement.survivors:  # no lock is held yet that another launch could meet
                 transport.together(
                     "looking for another launch", lambda: session.directory.check_alone(generation)
                 )
@@ -117,7 +116,7 @@ def open_memory(session: Session, request: Request) -> Opened:
         except EcembError as error:
             logger.warning("%s", error)
     session.marks.set("started", str(session.roster.generation))
-    _discard(session, stale=True)
+    discard_superseded(session)
     transport.barrier("the start of training")  # nobody trains before all have finished
     if world.plan.kind != "fresh":
         _warn_of_next_loss(session, world)
@@ -144,6 +143,15 @@ def open_memory(session: Session, request: Request) -> Opened:
     logger.log(level, "rank %d: %s", session.rank, headline(report))
     logger.debug("rank %d: %s", session.rank, report)
     return Opened(memory, transport, tables, named, replicated, rank_state, saver, report)
+
+
+def _mark_opened(session: Session, plan: RecoveryPlan) -> None:
+    """Tells the store which generation is opened, so that it knows even if no arena of it is seen again.
+
+    A start with new arenas is opened when all of them are LIVE: until then, what was there before counts.
+    """
+    if not plan.begins:
+        session.marks.set("started", str(session.roster.generation))
 
 
 def _restore(
@@ -253,7 +261,7 @@ def _memory(
     geometry = Geometry(world.placement, world.block_words, generator)
     mine = None if world.plan.begins else session.arena
     if mine is None:
-        _discard(session, stale=False)
+        make_room(session, world.plan)
     arena = transport.together(
         "opening the arenas", lambda: mine or _create(session, world, geometry, replicated)
     )
@@ -379,7 +387,8 @@ def _compare_replicas(
 def _tell_of_resumption(session: Session, request: Request, world: World, stored: Stored) -> None:
     place = f"{name_of(request.reader)} ({stored.name})"
     if world.lost is not None:
-        reached = max((header.committed for header in session.roster.headers), default=-1)
+        survivors = session.roster.judgement.survivors
+        reached = max((header.committed for header in survivors), default=-1)
         again = "no step is lost"
         if reached < 0:
             again = "it is not known how many steps are lost"
@@ -397,22 +406,6 @@ def _tell_of_resumption(session: Session, request: Request, world: World, stored
             session.world_size,
             min(size, session.world_size),
         )
-
-
-def _discard(session: Session, *, stale: bool) -> None:
-    """Removes arenas of this host that count as lost: half-made ones, and with `stale` all others."""
-    kept = {header.constants.arena_id for header in session.roster.survivors}
-    for report in session.roster.reports:
-        header = report.header
-        if report.host != session.directory.host:
-            continue
-        if header is not None and header.constants.arena_id in kept:
-            continue
-        if stale or header is None or header.state in (State.INIT, State.REBUILDING):
-            try:
-                remove(Path(report.path))
-            except EcembError as error:
-                logger.warning("%s", error)
 
 
 def _warn_of_next_loss(session: Session, world: World) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
-from .header import NONE, Header, State, valid
+from .header import NONE, Header
+from .judgement import Judgement, classify
 from .placement import Placement
 
 Kind = Literal["fresh", "process", "memory", "checkpoint"]
@@ -92,23 +93,21 @@ def plan_recovery(
         opened: the last generation that was opened as far as the store knows.
 
     Returns:
-        A fresh start iff no LIVE or REBUILDING arena exists and the job never started; else
-        T = min(prepared) over the valid arenas, with who undoes, who redoes, what is rebuilt from whom.
+        A fresh start iff nothing shows that the job had started; else T = min(prepared) over the survivors,
+        with who undoes, who redoes, what is rebuilt from whom.
 
     Raises:
-        JobFinished: an arena is FINISHED, or the mark says so.
+        JobFinished: a tombstone that counts, or the mark, says so.
         StateLost: the job had started, and no arena of it is left.
         TooManyErasures: more than r blocks of a stripe are lost.
         InconsistentArenas: reports that no failure can have left behind.
     """
-    if finished or any(header.state is State.FINISHED for header in headers):
-        raise JobFinished(
-            "the job is finished: guard.close() was called. It does not train again from step 0; give "
-            "job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
-        )
-    survivors = {header.constants.rank: header for header in valid(headers, opened)}
+    judged = classify(headers, opened)
+    if finished or judged.finished:
+        raise JobFinished(_over(judged))
+    survivors = {header.constants.rank: header for header in judged.survivors}
     if not survivors:
-        return _without_survivors(headers, started)
+        return _without_survivors(judged, started)
     world_size = next(iter(survivors.values())).constants.world_size
     lost = tuple(rank for rank in range(world_size) if rank not in survivors)
     _check_tolerated(placement, lost, sorted(survivors))
@@ -149,19 +148,32 @@ def plan_resume(transaction: int) -> RecoveryPlan:
     return RecoveryPlan(kind="checkpoint", transaction=transaction, survivors=(), lost=())
 
 
-def _without_survivors(headers: Sequence[Header], started: bool) -> RecoveryPlan:
-    left = sorted({h.constants.rank for h in headers if h.state in (State.LIVE, State.REBUILDING)})
-    if left:  # a newcomer's half-rebuilt arena tells, too, that the job had started
+def _over(judged: Judgement) -> str:
+    where = "the store's mark says so"
+    if judged.finished:
+        constants = judged.finished[0].constants
+        where = f"arena {constants.arena_id} of rank {constants.rank} says so"
+    return (
+        f"the job is finished: guard.close() was called, {where}. It does not train again from step 0; give "
+        f"job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
+    )
+
+
+def _without_survivors(judged: Judgement, started: bool) -> RecoveryPlan:
+    left = sorted({header.constants.rank for header in judged.evidence})
+    if left:
         raise TooManyErasures(
-            f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that "
-            f"the job went on with is gone. Resume from a checkpoint: ecemb.protect(resume=), or remove the "
-            f"arenas to begin at step 0: python -m ecemb arenas rm --job JOB"
+            f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that the "
+            f"job went on with is gone",
+            "Resume from a checkpoint: ecemb.protect(resume=), or remove the arenas to begin at step 0: "
+            "python -m ecemb arenas rm --job JOB",
         )
     if started:
         raise StateLost(
             "the job had started, and no arena of it is left on any host: it does not silently begin "
-            "again at step 0. Resume from a checkpoint: ecemb.protect(resume=), or launch it anew, under "
-            "another job= or with a new torchrun"
+            "again at step 0",
+            "Resume from a checkpoint: ecemb.protect(resume=), or launch it anew, under another job= or with "
+            "a new torchrun",
         )
     return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
 
@@ -174,8 +186,8 @@ def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivo
     raise TooManyErasures(
         f"ranks {list(lost)} lost their memory: more than r = {r} of the n = {placement.n} blocks of "
         f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of ranks "
-        f"{list(survivors)} is untouched. Bring back a lost host's memory, or resume from a checkpoint: "
-        f"ecemb.protect(resume=)"
+        f"{list(survivors)} is untouched",
+        "Bring back a lost host's memory, or resume from a checkpoint: ecemb.protect(resume=)",
     )
 
 

@@ -95,10 +95,25 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def join(memory: RankMemory, transport: Transport, generation: int, generation_id: int) -> None:
-    """Makes this arena a member of the generation. All ranks; only after it may anything change."""
+def join(
+    memory: RankMemory,
+    transport: Transport,
+    generation: int,
+    generation_id: int,
+    mark: Callable[[], None] = lambda: None,
+) -> None:
+    """Makes this arena a member of the generation. All ranks; only after it may anything change.
+
+    Args:
+        memory: this rank's.
+        transport: the control group.
+        generation: number of this start.
+        generation_id: its random id.
+        mark: called when all have joined, before the first arena says that the generation is opened.
+    """
     memory.arena.join(generation, generation_id)
     transport.barrier("joining the generation")
+    mark()
     memory.arena.set("opened", generation)
 
 

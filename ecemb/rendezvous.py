@@ -159,6 +159,7 @@ def init_process_group(
         ConfigurationError: no torchrun environment, or a bad name or path.
         UsageError: torch.distributed is initialised already.
         ArenaBusy: a living process holds an arena of this job.
+        ArenaIncompatible: another version of ecemb wrote an arena of this job.
         RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
         InconsistentArenas: the arenas contradict each other.
     """
@@ -311,7 +312,8 @@ def _report(directory: Directory, found: Found) -> Report:
     header = found.header
     if header is not None:
         header = dataclasses.replace(header, constants=header.constants.identity)
-    return Report(directory.host, str(found.path), header, found.damage, found.holder)
+    where = directory.host, str(found.path)
+    return Report(*where, header, found.damage, found.holder, found.torn, found.incompatible)
 
 
 def _claim(found: Sequence[Found], seat: Seat, timeout_s: float) -> Arena:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from .errors import ArenaBusy, InconsistentArenas, RendezvousError
-from .header import NONE, Header, valid
+from .errors import ArenaBusy, ArenaIncompatible, InconsistentArenas, RendezvousError
+from .header import NONE, Header
+from .judgement import Judgement, classify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Report:
         header: what it says of itself, with its `Identity` alone for constants; None if that can't be read.
         damage: why it can't be read; None if it can.
         holder: pid of a living process that still held it at the deadline, or None.
+        torn: its creation was cut short; it holds nothing.
+        incompatible: another version of ecemb wrote it, in a format that this one doesn't read.
     """
 
     host: str
@@ -31,6 +34,8 @@ class Report:
     header: Header | None
     damage: str | None
     holder: int | None
+    torn: bool = False
+    incompatible: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +97,9 @@ class Roster:
         return [report.header for report in self.reports if report.header is not None]
 
     @property
-    def survivors(self) -> list[Header]:
-        """The arenas that count as survivors."""
-        return valid(self.headers, self.opened)
+    def judgement(self) -> Judgement:
+        """Which of the headers count, and for what."""
+        return classify(self.headers, self.opened)
 
 
 def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = NONE) -> tuple[Seat, ...]:
@@ -113,6 +118,7 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = N
 
     Raises:
         ArenaBusy: a living process holds an arena of the job.
+        ArenaIncompatible: another version of ecemb wrote one.
         RendezvousError: the launch does not fit the arenas.
         InconsistentArenas: the arenas contradict each other.
     """
@@ -122,7 +128,12 @@ def assign(workers: Sequence[Worker], reports: Sequence[Report], opened: int = N
             f"living processes hold arenas of this job: {names}. Another launch of the job runs, or a "
             f"worker was orphaned: end it, or give this job another name"
         )
-    survivors = valid([report.header for report in reports if report.header is not None], opened)
+    if other := [report for report in reports if report.incompatible]:
+        raise ArenaIncompatible(
+            f"{other[0].damage} (on {other[0].host}). It is neither damaged nor lost: nothing was started, "
+            f"not even from a checkpoint, and nothing was removed"
+        )
+    survivors = classify([r.header for r in reports if r.header is not None], opened).survivors
     if not survivors:
         return tuple(Seat(index, None) for index in range(len(workers)))
     _check_copies(reports)

@@ -9,7 +9,7 @@ from ecemb.roster import Report
 
 
 def header(rank: int, domains: Sequence[str], **words: int | State) -> Header:
-    constants = Identity("job", f"{rank:08x}", rank, len(domains), tuple(domains))
+    constants = Identity("job", f"{rank:08x}", rank, len(domains), tuple(domains), fill=1)
     defaults = {"state": State.LIVE, "joined": 1, "generation_id": 7, "opened": 1}
     return Header(constants, **{**defaults, "committed": 3, "prepared": 3, **words})
 

@@ -33,8 +33,9 @@ from ecemb.code import Code
 from ecemb.delta import Delta, blank, size_words
 from ecemb.directory import Directory
 from ecemb.errors import PeerFailure, StepFailed
-from ecemb.header import NONE, Constants, Header, State, new_arena_id, valid
+from ecemb.header import NONE, Constants, Header, State, new_arena_id
 from ecemb.journal import ROW_JOURNALS
+from ecemb.judgement import Judgement, classify
 from ecemb.kernels.reference import Reference
 from ecemb.memory import Geometry, RankMemory
 from ecemb.parity import class_words, parity_words
@@ -457,6 +458,7 @@ def create(
     layouts: Sequence[TableLayout],
     geometry: Geometry,
     state: State = State.INIT,
+    fill: int = 1,
 ) -> Arena:
     """A new arena, with room for a step that changes every row."""
     placement, size = geometry.placement, len(geometry.block_words)
@@ -484,6 +486,7 @@ def create(
         layout="",
         block_words=geometry.block_words,
         regions=tuple({**fixed, **growing, "slot0": 1 << 14, "slot1": 1 << 14}.items()),
+        fill=fill,
     )
     return Arena.create(directory, constants, fixed, state=state)
 
@@ -576,7 +579,8 @@ class Machines:
         self.generation += 1
         plan = self.plan()
         self._plan = None
-        kept = {header.constants.arena_id for header in valid(self.headers(), self.opened)}
+        judged = classify(self.headers(), self.opened)
+        kept = {header.constants.arena_id for header in judged.survivors}
         hub = Hub(self.job.size)
         geometry = self.job.geometry
         moments = Moments(ends or {}, interrupts)
@@ -587,7 +591,7 @@ class Machines:
 
         def worker(rank: int) -> None:
             try:
-                arenas[rank] = self._open(rank, plan, kept)
+                arenas[rank] = self._open(rank, plan, judged)
                 memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
                 one = Rank(self.job, memory, Wires(hub, rank, self.job.size))
                 begun.append(one)
@@ -629,16 +633,20 @@ class Machines:
             if found.path.stem not in kept and found.holder is None:
                 found.path.unlink()
 
-    def _open(self, rank: int, plan: RecoveryPlan, kept: set[str]) -> Arena:
+    def _open(self, rank: int, plan: RecoveryPlan, judged: Judgement) -> Arena:
         directory = self.directory(rank)
+        kept = {header.constants.arena_id for header in judged.survivors}
+        hollow = {header.constants.arena_id for header in judged.hollow}
         for found in directory.scan(timeout_s=0):
             if found.path.stem in kept and not plan.begins:
                 return Arena.attach(found)
-            if found.header is None or found.header.state in (State.INIT, State.REBUILDING):
+            rebuilding = found.header is not None and found.header.state is State.REBUILDING
+            if found.torn or found.path.stem in hollow or (rebuilding and not plan.begins):
                 found.path.unlink()
         state = State.INIT if plan.begins else State.REBUILDING
+        fill = self.generation if plan.begins else judged.survivors[0].constants.fill
         layouts, geometry = self.job.layouts(rank), self.job.geometry
-        return create(directory, rank, layouts, geometry, state)
+        return create(directory, rank, layouts, geometry, state, fill)
 
     # --- is everything as it would be without any failure? ---
 

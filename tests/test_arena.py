@@ -35,6 +35,7 @@ from ecemb.errors import (
     ArenaBusy,
     ArenaDamaged,
     ArenaError,
+    ArenaIncompatible,
     ArenaInsecure,
     ConfigurationError,
     NotEnoughSpace,
@@ -346,7 +347,7 @@ class TestDamage:
         rng = np.random.default_rng(seed)
         for offset in [*range(8, 40), *(CONSTANTS_OFFSET + rng.integers(0, length, 40))]:
             patch(left, int(offset), bytes([good[offset] ^ (1 << int(rng.integers(8)))]))
-            with pytest.raises(ArenaDamaged, match=left.name):
+            with pytest.raises((ArenaDamaged, ArenaIncompatible), match=left.name):
                 Arena.attach(left)
             (found,) = directory.scan(0)
             assert found.header is None
@@ -370,7 +371,7 @@ class TestDamage:
         ("offset", "content", "match"),
         [
             (0, b"NotArena", "not an arena"),
-            (8, (FORMAT + 1).to_bytes(8, "little"), f"format {FORMAT + 1} .* format {FORMAT};"),
+            (8, (1 << 40).to_bytes(8, "little"), "checksum"),
             (16, (1 << 60).to_bytes(8, "little"), "checksum"),
             (WORDS_OFFSET, (9).to_bytes(8, "little"), "state is 9"),
             (WORDS_OFFSET + 8 * 65, (1 << 50).to_bytes(8, "little"), "'rows' says"),
@@ -383,6 +384,14 @@ class TestDamage:
             Arena.attach(left)
         with pytest.raises(ArenaDamaged, match=match):  # and the claim was given back
             Arena.attach(left)
+
+    def test_another_format_is_no_damage(self, directory: Directory, left: Path) -> None:
+        for version in (FORMAT - 1, FORMAT + 1):
+            patch(left, 8, version.to_bytes(8, "little"))
+            with pytest.raises(ArenaIncompatible, match=f"format {version} .* format {FORMAT}"):
+                Arena.attach(left)
+            (found,) = directory.scan(0)
+            assert found.incompatible and found.header is None and not found.torn
 
     def test_a_file_that_was_cut(self, directory: Directory, left: Path) -> None:
         os.truncate(left, left.stat().st_size - 4096)

@@ -30,6 +30,7 @@ from ecemb.directory import Directory
 from ecemb.errors import (
     ArenaDamaged,
     ArenaError,
+    ArenaIncompatible,
     EcembError,
     InconsistentArenas,
     NotEnoughSpace,
@@ -93,7 +94,7 @@ def test_a_damaged_header_is_told_or_is_one_that_could_be(file: bytes, seed: int
         try:
             found, _ = headers.parse(head, lambda size: rest[:size])  # noqa: B023
             header = headers.snapshot(found, headers.words_of(head))
-        except ArenaDamaged:
+        except (ArenaDamaged, ArenaIncompatible):
             told += 1
         else:
             assert found == good  # they are under a checksum

@@ -19,7 +19,7 @@ code placement kernels header lock mapping folder space
 launch launch.wire launch.processes launch.identity launch.command
 launch.preload launch.worker launch.servers
 launch.server launch.stub
-kernels.products directory odds beats
+kernels.products directory odds beats judgement
 kernels.loops planner
 kernels.reference kernels.cpu
 kernels.cuda
@@ -35,7 +35,7 @@ adapters.supported history
 adapters.sparse adapters.fbgemm
 adapters.torchrec
 adapters.tables
-adapters.live agreement
+adapters.live agreement leftovers
 survey
 opening
 guard nn

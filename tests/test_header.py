@@ -1,27 +1,23 @@
-"""The header's bytes, and the rule that says which arenas count as survivors."""
+"""The header's bytes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from typing import Any
 
 import pytest
 from holders import constants
 
 from ecemb import header
-from ecemb.errors import ArenaDamaged, ConfigurationError, InconsistentArenas
-from ecemb.header import NONE, WORDS, Constants, Header, State, valid
+from ecemb.errors import ArenaDamaged, ConfigurationError
+from ecemb.header import WORDS, Constants, Header, State
 
-RANKS = (constants(rank=0, arena_id="00000000"), constants(rank=1, arena_id="11111111"))
-TWIN = constants(rank=0, arena_id="22222222")
-LIVE, INIT, REBUILDING, FINISHED = State.LIVE, State.INIT, State.REBUILDING, State.FINISHED
+CONSTANTS = constants(rank=0, arena_id="00000000")
 
 
-def report(rank: int = 0, state: State = LIVE, **words: int) -> Header:
+def report(state: State = State.LIVE, **words: int) -> Header:
     words = {"joined": 7, "generation_id": 70, "opened": 7, "committed": 3, "prepared": 3, **words}
-    return Header(RANKS[rank], state, **words)
+    return Header(CONSTANTS, state, **words)
 
 
 class TestConstants:
@@ -101,96 +97,3 @@ class TestSpans:
         assert len(set(WORDS)) == len(WORDS) <= header.RESERVED
         last = header.WORDS_OFFSET + 8 * (header.RESERVED + header.MAX_REGIONS)
         assert last <= header.CONSTANTS_OFFSET
-
-
-def says(headers: tuple[Header, ...]) -> Any:
-    """The rule of protocol.md once more, in other words: the survivors' indices, or the error."""
-    opened = max(one.opened for one in headers)
-    current = {i for i, one in enumerate(headers) if not one.joined < opened}
-    for i, j in itertools.combinations(sorted(current), 2):
-        generations = {headers[i].joined, headers[j].joined}
-        ids = {headers[i].generation_id, headers[j].generation_id}
-        if len(generations) == 1 and len(ids) == 2 and NONE not in generations | ids:
-            return InconsistentArenas
-    live = {i for i in current if headers[i].state == LIVE}
-    filled = {i for i in current if headers[i].state == INIT and headers[i].prepared != NONE}
-    chosen = live | filled if live else live
-    if len({headers[i].constants.rank for i in chosen}) < len(chosen):
-        return InconsistentArenas
-    return sorted(chosen)
-
-
-class TestValid:
-    def test_every_pair_of_reports(self) -> None:
-        words = itertools.product(State, (NONE, 7, 8), (NONE, 1), (NONE, 7, 8), (NONE, 0))
-        fields = [(state, *rest) for state, *rest in words]
-        owners = ((RANKS[0], RANKS[1]), (RANKS[0], TWIN))
-        seen: set[str] = set()
-        for (first, second), (a, b) in itertools.product(owners, itertools.product(fields, fields)):
-            pair = tuple(
-                Header(owner, state, joined=joined, generation_id=id_, opened=opened, prepared=last)
-                for owner, (state, joined, id_, opened, last) in ((first, a), (second, b))
-            )
-            try:
-                result: Any = [pair.index(one) for one in valid(pair)]
-            except InconsistentArenas:
-                result = InconsistentArenas
-            assert result == says(pair), pair
-            seen.add(str(result))
-        assert seen == {"[]", "[0]", "[1]", "[0, 1]", str(InconsistentArenas)}
-
-    @pytest.mark.parametrize(
-        ("reports", "survivors"),
-        [
-            pytest.param([], [], id="nothing"),
-            pytest.param([report(0), report(1)], [0, 1], id="all live"),
-            pytest.param([report(0), report(1, REBUILDING)], [0], id="a newcomer, half rebuilt"),
-            pytest.param([report(0), report(1, FINISHED)], [0], id="a tombstone"),
-            pytest.param([report(0, joined=6, opened=6), report(1)], [1], id="cut off and replaced"),
-            pytest.param([report(0, joined=6, opened=6), report(1, opened=6)], [0, 1], id="not opened yet"),
-            pytest.param(
-                [report(0, joined=6, opened=6), report(1, REBUILDING, joined=7, opened=7)],
-                [],
-                id="a newcomer opened what the survivor never joined",
-            ),
-            pytest.param([report(0), report(1, INIT, prepared=0)], [0, 1], id="crash between LIVE and LIVE"),
-            pytest.param([report(0), report(1, INIT, prepared=NONE)], [0], id="INIT, and not prepared"),
-            pytest.param([report(0, INIT, prepared=0), report(1, INIT, prepared=0)], [], id="nobody is LIVE"),
-            pytest.param(
-                [report(0, joined=6, opened=6), report(1, INIT, prepared=0)], [], id="the LIVE one is stale"
-            ),
-        ],
-    )
-    def test_situations(self, reports: list[Header], survivors: list[int]) -> None:
-        assert valid(reports) == [reports[i] for i in survivors]
-
-    def test_the_store_knows_of_a_generation_that_no_arena_is_left_of(self) -> None:
-        assert valid([report(0), report(1)], opened=7) == [report(0), report(1)]
-        assert valid([report(0), report(1)], opened=8) == []
-
-    def test_the_order_is_kept(self) -> None:
-        assert valid([report(1), report(0)]) == [report(1), report(0)]
-
-    def test_one_generation_with_two_ids(self) -> None:
-        reports = [report(0, generation_id=0xA), report(1, generation_id=0xB)]
-        with pytest.raises(InconsistentArenas, match="generation 7 .* ids a and b .*rank 1"):
-            valid(reports)
-        assert valid([*reports, report(1, REBUILDING, joined=8, opened=8)]) == []  # both stale
-
-    def test_two_arenas_of_one_rank(self) -> None:
-        twin = dataclasses.replace(report(0), constants=TWIN)
-        with pytest.raises(InconsistentArenas, match="rank 0 .* 00000000 and 22222222"):
-            valid([report(0), twin])
-        assert valid([report(0), dataclasses.replace(twin, state=REBUILDING)]) == [report(0)]
-
-    def test_a_crash_while_joining_is_no_contradiction(self) -> None:
-        before, after = {"joined": 7, "generation_id": 70}, {"joined": 8, "generation_id": 80}
-        stores = [
-            before,
-            {"joined": 7, "generation_id": NONE},
-            {"joined": 8, "generation_id": NONE},
-            after,
-        ]
-        for one, other in itertools.product(stores, stores):
-            pair = [report(0, **{"opened": 7, **one}), report(1, **{"opened": 7, **other})]
-            assert valid(pair) == pair

@@ -43,6 +43,7 @@ from ecemb.arena import Arena
 from ecemb.directory import Directory, arenas
 from ecemb.errors import (
     ArenaBusy,
+    ArenaIncompatible,
     EcembError,
     NotEnoughSpace,
     PeerFailure,
@@ -160,17 +161,20 @@ def too_many_damaged_are_named_and_left_as_they_are(place: Place) -> None:
         assert training.bits() == bits
 
 
-def arenas_of_another_version_are_no_fresh_start(place: Place) -> None:
+def an_arena_of_another_format_stops_every_start(place: Place) -> None:
+    """One rank's is enough, and what its host may hold is neither rebuilt elsewhere nor removed."""
     with life(place):
         training = Training()
         training.run(training.protect(), 1)
         bits = training.bits()
     (mine,) = place.arenas()
-    patch(mine, 8, (FORMAT + 1).to_bytes(8, "little"))
-    with life(place), matching(EcembError, f"format {FORMAT + 1}", f"reads format {FORMAT}"):
-        Training().protect()
+    if place.index == 1:
+        patch(mine, 8, (FORMAT + 1).to_bytes(8, "little"))
+    with matching(ArenaIncompatible, f"format {FORMAT + 1}", f"reads format {FORMAT}", "host1"), life(place):
+        raise AssertionError("started beside it")
     assert place.arenas() == [mine]
-    patch(mine, 8, FORMAT.to_bytes(8, "little"))
+    if place.index == 1:
+        patch(mine, 8, FORMAT.to_bytes(8, "little"))
     with life(place):
         training = Training()
         assert training.protect().next_step == 1
@@ -394,7 +398,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
     for scenario in (
         a_damaged_arena_counts_as_lost_and_is_rebuilt,
         too_many_damaged_are_named_and_left_as_they_are,
-        arenas_of_another_version_are_no_fresh_start,
+        an_arena_of_another_format_stops_every_start,
         an_arena_removed_under_its_job_is_lost_at_the_restart_and_not_before,
         damage_inside_an_arena_is_named_with_a_way_out_that_works,
         a_forked_child_has_no_guard_and_does_no_harm,

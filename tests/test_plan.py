@@ -22,6 +22,7 @@ from ecemb.placement import Placement
 from ecemb.plan import RecoveryPlan, plan_recovery
 
 ERRORS = (JobFinished, StateLost, TooManyErasures, InconsistentArenas)
+FILL = 1
 GENERATION_IDS = {1: 101, 2: 102, 3: 103, NONE: NONE}
 
 
@@ -54,11 +55,12 @@ def constants(rank: int, placement: Placement, arena_id: str | None = None) -> C
         layout="",
         block_words=((1,) * placement.k,) * size,
         regions=(),
+        fill=FILL,
     )
 
 
 def lone_constants() -> Constants:
-    return Constants("job", "00000000", 0, 1, ("a",), 2, 1, (0,), "", "", ((1,),), ())
+    return Constants("job", "00000000", 0, 1, ("a",), FILL, 2, 1, (0,), "", "", ((1,),), ())
 
 
 def header(said: Said, fixed: Constants) -> Header:
@@ -87,26 +89,31 @@ def stripe(placement: Placement, c: int) -> list[int]:
     return [placement.positions.index((c + o) % placement.world_size) for o in offsets]
 
 
+def shows(one: Said) -> bool:
+    return one.state in (State.LIVE, State.REBUILDING) or (one.state == State.INIT and one.prepared > 0)
+
+
 def oracle(
     said: Reports, placement: Placement | None, started: bool = False, finished: bool = False
 ) -> Verdict | type[Exception]:
     there = {rank: one for rank, one in enumerate(said) if one is not None}
-    # Section 6: a job whose arenas are FINISHED, or whose mark stands, does not train again.
-    if finished or any(one.state == State.FINISHED for one in there.values()):
+    # An INIT arena has a say once another one of its fill is LIVE, REBUILDING or FINISHED; all are of one.
+    settled = any(one.state != State.INIT for one in there.values())
+    heard = {rank: one for rank, one in there.items() if settled or one.state != State.INIT}
+    bar = max((max(one.opened, FILL) for one in heard.values()), default=NONE)
+    current = {rank: one for rank, one in heard.items() if one.joined >= bar}
+    # A job with a tombstone that is not stale, or whose mark stands, does not train again.
+    if finished or any(one.state == State.FINISHED for one in current.values()):
         return JobFinished
-    # Section 2.3: LIVE, or INIT and prepared beside a LIVE one; and joined >= the highest opened.
-    bar = max((one.opened for one in there.values()), default=NONE)
-    current = {rank: one for rank, one in there.items() if one.joined >= bar}
-    beside_live = any(one.state == State.LIVE for one in current.values())
+    living = any(one.state in (State.LIVE, State.REBUILDING) for one in there.values())
     valid = {}
     for rank, one in current.items():
-        initial = one.state == State.INIT and one.prepared >= 0 and beside_live
-        if one.state == State.LIVE or initial:
+        if one.state == State.LIVE or (one.state == State.INIT and one.prepared >= 0 and living):
             valid[rank] = one
-    # Section 2, last paragraph: a fresh start only if no LIVE arena exists and no mark stands. A
-    # newcomer's half-rebuilt arena says as well as the mark that the job had started.
+    # A fresh start only if nothing shows that the job had started: a LIVE or half-rebuilt arena, one that a
+    # resume had prepared, or the mark.
     if not valid:
-        if any(one.state in (State.LIVE, State.REBUILDING) for one in there.values()):
+        if any(shows(one) for one in there.values()):
             return TooManyErasures
         return StateLost if started else Verdict("fresh")
     # Section 4: lost are those without a valid arena, T is the smallest prepared.
@@ -210,7 +217,7 @@ class Tried:
             return
         if got.kind == "fresh":
             assert not started
-            assert not any(one is not None and one.state in (State.LIVE, State.REBUILDING) for one in said)
+            assert not any(one is not None and shows(one) for one in said)
         if got not in self.plans:
             self.plans[got] = got.digest()
             if placement is not None:
@@ -238,9 +245,9 @@ def distinct(generations: Sequence[int], transactions: Sequence[int]) -> list[Sa
     pairs = list(itertools.product(transactions, transactions))
     return [
         None,
-        Said(State.FINISHED),
+        *(Said(State.FINISHED, j, o) for j, o in both),
         *(Said(State.REBUILDING, j, o, NONE, NONE) for j, o in both),
-        *(Said(State.INIT, j, o, NONE, p) for j, o in both for p in (NONE, 0)),
+        *(Said(State.INIT, j, o, NONE, p) for j, o in both for p in (NONE, 0, 1)),
         *(Said(State.LIVE, j, o, c, p) for j, o in both for c, p in pairs),
     ]
 

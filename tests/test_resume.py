@@ -10,7 +10,7 @@ from simulation import Job, Machines, Rank, job_of
 
 from ecemb import rankstate
 from ecemb.errors import StateLost, TooManyErasures
-from ecemb.header import valid
+from ecemb.judgement import classify
 from ecemb.plan import RecoveryPlan, plan_resume
 
 SAVED, REACHED = 2, 3
@@ -26,7 +26,7 @@ class Durable(Machines):
             return plan_resume(SAVED)
 
     def _discard(self, rank: int, kept: set[str]) -> None:
-        # Whoever resumed from a checkpoint has another arena than what was valid before.
+        # Whoever resumed from a checkpoint has another arena than what survived before.
         for found in self.directory(rank).scan(timeout_s=0):
             if found.holder is None:
                 found.path.unlink()
@@ -81,7 +81,7 @@ def test_a_resumed_start_may_end_at_any_moment(begun: Durable, tmp_path: Path) -
 
 
 def test_old_memory_counts_until_the_new_is_opened(begun: Durable) -> None:
-    before = {header.constants.arena_id for header in valid(begun.headers())}
+    before = {header.constants.arena_id for header in classify(begun.headers()).survivors}
     assert len(before) == 2
     begun.run(SAVED, ends={1: 3})
     assert before <= {header.constants.arena_id for header in begun.headers()}

@@ -23,6 +23,7 @@ from failures.trace import Opened, Trace
 from failures.worker import train
 
 import ecemb
+from ecemb.transport import Transport
 
 
 def held(folder: Path) -> float:
@@ -33,11 +34,26 @@ def held(folder: Path) -> float:
         return math.inf
 
 
+def hold_fills(folder: Path) -> None:
+    """Keep a start with new arenas, when its own is prepared, until the driver lets it go LIVE."""
+    barrier = Transport.barrier
+
+    def held_barrier(self: Transport, what: str) -> None:
+        while what == "the initial state" and (folder / "hold_fills").exists():
+            (folder / f"filled-{os.getpid()}").touch()
+            time.sleep(0.01)
+        barrier(self, what)
+
+    Transport.barrier = held_barrier
+
+
 def main(folder: Path, arena_dir: str, hosts: list[str]) -> None:
     plan = Plan.read(folder / "plan.json")
     worker = int(os.environ["RANK"])
     host = hosts[worker * len(hosts) // plan.setting.ranks] if len(hosts) > 1 else hosts[0]
+    saves = int(os.environ["ECEMB_SAVES"])
     traces: list[Trace] = []
+    hold_fills(folder)
 
     def say(guard: ecemb.Guard, step: int) -> None:
         if not traces:
@@ -66,6 +82,8 @@ def main(folder: Path, arena_dir: str, hosts: list[str]) -> None:
         failure_domain="host",
         timeout_s=float(os.environ["ECEMB_TIMEOUT_S"]),
         say=say,
+        checkpoints=folder / "checkpoints" if saves else None,
+        saves=saves,
     )
 
 

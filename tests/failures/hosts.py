@@ -32,6 +32,10 @@ from failures.namespaces import INTERFACE, Namespaces, NotPossible
 from failures.plan import Plan, Setting
 from failures.trace import Trace
 
+from ecemb.arena import Arena
+from ecemb.directory import Directory
+from ecemb.header import Constants, State
+
 POLL_S = 0.01
 REACH_S = 600.0  # at most: a start, and the training up to a step
 END_S = 300.0  # at most: what workers of a killed agent take to end
@@ -96,6 +100,7 @@ class Hosts:
         hosts: how many agents make up the job.
         timeout_s: what the workers pass to `init_process_group`.
         endpoint: of the rendezvous.
+        saves: after so many steps each, a checkpoint is saved, from which starts may resume; 0 for none.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Hosts:
         hosts: int = 3,
         timeout_s: float = TIMEOUT_S,
         endpoint: str | None = None,
+        saves: int = 0,
     ) -> None:
         self.setting = setting
         self.folder = Path(tempfile.mkdtemp(prefix="ecemb-hosts-"))
@@ -116,6 +122,7 @@ class Hosts:
         self.endpoint = endpoint or f"127.0.0.1:{_free_port()}"
         self._hosts = hosts
         self._timeout_s = timeout_s
+        self._saves = saves
         self._hosted = False
         self._launched = 0
         self._traces: dict[Path, Trace] = {}
@@ -173,6 +180,7 @@ class Hosts:
             **ENVIRONMENT,
             **(environment or {}),
             "ECEMB_TIMEOUT_S": str(self._timeout_s),
+            "ECEMB_SAVES": str(self._saves),
             "ECEMB_HOSTS": str(self.folder),
             "ECEMB_AGENT": name,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
@@ -223,6 +231,22 @@ class Hosts:
     def release(self) -> None:
         """Let all go on to the end."""
         (self.folder / "hold").unlink(missing_ok=True)
+
+    def hold_fills(self) -> None:
+        """Let no start with new arenas go on from when they are prepared, until `release_fills`."""
+        (self.folder / "hold_fills").touch()
+
+    def release_fills(self) -> None:
+        """Let new arenas go LIVE."""
+        (self.folder / "hold_fills").unlink()
+
+    def wait_for_fills(self) -> None:
+        """Wait until all ranks of a start with new arenas are held where `hold_fills` says."""
+
+        def there() -> bool:
+            return len(list(self.folder.glob("filled-*"))) >= self.setting.ranks
+
+        self._wait(there, REACH_S, "no start with new arenas")
 
     def launch_anew(self, hosts: int | None = None) -> None:
         """Wait for all agents to have ended, and forget them: the next one hosts a new store.
@@ -396,8 +420,8 @@ def _show_stack(pid: int) -> None:
 # --- scenarios -----------------------------------------------------------------------------------
 
 
-def _started(job: Hosts, names: str = "abc") -> dict[str, Agent]:
-    job.hold(HELD)
+def _started(job: Hosts, names: str = "abc", held: int = HELD) -> dict[str, Agent]:
+    job.hold(held)
     return {name: job.start(name) for name in names}
 
 
@@ -669,6 +693,124 @@ def scenario_cut_off() -> Result:
         )
 
 
+def scenario_tombstone() -> Result:
+    """A lost host's replacement holds an earlier run's tombstone, of the same name: it counts for nothing."""
+    with Hosts() as job:
+        agents = _started(job)
+        seats = by_host(job.reach(12))
+        job.kill(agents["b"])
+        job.lose_memory(agents["b"])
+        old = _bury(job.memory / "d", min(seats["b"]), job.setting)
+        agent = job.start("d")
+        after = job.reach(0)
+        seats["d"] = seats.pop("b")
+        _expect_seats(after, seats)
+        _expect_recovery(after, seats["d"])
+        _expect(old.name not in _arenas(agent.memory), "the tombstone of the earlier run is still there")
+        job.finish()
+        return job.result("tombstone", "the earlier run's tombstone was not taken for the job's end", after)
+
+
+def _bury(memory: Path, rank: int, setting: Setting) -> Path:
+    """Leave what a run that ended long ago has left on a host whose last removal was cut off."""
+    memory.mkdir()
+    fields = {field.name for field in dataclasses.fields(Constants)}
+    values = {
+        "job": "failures",
+        "arena_id": "0123456789abcdef",
+        "rank": rank,
+        "world_size": setting.ranks,
+        "n": setting.n,
+        "k": setting.k,
+        "positions": tuple(range(setting.ranks)),
+        "domains": ("a",) * setting.ranks,
+        "layout_hash": "",
+        "layout": "{}",
+        "block_words": ((1,) * setting.k,) * setting.ranks,
+        "regions": (),
+        "fill": 5,
+    }
+    constants = Constants(**{name: value for name, value in values.items() if name in fields})
+    arena = Arena.create(Directory(memory, "failures", memory.name), constants, {})
+    arena.join(5, 5)
+    for word in ("opened", "committed", "prepared"):
+        arena.set(word, 5)
+    arena.set("state", State.FINISHED)
+    arena.close()
+    return arena.path
+
+
+def scenario_killed_resume() -> Result:
+    """Two of three hosts are away, a resume from a checkpoint is killed half-way, and they come back.
+
+    All memory is there then, and no step is lost. Guards that arenas which never went LIVE have no say in
+    what was opened.
+    """
+    with Hosts(saves=10) as job:
+        agents = _started(job, held=17)
+        seats = by_host(job.reach(17))
+        put_back = []
+        for name in "bc":
+            job.kill(agents[name])
+            put_back.append(job.take_memory(agents[name]))
+        job.hold_fills()
+        others = [job.start("d"), job.start("e")]
+        job.wait_for_fills()
+        for agent in others:
+            job.kill(agent)
+        job.release_fills()
+        for back in put_back:
+            back()
+        for name in "bc":
+            job.start(name)
+        after = job.reach(0)
+        _expect_seats(after, seats)
+        _expect_recovery(after, set())
+        job.finish()
+        return job.result("killed resume", "went on from memory, at the step where it stood", after)
+
+
+def scenario_other_format() -> Result:
+    """Another version of ecemb wrote a host's arenas: that is neither damage nor loss, so nothing starts."""
+    return _other_format("other format", saves=0)
+
+
+def scenario_other_format_and_checkpoint() -> Result:
+    """The same with a checkpoint to resume from: that would silently lose steps that are there."""
+    return _other_format("other format, and a checkpoint", saves=10)
+
+
+def _other_format(name: str, saves: int) -> Result:
+    with Hosts(saves=saves) as job:
+        agents = _started(job, held=17)
+        seats = by_host(job.reach(17))
+        for host in "bc":
+            job.kill(agents[host])
+        job.lose_memory(agents["b"])
+        _add_to_format(agents["c"].memory, 1)
+        before = _arenas(job.memory)
+        others = [agents["a"], job.start("c"), job.start("d")]
+        for agent in others:
+            job.wait_for_log(agent, "ecemb.errors.ArenaIncompatible")
+        _expect(_arenas(job.memory) == before, "a start that was refused made or removed arenas")
+        _add_to_format(agents["c"].memory, -1)
+        after = job.reach(0)
+        seats["d"] = seats.pop("b")
+        _expect_seats(after, seats)
+        _expect_recovery(after, seats["d"])
+        job.finish()
+        return job.result(name, "refused until the version that wrote the arenas was back", after)
+
+
+def _add_to_format(memory: Path, by: int) -> None:
+    for path in memory.rglob("*.arena"):
+        with path.open("r+b") as file:
+            file.seek(8)  # after the magic
+            version = int.from_bytes(file.read(8), "little")
+            file.seek(8)
+            file.write((version + by).to_bytes(8, "little"))
+
+
 def _arenas(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*.arena")}
 
@@ -686,6 +828,10 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
     "orphans": scenario_orphans,
     "fewer": scenario_fewer,
     "cut off": scenario_cut_off,
+    "tombstone": scenario_tombstone,
+    "killed resume": scenario_killed_resume,
+    "other format": scenario_other_format,
+    "other format, and a checkpoint": scenario_other_format_and_checkpoint,
 }
 
 

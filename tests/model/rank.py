@@ -85,6 +85,7 @@ class Rank(NamedTuple):
     opened: int = NONE
     committed: int = NONE
     prepared: int = NONE
+    fill: int = 0
     journals: tuple[Journal, Journal] = (Journal(), Journal())
     rows: int = TORN
     inbox_label: int = NONE
@@ -138,6 +139,7 @@ class Life(NamedTuple):
     number: int
     generation: int
     gid: int
+    fill: int
 
 
 class Move(NamedTuple):

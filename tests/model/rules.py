@@ -55,6 +55,14 @@ class Rules:
     settled_before_close: bool = True
     newest_undone_first: bool = True
     undone_is_void: bool = True
+    mark_before_changes: bool = True
+    unsettled_is_silent: bool = True
+    initial_beside_rebuilding: bool = True
+    prepared_is_evidence: bool = True
+    finished_not_stale: bool = True
+    fill_of_donor: bool = True
+    other_format_stops: bool = True
+    kept_until_superseded: bool = True
 
     def without(self, *names: str) -> Rules:
         """These rules, with some switched off."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .rules import Config
 from .search import Result, search
+from .starts import Starts
 from .table import ENTRIES, Entry, table
 
 QUICK = (
@@ -15,6 +16,9 @@ QUICK = (
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
     Config(n=2, k=1, size=2, crashes=1, losses=1, overlap=True),
     Config(crashes=1, overlap=True),
+    Starts(crashes=1, cuts=2, resumes=1, tombstones=1),
+    Starts(crashes=1, losses=1, cuts=1, formats=1),
+    Starts(steps=1, crashes=1, losses=1, relaunches=1, tombstones=1, close=True, fresh=True),
 )
 """For `make test`."""
 
@@ -40,11 +44,18 @@ FULL = (
     Config(crashes=2, losses=1, overlap=True),
     Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
     Config(n=2, k=1, size=2, crashes=2, losses=1, relaunches=1, overlap=True, close=True, fresh=True),
+    Starts(cuts=2, resumes=1, tombstones=1),
+    Starts(losses=1, cuts=1, relaunches=1, resumes=1, tombstones=1),
+    Starts(losses=1, cuts=1, formats=1, resumes=1),
+    Starts(losses=1, cuts=2, resumes=1),
+    Starts(steps=1, losses=1, cuts=1, relaunches=1, tombstones=1, close=True, fresh=True),
+    Starts(n=3, k=2, size=3, steps=1, cuts=2, resumes=1),
+    Starts(n=3, k=1, size=3, steps=1, losses=2, fresh=True),
 )
 """For `make model`."""
 
 
-def report(config: Config, result: Result) -> str:
+def report(config: Config | Starts, result: Result) -> str:
     """One line of the verdicts."""
     verdict = result.broken or ("fine" if result.complete else "not all seen")
     return f"{config}: {result.states:,} states, {result.seconds:.0f} s: {verdict}"

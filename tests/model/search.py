@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from typing import Any
 
 from .rules import ALL, Config, Rules
-from .system import Ids, Model
+from .starts import Starts, StartsModel
+from .system import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Result:
     complete: bool
 
 
-def search(config: Config, rules: Rules = ALL, *, limit: int | None = None) -> Result:
+def search(config: Config | Starts, rules: Rules = ALL, *, limit: int | None = None) -> Result:
     """Looks at every reachable state, or until the first that must never be.
 
     Args:
@@ -38,12 +40,12 @@ def search(config: Config, rules: Rules = ALL, *, limit: int | None = None) -> R
         limit: ends the search after that many states.
     """
     began = time.perf_counter()
-    model = Model(config, rules)
+    model = StartsModel(config, rules) if isinstance(config, Starts) else Model(config, rules)
     initial = model.initial()
-    parents: dict[Ids, Ids | None] = {initial: None}
+    parents: dict[Any, Any] = {initial: None}
     level = [initial]
     while level:
-        following: list[Ids] = []
+        following: list[Any] = []
         for state in level:
             for after in model.successors(state):
                 if after.broken:
@@ -58,7 +60,7 @@ def search(config: Config, rules: Rules = ALL, *, limit: int | None = None) -> R
     return Result(len(parents), time.perf_counter() - began, "", (), True)
 
 
-def _trace(model: Model, parents: dict[Ids, Ids | None], state: Ids) -> list[str]:
+def _trace(model: Model | StartsModel, parents: dict[Any, Any], state: Any) -> list[str]:
     path = [state]
     while (parent := parents[path[-1]]) is not None:
         path.append(parent)

@@ -82,7 +82,8 @@ class Start(abc.ABC):
 
     def do_create(self, me: Rank, i: int, life: Life) -> list[Move]:
         state = State.INIT if life.plan.kind == "fresh" else State.REBUILDING
-        new = Rank(state=int(state), name=life.number, since=life.number, pc="join", sent=CREATED)
+        names = {"name": life.number, "since": life.number, "fill": life.fill}
+        new = Rank(state=int(state), **names, pc="join", sent=CREATED)
         return [Move(f"creates an arena, {state.name}", 0, None, new)]
 
     def do_join(self, me: Rank, i: int, life: Life) -> list[Move]:

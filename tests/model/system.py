@@ -1,7 +1,7 @@
 """All ranks together: who may move, what dies, how a start decides, and what must never happen.
 
 A state is a tuple of small integers, one for each rank and one for the rest, each naming a value that is kept
-once. Starts are decided by ecemb itself: `plan_recovery`, `valid` and `assign` are called with real headers.
+once. Starts are decided by ecemb itself: `plan_recovery`, `classify` and `assign` get real headers.
 
 The search is made smaller in these ways, each of which leaves every verdict as it is:
 
@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ecemb.errors import EcembError, JobFinished
-from ecemb.header import NONE, Constants, Header, State, valid
+from ecemb.header import NONE, Constants, Header, State
+from ecemb.judgement import classify
 from ecemb.placement import Placement
 from ecemb.plan import RecoveryPlan, plan_recovery
 from ecemb.roster import Report, Worker, assign
@@ -117,7 +118,7 @@ class Model:
         ranks = [
             Rank(
                 state=int(State.LIVE),
-                **dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed"), 1),
+                **dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed", "fill"), 1),
                 committed=0,
                 prepared=0,
                 rows=0,
@@ -212,7 +213,7 @@ class Model:
         after = rest._replace(running=False, life=None, crashes=rest.crashes - 1)
         ranks: list[Rank] = [self._values[name] for name in dead]
         if not (after.others or after.cuts or self._exact) and _all_members(ranks):
-            names = dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed"), 1)
+            names = dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed", "fill"), 1)
             dead = [self.name(r._replace(**names) if r.state else r) for r in ranks]
             marks = ("started", "marked", "proposed", "trained")
             after = after._replace(**{mark: min(getattr(after, mark), 1) for mark in marks})
@@ -231,7 +232,7 @@ class Model:
             return Rank(whole=rank.whole)
         if self._exact:
             return rank
-        words = ("state", "joined", "gid", "opened", "name", "since", "changed", "whole")
+        words = ("state", "joined", "gid", "opened", "name", "since", "changed", "whole", "fill")
         if rank.state not in (State.LIVE, State.INIT) or rank.prepared < 0:
             return Rank(**{word: getattr(rank, word) for word in words})
         rank = _forgotten(rank)
@@ -274,7 +275,7 @@ class Model:
     def _start(self, ranks: Sequence[Rank], rest: Rest, state: Ids) -> list[Next]:
         reported = [(i, rank) for i, rank in enumerate(ranks) if rank.state]
         reported += [(i, arena) for i, back, arena in rest.others if back]
-        outcome, chosen = self._planned(reported, rest)
+        outcome, chosen, hollow = self._planned(reported, rest)
         text = f"a start: {_described(outcome)}"
         reason = self._judged(ranks, reported, rest, outcome, chosen)
         if reason:
@@ -300,13 +301,14 @@ class Model:
             else:
                 new.append(arena._replace(pc="join", sent=CREATED, since=number))
         left = [(i, back, arena) for i, back, arena in rest.others if not back or chosen.get(i) != arena]
-        for i, rank in enumerate(ranks):  # what newcomers find on their own host, half-made, they remove
-            half_made = rank.state in (State.INIT, State.REBUILDING)
-            if rank.state and chosen.get(i) != rank and not (half_made and i not in chosen):
+        for i, rank in enumerate(ranks):  # what newcomers find on their own host, and is hollow, they remove
+            spent = (i, rank) in hollow or (rank.state == State.REBUILDING and outcome.kind != "fresh")
+            if rank.state and chosen.get(i) != rank and not (spent and i not in chosen):
                 left.append((i, True, rank))
         found: list[Next] = []
         for generation in sorted(generations):
-            life = Life(outcome, number, generation, number)
+            fill = max((arena.fill for arena in chosen.values()), default=number)
+            life = Life(outcome, number, generation, number, fill)
             kept = max(rest.top, max((arena.committed for arena in chosen.values()), default=0))
             decided = (*rest.decided[:kept], *[0] * (self.config.steps - kept))
             proposed = generation if self.rules.store_counts_generations else 0
@@ -318,24 +320,26 @@ class Model:
 
     def _planned(
         self, reported: Sequence[tuple[int, Rank]], rest: Rest
-    ) -> tuple[RecoveryPlan | str, dict[int, Rank]]:
-        """What ecemb decides, and the arenas that it takes for survivors."""
+    ) -> tuple[RecoveryPlan | str, dict[int, Rank], list[tuple[int, Rank]]]:
+        """What ecemb decides, the arenas that it takes for survivors, and those that are hollow."""
         started = bool(rest.started) and self.rules.started_mark
         opened = self._mark(rest)
         finished = rest.finished and self.rules.finished_mark
-        key = (tuple((i, a[:6], a.name) for i, a in reported), started, finished, opened)
+        key = (tuple((i, a[:7], a.name) for i, a in reported), started, finished, opened)
         if key not in self._plans:
             headers = [self._header(i, arena) for i, arena in reported]
             told = self._told(headers)
             try:
                 plan = plan_recovery(told, self.placement, started=started, finished=finished, opened=opened)
                 self._seated(told, opened)
-                ids = {header.constants.arena_id for header in valid(told, opened)}
-                self._plans[key] = plan, [h.constants.arena_id in ids for h in headers]
+                judged = classify(told, opened)
+                ids = [{h.constants.arena_id for h in part} for part in (judged.survivors, judged.hollow)]
+                self._plans[key] = plan, *([h.constants.arena_id in part for h in headers] for part in ids)
             except EcembError as error:
-                self._plans[key] = type(error).__name__, []
-        outcome, taken = self._plans[key]
-        return outcome, {i: arena for (i, arena), yes in zip(reported, taken, strict=False) if yes}
+                self._plans[key] = type(error).__name__, [], []
+        outcome, taken, spent = self._plans[key]
+        hollow = [one for one, yes in zip(reported, spent, strict=False) if yes]
+        return outcome, {i: arena for (i, arena), yes in zip(reported, taken, strict=False) if yes}, hollow
 
     def _header(self, i: int, arena: Rank) -> Header:
         c = self.config
@@ -352,6 +356,7 @@ class Model:
             layout="",
             block_words=((1,) * c.k,) * self.size,
             regions=(),
+            fill=arena.fill,
         )
         joined, gid, opened, committed, prepared = arena[1:6]
         return Header(constants, State(arena.state), joined, gid, opened, committed, prepared)
@@ -382,7 +387,7 @@ class Model:
 
     def _seated(self, headers: Sequence[Header], opened: int) -> None:
         """Every survivor's arena must be given to the worker on its host."""
-        taken = valid(headers, opened)
+        taken = classify(headers, opened).survivors
         at = {h.constants.rank: f"host{h.constants.rank}" for h in taken}
         reports = [Report(f"host{h.constants.rank}", h.constants.arena_id, h, None, None) for h in taken]
         workers = [Worker(f"host{p}", str(p)) for p in range(self.size)]

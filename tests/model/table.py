@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from .rules import ALL, Config
 from .search import Result, search
+from .starts import Starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Entry:
     says: str
     without: str
     kind: str
-    config: Config
+    config: Config | Starts
 
     def search(self) -> Result:
         """Switches the rule off and looks."""
@@ -364,6 +365,67 @@ ENTRIES = (
         "The job is finished, and its last step is not.",
         "closed early",
         _two(overlap=True, crashes=0, close=True),
+    ),
+    # which headers count
+    Entry(
+        "unsettled_is_silent",
+        "An INIT arena has no say in what was opened before another arena of its fill is LIVE or REBUILDING.",
+        "All hosts are away, a resume is killed half-way, and they come back: their memory looks stale, and "
+        "committed steps are thrown away.",
+        "false refusal",
+        Starts(crashes=1, cuts=2, resumes=1),
+    ),
+    Entry(
+        "initial_beside_rebuilding",
+        "INIT and prepared counts as a survivor's beside a REBUILDING arena of its fill, too.",
+        "The first rank that was LIVE is lost while another one is rebuilt: the last survivor doesn't count.",
+        "false refusal",
+        Starts(n=3, k=1, size=3, steps=1, crashes=2, losses=2, fresh=True),
+    ),
+    Entry(
+        "prepared_is_evidence",
+        "An INIT arena that was prepared with a transaction above 0 tells that the job had started.",
+        "A resume is killed before its first LIVE, nothing else is left, and the next launch passes no "
+        "`resume=`: the job silently begins again at step 0.",
+        "restart from 0",
+        Starts(losses=1, cuts=1, relaunches=1, resumes=1),
+    ),
+    Entry(
+        "finished_not_stale",
+        "A tombstone counts only if it is not stale, and no later history has started.",
+        "A replacement host holds a tombstone of an earlier run of that name: the job counts as finished.",
+        "false finish",
+        Starts(crashes=1, losses=1, tombstones=1),
+    ),
+    Entry(
+        "fill_of_donor",
+        "A replacement has its donor's fill.",
+        "A crash in the first rebuild: the replacement looks like a later history, beside which the "
+        "survivors are stale.",
+        "false refusal",
+        Starts(crashes=1, losses=1),
+    ),
+    Entry(
+        "mark_before_changes",
+        "A recovery sets the started mark when all have joined, before the first `opened`.",
+        "Those who went on are cut off before the mark is set, and a start of the one that had been cut off "
+        "before joins a higher generation: when they are back, neither can go on from the other.",
+        "false refusal",
+        Starts(losses=1, cuts=2),
+    ),
+    Entry(
+        "other_format_stops",
+        "An arena of another format stops the start.",
+        "It counts as lost while its memory is there: too many losses, or a resume from an old checkpoint.",
+        "false refusal",
+        Starts(crashes=1, losses=1, formats=1),
+    ),
+    Entry(
+        "kept_until_superseded",
+        "Before a start's own arenas are LIVE, only those are removed that no later start can use.",
+        "The only rank that is LIVE is away, and a fresh start removes what others had prepared beside it.",
+        "thrown away",
+        Starts(crashes=1, cuts=1, fresh=True),
     ),
     # the end
     Entry(
