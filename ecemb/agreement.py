@@ -42,6 +42,7 @@ from .rankstate import Stateful
 from .rendezvous import Session
 from .roster import Roster
 from .rows import TableLayout, cut
+from .transaction import COMPARE_EVERY
 from .transport import Transport
 from .window import Window
 
@@ -69,6 +70,7 @@ class Request:
         parity_backend: what deltas go over.
         reader: where to find a checkpoint, or None.
         without: parameters, and modules, that no optimizer changes.
+        compare_every: commits between two comparisons of replicated state among the ranks.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -85,6 +87,7 @@ class Request:
     parity_backend: ParityBackend = "gloo"
     reader: CheckpointReader | None = None
     without: Sequence[nn.Module | nn.Parameter] = ()
+    compare_every: int = COMPARE_EVERY
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
@@ -95,6 +98,10 @@ class Request:
             raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {self.code!r}")
         if not isinstance(self.overlap, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"overlap= is True or False; it is {self.overlap!r}")
+        if type(self.compare_every) is not int or self.compare_every < 1:
+            raise ConfigurationError(
+                f"compare_every= is a number of commits, 1 or more: {self.compare_every!r}"
+            )
         if self.parity_backend not in ("gloo", "nccl"):
             raise ConfigurationError(f"parity_backend is 'gloo' or 'nccl'; it is {self.parity_backend!r}")
         if self.parity_backend == "nccl" and self.overlap:
@@ -168,6 +175,7 @@ def agree(
         "overlap": request.overlap,
         "failure_domain": request.failure_domain,
         "parity_backend": request.parity_backend,
+        "compare_every": request.compare_every,
         "resume": saver.name_of(request.reader),
     }
     mine = json.dumps([own, asked, secrets.token_hex(8), tables.alike()])

@@ -27,7 +27,7 @@ from .rendezvous import Session, current
 from .saver import reader_of
 from .scrub import Scrubber, ScrubReport
 from .step import Step
-from .transaction import Transactions, lost_name
+from .transaction import COMPARE_EVERY, Transactions, lost_name
 from .whereabouts import placed
 from .window import Window
 from .words import short
@@ -373,6 +373,7 @@ def protect(
     overlap: bool = False,
     failure_domain: FailureDomain = "auto",
     parity_backend: ParityBackend = "gloo",
+    compare_every: int = COMPARE_EVERY,
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
@@ -401,15 +402,13 @@ def protect(
             and at most so many steps are run again after a failure. "auto" takes the time of the first
             steps, and picks the number with which commits and steps run again cost least (Young's formula).
         mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
-        overlap: whether a step's deltas are sent, and parity is brought up to date, beside the body of the
-            next step, in a thread. Then one more step may be run again after a failure, and the last one is
-            committed by `Guard.close`, `Guard.save` or `Guard.scrub`.
+        overlap: whether deltas are sent, and parity changes, beside the body of the next step, in a thread.
+            One more step may be run again after a failure; close, save and scrub commit the last one.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
-        parity_backend: what keepers of parity are sent deltas over (and rows, by a fresh start, by checks
-            after a rebuild, and by `Guard.scrub`): "gloo", from host memory, or "nccl", through the memory of
-            each rank's current CUDA device, for fabrics that reach it; not with `overlap`. All else goes over
-            gloo. Of no effect on a job of one rank, which has no parity.
+        parity_backend: what deltas go over (and rows, where parity is made or checked): "gloo", from host
+            memory, or "nccl", through each rank's current CUDA device; not with `overlap`.
+        compare_every: commits between two comparisons of dense state among the ranks, by checksum.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
             a fresh start begins, with any number of ranks, and where the job goes on when more memory is
             lost than the code survives. It isn't read while memory can be recovered, and may be empty or
@@ -443,6 +442,7 @@ def protect(
         overlap=overlap,
         failure_domain=failure_domain,
         parity_backend=parity_backend,
+        compare_every=compare_every,
         reader=None if resume is None else reader_of(resume),
     )
     opened = open_memory(session, request)

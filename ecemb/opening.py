@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from . import durable, kernels, rankstate
+from . import durable, kernels, rankstate, replicas
 from .adapters.tables import Tables, find
 from .agreement import ParityBackend, Request, World, agree
 from .arena import Arena
@@ -376,9 +376,9 @@ def _compare_replicas(
     digest = replicated.digest(memory.slots, transaction).to_bytes(8, "little")
     told = transport.gather(digest, "comparing replicated state")
     if len(set(told)) > 1:
-        groups = {rank: one.hex() for rank, one in enumerate(told)}
+        differs = replicas.compare(memory.slots.read(transaction), transport)
         raise ConfigurationError(
-            f"dense parameters, buffers or optimizer options differ between ranks (checksums {groups}): "
+            f"dense parameters, buffers or optimizer options differ between ranks ({differs}): "
             f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "
             f"that you shard by hand belong in tables="
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -107,6 +107,26 @@ def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tens
     return outline, names, tensors
 
 
+def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
+    """Checksums below 2**32 of all parts of a saved state, tensors and others, by name, in order.
+
+    Args:
+        memory: uint8, as a store's `read` gives it; read.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    outline, _, tensors = unpacked(memory)
+    waiting = iter(tensors)
+    found: dict[str, int] = {}
+    for name, value in _leaves(outline, ()):
+        content = repr(value).encode()
+        if _is_tensor(value):
+            content += next(waiting).reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = zlib.crc32(content)
+    return found
+
+
 def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The outline of a saved state, packed: uint8, a view of `memory`.
 
@@ -130,9 +150,9 @@ def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
         Their names, e.g. "head.weight" for the model's and "optimizers.0.state.1.exp_avg"; and tensors on
         the meta device with their types and shapes; both in the outline's order.
     """
-    found: list[tuple[str, torch.Tensor]] = []
-    _find(outline, (), found)
-    return [name for name, _ in found], [tensor for _, tensor in found]
+    found = [(name, value) for name, value in _leaves(outline, ()) if _is_tensor(value)]
+    tensors = [torch.empty(value[2], dtype=value[1], device="meta") for _, value in found]
+    return [name for name, _ in found], tensors
 
 
 def _in_order(one: Any, other: Any) -> bool:
@@ -145,14 +165,14 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, tuple) and cast("Any", value)[:1] == (_TENSOR,)
 
 
-def _find(value: Any, path: tuple[str, ...], found: list[tuple[str, torch.Tensor]]) -> None:
-    if _is_tensor(value):
-        name = ".".join(path[1:] if path[0] == "model" else path)
-        found.append((name, torch.empty(value[2], dtype=value[1], device="meta")))
-    elif isinstance(value, (dict, list, tuple)):
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """All that a structure holds, by name, in order; of tensors what stands for them."""
+    if isinstance(value, (dict, list, tuple)) and not _is_tensor(value):
         pairs = value.items() if isinstance(value, dict) else enumerate(cast("Any", value))
         for key, item in cast("Iterable[tuple[Any, Any]]", pairs):
-            _find(item, (*path, str(key)), found)
+            yield from _leaves(item, (*path, str(key)))
+    else:
+        yield ".".join(path[1:] if path[:1] == ("model",) else path), value
 
 
 def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
-from . import error_file
+from . import error_file, replicas
 from .between import Between
 from .error_file import cause_of, follows
 from .errors import StepFailed, UsageError
@@ -52,7 +52,8 @@ Words = NDArray[np.uint64]
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-DIGEST_EVERY = 1000
+COMPARE_EVERY = 1000
+_NAMED_EVERY = 1000  # steps between two looks whether the arena still has its name
 _FINE, _FAILED, _ABORTED = range(3)
 
 
@@ -93,6 +94,7 @@ class Transactions:
         rank_state: what differs by rank.
         window: steps of a transaction, or what chooses their number.
         overlap: whether to exchange, prepare and apply beside the next step's body.
+        compare_every: commits between two comparisons of replicated state among the ranks.
         whereabouts: told of each step's begin and end.
     """
 
@@ -105,6 +107,7 @@ class Transactions:
         window: Window | None = None,
         *,
         overlap: bool = False,
+        compare_every: int = COMPARE_EVERY,
         whereabouts: Whereabouts | None = None,
     ) -> None:
         self._memory = memory
@@ -120,7 +123,7 @@ class Transactions:
         self._taken: Taken | None = None  # rank state at the step's begin
         self._began = Began(None, {})
         self._between = Between(speaks=transport.rank == 0)
-        self._commits = 0
+        self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
         self._handed = 0  # the transaction that is pending, if one is
@@ -177,7 +180,7 @@ class Transactions:
             else:
                 self._replicated.save(self._savepoint, transaction - 1)
                 self._began = Began(None, {})
-        if transaction % DIGEST_EVERY == 0 and not self._memory.arena.is_named():
+        if transaction % _NAMED_EVERY == 0 and not self._memory.arena.is_named():
             logger.warning("%s", lost_name(self._memory.arena.path))
         return transaction
 
@@ -370,7 +373,7 @@ class Transactions:
         self, transaction: int, attempt: int, messages: dict[int, Words] | None, flag: int
     ) -> NDArray[np.int64]:
         digest = 0
-        if messages is not None and flag == _FINE and self._commits % DIGEST_EVERY == 0:
+        if messages is not None and flag == _FINE and self._commits % self._compare_every == 0:
             digest = self._replicated.digest(self._memory.slots, transaction)
         heads = np.tile(np.array([0, transaction, attempt, flag, digest]), (self._transport.world_size, 1))
         for keeper, words in (messages or {}).items():
@@ -408,9 +411,10 @@ class Transactions:
                 f"every rank must run every step from guard.next_step on"
             )
         if len(set(digests)) > 1 and not aborted:
+            differs = replicas.compare(self._memory.slots.read(transaction), self._transport)
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
-                f"in step {step}: checksums {dict(enumerate(digests))}; inside the step, average the dense "
+                f"in step {step}: {differs}; inside the step, average the dense "
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers, such as a batch "
                 f"norm's, too (SyncBatchNorm, or all_reduce them), so that all ranks hold the same"
             )

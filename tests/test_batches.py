@@ -803,7 +803,7 @@ KILLED_BY_ITS_LOADER = """
 import os, signal, sys
 from pathlib import Path
 from torch.utils.data import DataLoader
-import ecemb
+from ecemb import protect
 
 def end_parent(_):
     parent = os.getppid()

@@ -26,7 +26,7 @@ kernels.cuda
 rows arena delta packing generators members optimizers look wholeness
 outline slots
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
-memory meeting watch dcp window announcement
+memory meeting watch dcp window announcement replicas
 stripes rollcall ending
 rebuild
 transaction recovery rendezvous scrub durable store

@@ -583,7 +583,13 @@ def refusals(folder: Path, meet: Barrier) -> None:
     training = bags()
     with torch.no_grad():
         training.model.head.weight += rank
-    words = ("dense parameters", "differ between ranks", "seed all ranks alike", "ecemb.protect()")
+    words = (
+        "dense parameters",
+        "differ between ranks",
+        "head.weight is the first",
+        "seed all ranks alike",
+        "ecemb.protect()",
+    )
     with refused(ConfigurationError, *words):
         training.protect(2, 1)
     meet.wait(TIMEOUT_S)

@@ -686,6 +686,10 @@ FORBIDDEN_CALLS = {
 }
 
 
+RUNS_THE_USERS_SCRIPT = {("worker.py", "exec")}
+"""`ecemb-run` runs a script as python does: from the file that its command line names."""
+
+
 def breaches(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -711,7 +715,7 @@ def breaches(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_is_loaded_that_could_run_code() -> None:
-    found = [f"{path.name}:{line} {what}" for path, tree in sources() for line, what in breaches(tree)]
-    assert not found
+    found = [(path, line, what) for path, tree in sources() for line, what in breaches(tree)]
+    assert {(path.name, what) for path, _, what in found} == RUNS_THE_USERS_SCRIPT, found
     bad = "import pickle\nassert x\ntorch.load(f)\neval(s)\ndist.all_gather_object(a, b)\nrun(c, shell=True)"
     assert len(list(breaches(ast.parse(bad)))) == 6

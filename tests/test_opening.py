@@ -293,7 +293,7 @@ def replicas_that_differ_are_refused_and_leave_no_trace(place: Place) -> None:
         training = Training()
         with torch.no_grad():
             training.head.bias.add_(dist.get_rank())
-        with matching(ConfigurationError, "differ between ranks", "seed all ranks alike"):
+        with matching(ConfigurationError, "differ between ranks", "head.bias is the first", "seed all ranks"):
             training.protect()
     with life(place):  # the script was mended
         training = Training()

@@ -6,6 +6,7 @@ Ranks are threads here (see simulation.py); that kills at every moment do no har
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -179,7 +180,26 @@ def test_replicas_that_drift_apart_are_noticed_in_the_first_step(tmp_path: Path,
     life = machines.run(1, body=body)
     assert {type(one) for one in life.failures.values()} == {StepFailed}
     assert all("replicated state" in str(one) for one in life.failures.values())
+    assert all(
+        "bias is the first that differs, on rank [1] from" in str(one) for one in life.failures.values()
+    )
     machines.check(0)
+
+
+def test_a_later_drift_is_noticed_when_replicas_are_compared_again(tmp_path: Path, seed: int) -> None:
+    def body(one: Rank, step: int) -> None:
+        if step == 2 and one.memory.rank == 2:
+            with torch.no_grad():
+                one.model.bias.add_(1)
+
+    machines = Machines(tmp_path / "job", job_of(3, 1, 3, random.Random(seed)))
+    init = Transactions.__init__
+    every = functools.partialmethod(init, compare_every=4)
+    with mock.patch.object(Transactions, "__init__", every):
+        life = machines.run(8, body=body)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("in step 4: " in str(one) for one in life.failures.values())  # commits 1 and 5 are compared
+    assert all("on rank [2] from" in str(one) for one in life.failures.values())
 
 
 def test_ranks_in_different_steps_are_noticed(machines: Machines) -> None:
