@@ -211,6 +211,8 @@ def _resumed(references: References, results: Results, stop: threading.Event) ->
     victims = tuple(Victim(rank, True) for rank in (2, 0, 3))
     plan = Plan(MAIN, (Exact(victims, "exchange", 17, 20),), forked=True, saves=5)
     outcome = run(plan, stop)
+    if stop.is_set():
+        return
     reference = {rank: digests | {"parity": ""} for rank, digests in references.of(MAIN).items()}
     for digests in outcome.digests.values():
         digests["parity"] = ""
@@ -243,6 +245,8 @@ def _control(
     plan = Plan(CONTROLLED, (event,), part, forked=True)
     reference = references.of(plan.setting)
     outcome = run(plan, stop)
+    if stop.is_set():
+        return
     noticed = bool(verdict(reference, outcome)) and bool(outcome.deaths)
     print(f"without {part!r}: {'noticed' if noticed else 'NOT NOTICED'}", flush=True)
     results.controls[part] = noticed
