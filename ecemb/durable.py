@@ -8,7 +8,7 @@ Owns the names of tensors in a checkpoint:
     {table}/rank{r}.{column}    a table that was sharded by hand, whose order over ranks ecemb doesn't know
     {name}                      dense parameters and buffers, as the model names them
     optimizers.{i}.state.{j}.{name}    dense optimizer state; i counts optimizers with dense parameters
-    ecemb/outline               what is left of replicated state without its tensors (`replicated`)
+    ecemb/outline               what is left of replicated state without its tensors (`outline`)
     rank_state/{r}              a rank's packed state (`rankstate`)
 
 Must not know: how checkpoints are stored, other ranks.
@@ -28,13 +28,12 @@ from . import rankstate
 from .checkpoint import CheckpointReader, Piece, Stored
 from .errors import CheckpointMismatch, ConfigurationError
 from .memory import RankMemory
-from .outline import blank, packed_outline, unpacked
-from .packing import load
+from .outline import blank, in_front, outline_of, unpacked
 from .rankstate import RankState
 from .replicated import ReplicatedState
 from .rows import TableLayout
 
-FORMAT = 1
+FORMAT = 2
 CHUNK_BYTES = 1 << 27
 _OUTLINE = "ecemb/outline"
 
@@ -114,7 +113,7 @@ def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
     """The part of replicated state that this rank writes: all ranks share the work, by bytes."""
     _, names, tensors = unpacked(slot)
     whole = [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
-    whole.append(_bytes(_OUTLINE, packed_outline(slot)))
+    whole.append(_bytes(_OUTLINE, in_front(slot)))
     loads = [0] * world_size
     mine: list[Piece] = []
     for piece in sorted(whole, key=lambda piece: (-piece.tensor.nbytes, piece.key)):
@@ -133,7 +132,7 @@ def account(memory: RankMemory, shards: Sequence[Shard], replicated: ReplicatedS
         "step": step,
         "dense": replicated.digest(memory.slots, step),
         "names": unpacked(slot)[1] if memory.rank == 0 else [],
-        "outline": len(packed_outline(slot)),
+        "outline": len(in_front(slot)),
         "tables": [shard.describe() for shard in shards],
         "rank_state": len(rankstate.read(memory.rank_state)),
     }
@@ -282,7 +281,7 @@ def restore(
 
     outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
     reader.read(stored, [_whole(_OUTLINE, outline)])
-    plain = load(outline.numpy().tobytes())
+    plain = outline_of(outline.numpy())
     names, blanks = blank(plain)
     tensors = [torch.empty(one.shape, dtype=one.dtype) for one in blanks]
     reader.read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])

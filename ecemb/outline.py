@@ -1,7 +1,8 @@
-"""A saved state of tensors: an outline, packed, then the tensors, raw, one after another (D6).
+"""A saved state of tensors: an outline, packed, then numbers, then the tensors, raw, one after another (D6).
 
-The outline is what is left of the structure when its tensors are taken out (names, numbers, options). It is
-packed, and read without a pickle.
+The outline is what is left of the structure when its tensors and numbers are taken out (names, types, other
+options). It is packed, and read without a pickle. Numbers have an area of their own, a word each: a learning
+rate that changes at every step leaves the outline as it is, and where the tensors belong.
 
 Must not know: whose state it is, where it lies.
 """
@@ -21,40 +22,60 @@ from .errors import ConfigurationError, InconsistentArenas
 from .packing import WAY_OUT, dump, load, plain, replaced
 
 _ALIGN_BYTES = 64
-_HEAD = struct.Struct("<II")  # length and checksum of the outline, which follows
+_HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
+_CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
 _TENSOR = "ecemb.tensor"
+_WORDS = {
+    ("ecemb.int",): struct.Struct("<q"),
+    ("ecemb.float",): struct.Struct("<d"),
+}  # by what stands for one
+_INT, _FLOAT = _WORDS
+_INT64 = range(-(1 << 63), 1 << 63)  # an int beyond stays in the outline
 
 
 class Outline:
-    """A structure without its tensors, packed, and where they belong.
+    """A structure without its tensors and numbers, packed, and where they belong.
 
     Args:
         value: what `taken` has returned.
         tensors: what it has taken out.
+        numbers: what it has taken out, of which only the length counts.
 
     Attributes:
         value: as given.
         names: of its tensors.
-        size_bytes: what it takes with its tensors.
+        size_bytes: what it takes with its numbers and tensors.
     """
 
-    def __init__(self, value: object, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, value: object, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
         self.value = value
-        self._packed = dump(value)
+        packed = dump(value)
+        self._head = _HEAD.pack(len(packed), zlib.crc32(packed), len(numbers)) + packed
         self.names = blank(value)[0]
-        self._places, self.size_bytes = _places(tensors, _HEAD.size + len(self._packed))
+        start = len(self._head) + _CHECKSUM.size + len(numbers)
+        self._places, self.size_bytes = _places(tensors, start)
 
     def lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Writes everything but the tensors (uint8 [size_bytes], overwritten); returns where they belong."""
+        """Writes all but numbers and tensors (uint8 [size_bytes], overwritten); returns where these go."""
         memory[:] = 0  # what an earlier state left between tensors differs by rank
-        head = _HEAD.pack(len(self._packed), zlib.crc32(self._packed)) + self._packed
-        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        memory[: len(self._head)] = np.frombuffer(self._head, np.uint8)
         pairs = zip(self._places, tensors, strict=True)
         return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
 
+    def put_numbers(self, memory: NDArray[np.uint8], numbers: bytes | bytearray) -> None:
+        """Writes the numbers, as `taken` gives them, to memory that has been laid out."""
+        area = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
+        memory[len(self._head) : len(self._head) + len(area)] = np.frombuffer(area, np.uint8)
 
-def taken(value: object, tensors: list[torch.Tensor]) -> object:
-    """A copy of a nested structure with its tensors taken out, in order, to `tensors`."""
+
+def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> object:
+    """A copy of a nested structure with its tensors and numbers taken out, in order.
+
+    Args:
+        value: dicts, lists and tuples of tensors, numbers, strings, None.
+        tensors: appended to.
+        numbers: appended to, a word for each int of 64 bits and each float.
+    """
 
     def take(tensor: torch.Tensor) -> object:
         if tensor.layout is not torch.strided:
@@ -66,7 +87,14 @@ def taken(value: object, tensors: list[torch.Tensor]) -> object:
         tensors.append(tensor)
         return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
 
-    return plain(value, take, "replicated state")
+    def take_number(number: int | float) -> object:
+        kind = _FLOAT if isinstance(number, float) else _INT
+        if kind is _INT and number not in _INT64:
+            return number
+        numbers.extend(_WORDS[kind].pack(number))
+        return kind
+
+    return plain(value, take, "replicated state", take_number)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -75,7 +103,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def filled(value: Any, tensors: list[torch.Tensor]) -> object:
-    """The inverse of `taken`; consumes `tensors`. A tensor remembers the kind of device it was on."""
+    """Puts tensors back, and consumes them. A tensor remembers the kind of device it was on."""
 
     def put(known: Any) -> torch.Tensor:
         tensor = tensors.pop(0)
@@ -89,15 +117,16 @@ def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tens
     """Takes a saved state apart (uint8, as a store's `read` gives it).
 
     Returns:
-        The outline, the tensors' names, and the tensors: views of `memory`, in the outline's order.
+        The outline with its numbers, the tensors' names, and the tensors: views of `memory`, in the
+        outline's order.
 
     Raises:
         InconsistentArenas: `Outline` has not written it.
     """
-    packed = packed_outline(memory)
-    outline = load(packed.tobytes())
+    head = in_front(memory)
+    outline = outline_of(head)
     names, blanks = blank(outline)
-    places, size = _places(blanks, _HEAD.size + len(packed))
+    places, size = _places(blanks, len(head))
     if size != len(memory):
         raise InconsistentArenas(
             f"a slot of replicated state has {len(memory)} bytes, and its outline stands for {size}: the "
@@ -127,20 +156,24 @@ def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
     return found
 
 
-def packed_outline(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The outline of a saved state, packed: uint8, a view of `memory`.
+def in_front(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What stands in front of a saved state's tensors, outline and numbers: uint8, a view of `memory`.
 
     Raises:
         InconsistentArenas: `Outline` has not written it.
     """
-    head, checksum = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
-    packed = memory[_HEAD.size : _HEAD.size + head]
-    if zlib.crc32(packed.tobytes()) != checksum:
-        raise InconsistentArenas(
-            f"the outline of a slot of replicated state doesn't fit its checksum: the arena's memory is "
-            f"damaged. {WAY_OUT}"
-        )
-    return packed
+    return memory[: len(b"".join(_parts(memory)))]
+
+
+def outline_of(head: NDArray[np.uint8]) -> Any:
+    """The outline with its numbers, out of what `in_front` returns.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    _, packed, _, numbers = _parts(head)
+    words = iter([numbers[at : at + 8] for at in range(0, len(numbers), 8)])
+    return replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
 
 
 def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
@@ -159,6 +192,29 @@ def _in_order(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return list(one) == list(other) and all(map(_in_order, one.values(), other.values()))
     return not isinstance(one, list) or all(map(_in_order, one, other))
+
+
+def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, bytes, bytes]:
+    """The head, the outline, packed, the checksum of the numbers, and these."""
+    head = memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0")
+    length, checksum, numbers = _HEAD.unpack(head)
+    end = _HEAD.size + length
+    packed, own = memory[_HEAD.size : end].tobytes(), memory[end : end + _CHECKSUM.size].tobytes()
+    words = memory[end + _CHECKSUM.size : end + _CHECKSUM.size + numbers].tobytes()
+    for part, fits in (
+        ("outline", zlib.crc32(packed) == checksum),
+        ("numbers", len(words) == numbers and _CHECKSUM.pack(zlib.crc32(words)) == own),
+    ):
+        if not fits:
+            raise InconsistentArenas(
+                f"the {part} of a slot of replicated state doesn't fit its checksum: the arena's memory is "
+                f"damaged. {WAY_OUT}"
+            )
+    return head, packed, own, words
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is tuple and value in (_INT, _FLOAT)
 
 
 def _is_tensor(value: object) -> bool:

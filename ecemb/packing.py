@@ -31,19 +31,25 @@ WAY_OUT = (
 """What to do when packed bytes are damaged, for the end of an error's message."""
 
 
-def plain(value: object, on_tensor: Callable[[torch.Tensor], object] | None = None, at: str = "state") -> Any:
+def plain(
+    value: object,
+    on_tensor: Callable[[torch.Tensor], object] | None = None,
+    at: str = "state",
+    on_number: Callable[[int | float], object] | None = None,
+) -> Any:
     """A copy of a nested structure, made of types that `load` reads.
 
     Args:
         value: dicts, lists and tuples of tensors, numbers, strings, None.
         on_tensor: what to put in place of each tensor, in order; the tensor itself by default.
         at: where the value stands, for the error.
+        on_number: what to put in place of each int and float that is no key, in order; itself by default.
 
     Raises:
         ConfigurationError: a value of another type, with its place.
     """
     try:
-        return _copy(value, on_tensor)
+        return _copy(value, on_tensor, on_number)
     except _NotPlainError:
         raise ConfigurationError(_complaint(value, at)) from None
 
@@ -52,23 +58,30 @@ class _NotPlainError(Exception):
     """A value of a type that `load` doesn't read; where it is, is looked for only then."""
 
 
-def _copy(value: Any, on_tensor: Callable[[torch.Tensor], object] | None) -> Any:
+def _copy(
+    value: Any,
+    on_tensor: Callable[[torch.Tensor], object] | None,
+    on_number: Callable[[int | float], object] | None = None,
+) -> Any:
     kind = type(value)
     if kind is str:
         return sys.intern(value)  # torch.save writes each string object but once
+    if on_number is not None and (kind is int or kind is float):
+        return on_number(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return value if on_tensor is None else on_tensor(value)
     if kind is list:
-        return [_copy(item, on_tensor) for item in value]
+        return [_copy(item, on_tensor, on_number) for item in value]
     if kind is tuple:
-        return tuple([_copy(item, on_tensor) for item in value])
+        return tuple([_copy(item, on_tensor, on_number) for item in value])
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return like(value, {_copy(key, None): _copy(item, on_tensor) for key, item in items})
+        return like(value, {_copy(key, None): _copy(item, on_tensor, on_number) for key, item in items})
     if isinstance(value, np.generic):
-        return value.item()
+        item = value.item()
+        return on_number(item) if on_number is not None and type(item) in (int, float) else item
     raise _NotPlainError
 
 

@@ -92,15 +92,16 @@ class ReplicatedState:
         Raises:
             LayoutMismatch: a restart could not put it back.
         """
-        value, tensors = self._taken()
+        value, tensors, numbers = self._taken()
         if self._outline is None or not same(value, self._outline.value):
             self._check_fixed()
-            self._outline = Outline(value, tensors)
+            self._outline = Outline(value, tensors, numbers)
             self._views.clear()
         memory = slots.open(transaction, self._outline.size_bytes)
         views = self._views.get(memory.ctypes.data)
         if views is None:
             views = self._views[memory.ctypes.data] = self._outline.lay_out(memory, tensors)
+        self._outline.put_numbers(memory, numbers)
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor.detach())
         slots.seal(transaction)
@@ -197,10 +198,11 @@ class ReplicatedState:
         while len(self._saved) > _GENERATIONS:
             del self._saved[next(iter(self._saved))]
 
-    def _taken(self) -> tuple[object, list[torch.Tensor]]:
-        """All that is saved now: the structure without its tensors, and these."""
+    def _taken(self) -> tuple[object, list[torch.Tensor], bytearray]:
+        """All that is saved now: the structure without its tensors and numbers, and these."""
         tensors: list[torch.Tensor] = []
-        return taken(self._collect(), tensors), tensors
+        numbers = bytearray()
+        return taken(self._collect(), tensors, numbers), tensors, numbers
 
     def _look(self) -> Look:
         return look(self._collect(extra=False), self._optimizers)

@@ -11,10 +11,12 @@ from ecemb.replicas import difference
 
 def saved(value: object) -> np.ndarray:
     tensors: list[torch.Tensor] = []
-    outline = Outline(taken(value, tensors), tensors)
+    numbers = bytearray()
+    outline = Outline(taken(value, tensors, numbers), tensors, numbers)
     memory = np.empty(outline.size_bytes, np.uint8)
     for place, tensor in zip(outline.lay_out(memory, tensors), tensors, strict=True):
         place.copy_(tensor)
+    outline.put_numbers(memory, numbers)
     return memory
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,11 @@ import torch
 from simulation import alone
 from torch import nn
 
-from ecemb import rankstate
+from ecemb import packing, rankstate
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, NotEnoughSpace
-from ecemb.outline import unpacked
+from ecemb.outline import Outline, unpacked
 from ecemb.replicated import ReplicatedState
-from ecemb.slots import Slots
+from ecemb.slots import Savepoint, Slots
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -170,7 +173,7 @@ def save(state: ReplicatedState, slots: Slots, transaction: int) -> None:
 
 
 def test_a_changed_option_reaches_the_next_slot(slots: Slots) -> None:
-    """The outline is packed anew only when it changes; a schedule changes it in every step."""
+    """What is kept of a slot from one save to the next has no numbers in it."""
     model = Net(1)
     optimizer = OPTIMIZERS["adam"](list(model.parameters()))
     state = ReplicatedState(model, [optimizer], [])
@@ -182,6 +185,90 @@ def test_a_changed_option_reaches_the_next_slot(slots: Slots) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
     state.load(slots, 1)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_schedule_does_not_lay_a_slot_out_anew(slots: Slots) -> None:
+    """Rates, betas and counters change in every step: only their words are written."""
+    model = Net(1)
+    optimizer = OPTIMIZERS["adam"](list(model.parameters()))
+    train(model, optimizer, range(1))
+    optimizer.state[model.scale]["seen"] = 0
+    state, savepoint = ReplicatedState(model, [optimizer], []), Savepoint()
+    with (
+        mock.patch("ecemb.outline.dump", side_effect=packing.dump) as packed,
+        mock.patch.object(Outline, "lay_out", autospec=True, side_effect=Outline.lay_out) as laid_out,
+    ):
+        for step in range(1, 8):
+            began = state.begin(savepoint, step - 1) if step > 1 else None
+            train(model, optimizer, range(step, step + 1))
+            rates = {"lr": 0.5**step, "betas": (0.9 - step / 100, 0.999)}
+            optimizer.param_groups[0].update(rates)
+            optimizer.state[model.scale]["seen"] = step
+            save(state, slots, step)
+            assert began is None or began.options is not None
+    assert packed.call_count == 1 and laid_out.call_count == 2  # a slot each
+
+    expected = everything(model, optimizer)
+    began = state.begin(savepoint, 7)
+    train(model, optimizer, range(8, 9))
+    optimizer.param_groups[0].update(lr=9.0, betas=(0.0, 0.0))
+    optimizer.state[model.scale]["seen"] = 9
+    state.back(slots, savepoint, 7, began)
+    assert everything(model, optimizer) == expected
+
+    model = Net(2)
+    optimizer = OPTIMIZERS["adam"](list(model.parameters()))
+    ReplicatedState(model, [optimizer], []).load(slots, 7)
+    assert everything(model, optimizer) == expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -0.0, 1e-323, math.inf, -math.inf, 0.1],
+        [*struct.unpack("<3Q", struct.pack("<3d", 1.0, 2.0, 3.0)), -1, 0, (1 << 53) + 1],
+        [1, 1.0, True, False, 0, None, "1"],
+        [(1 << 63) - 1, 1 << 63, -(1 << 63), -(1 << 63) - 1, 1 << 200],
+        [1 + 2j, b"1", torch.float32, {"a": 1, 2: [3.0, (4,)]}, Counter(a=3), torch.Size([5])],
+    ],
+)
+def test_numbers_come_back_as_they_were(values: list[Any], slots: Slots) -> None:
+    """Each in turn in place of the one before: they are equal in part, and not the same."""
+    model = Net(1)
+    optimizer = OPTIMIZERS["adam"](list(model.parameters()))
+    state = ReplicatedState(model, [optimizer], [])
+    (group,) = optimizer.param_groups
+    group["all"] = values
+    for transaction, value in enumerate(values):
+        group["one"] = value
+        save(state, slots, transaction)
+        group.update(one="other", all="others")
+        state.load(slots, transaction)
+        assert [repr(group["one"]), repr(group["all"])] == [repr(value), repr(values)]
+
+
+def test_bits_of_a_nan_option_come_back(slots: Slots) -> None:
+    model = Net(1)
+    optimizer = OPTIMIZERS["adam"](list(model.parameters()))
+    state = ReplicatedState(model, [optimizer], [])
+    for transaction, bits_ in enumerate((0x7FF8_0000_0000_1234, 0xFFF8_0000_0000_0001)):
+        (number,) = struct.unpack("<d", struct.pack("<Q", bits_))
+        optimizer.param_groups[0]["lr"] = number
+        save(state, slots, transaction)
+        optimizer.param_groups[0]["lr"] = 0.0
+        state.load(slots, transaction)
+        assert struct.pack("<d", optimizer.param_groups[0]["lr"]) == struct.pack("<Q", bits_)
+
+
+def test_a_damaged_number_is_noticed(slots: Slots) -> None:
+    model = Net(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.12345)
+    state = ReplicatedState(model, [optimizer], [])
+    state.save(slots, 0)
+    memory = slots.read(0)
+    memory[memory.tobytes().index(struct.pack("<d", 0.12345))] ^= 1
+    with pytest.raises(InconsistentArenas, match="numbers of a slot of replicated state"):
+        state.load(slots, 0)
 
 
 def test_special_values_keep_their_bits(slots: Slots) -> None:
