@@ -167,7 +167,9 @@ def read(block: Block) -> None:
 def is_public(name: str) -> bool:
     """Whether `ecemb.name` is something to import: in `__all__`, or a module."""
     init = ast.parse((ROOT / "ecemb" / "__init__.py").read_text())
-    lists = [node.value for node in init.body if isinstance(node, ast.Assign)]
+    lists = [
+        n.value for n in init.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
     return name in ast.literal_eval(lists[0]) or (ROOT / "ecemb" / f"{name}.py").exists()
 
 
