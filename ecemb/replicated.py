@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .errors import LayoutMismatch
+from .fit import check_fit, kind
 from .look import Began, Look, look, options
 from .members import (
     Members,
@@ -71,7 +72,7 @@ class ReplicatedState:
         self._outline: Outline | None = None
         self._members: Members | None = None
         self._appeared: dict[str, bool] = {}  # buffers that were not there at the start: whether persistent
-        self._ids: set[int] = set()  # of the model's tensors
+        self._ids: dict[int, str] = {}  # of the model's tensors, and their names
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the slot
         self._saved: dict[int, list[torch.Tensor]] = {}  # what was saved lately, by transaction
         self._seen: Look | None = None  # when it was saved or loaded last
@@ -224,7 +225,8 @@ class ReplicatedState:
     def _collected(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         dense = self._dense(optimizer)
         collected: dict[str, object] = {
-            "kind": _kind(optimizer),
+            "kind": kind(optimizer),
+            "parameters": self._names(optimizer),
             "options": [options(group) for group in optimizer.param_groups],
             "state": {
                 index: optimizer.state[parameter]
@@ -240,6 +242,11 @@ class ReplicatedState:
             check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
         return collected | ({"outside": outside} if outside else {})
 
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+        """The model's names of its dense parameters, by group."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return [[self._ids.get(id(p)) for p in group if id(p) not in self._protected] for group in groups]
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The model's dense parameters and buffers, by name, each once."""
         if self._members is None or self._members.have_changed():
@@ -250,7 +257,7 @@ class ReplicatedState:
             self._appeared = {name: kept for name, kept in places.items() if name not in self._at_start}
         else:
             found = self._members.now()
-        self._ids = {id(tensor) for tensor in found.values()}
+        self._ids = {id(tensor): name for name, tensor in found.items()}
         return found
 
     def _found(self) -> dict[str, torch.Tensor]:
@@ -332,19 +339,8 @@ class ReplicatedState:
                 f"{missing[0] or 'the model'} has extra state only in one of the model that was saved and "
                 f"this one: run the script that started the job, or use another job="
             )
-        for number, (optimizer, kept) in enumerate(zip(self._optimizers, saved["optimizers"], strict=True)):
-            if (then := kept.get("kind", _kind(optimizer))) != _kind(optimizer):  # older ones don't say it
-                raise LayoutMismatch(
-                    f"optimizer {number} of those with dense parameters is a {_kind(optimizer)}, and was a "
-                    f"{then} when the job was started, whose state and options it can't take: run the "
-                    f"script that started it, or use another job="
-                )
-            if len(optimizer.param_groups) != len(kept["options"]):
-                raise LayoutMismatch(
-                    f"the number of parameter groups of {type(optimizer).__name__} is "
-                    f"{len(optimizer.param_groups)}, and was {len(kept['options'])}: add groups before "
-                    f"ecemb.protect(), as when the job was started"
-                )
+        names = [self._names(optimizer) for optimizer in self._optimizers]
+        check_fit(self._optimizers, names, saved["optimizers"])
 
     @torch.no_grad()
     def _restore_model(
@@ -410,10 +406,6 @@ def _shown(names: Sequence[str]) -> str:
     """Some of the names, for a message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
-
-
-def _kind(one: object) -> str:
-    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:

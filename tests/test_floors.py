@@ -23,7 +23,7 @@ kernels.products directory odds beats judgement
 kernels.loops planner
 kernels.reference kernels.cpu
 kernels.cuda
-rows arena delta packing generators members optimizers look wholeness
+rows arena delta packing generators members optimizers look wholeness fit
 outline slots
 journal parity transport replicated rankstate loaders buckets plan roster links checkpoint
 memory meeting watch dcp window announcement replicas

@@ -757,6 +757,28 @@ def test_sparse_optimizer_state_is_refused(slots: Slots) -> None:
         state.save(slots, 0)
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["optimizers", "groups"])
+def test_optimizers_that_trade_places_are_refused(apart: bool, slots: Slots) -> None:
+    """Nothing else tells them apart: class, options and shapes are equal."""
+
+    def started(*names: str) -> ReplicatedState:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("left", "right")})
+        parts = [list(model[name].parameters()) for name in names]
+        if apart:
+            return ReplicatedState(model, [torch.optim.Adam(part) for part in parts], [])
+        return ReplicatedState(model, [torch.optim.Adam([{"params": part} for part in parts])], [])
+
+    started("left", "right").save(slots, 1)
+    started("left", "right").load(slots, 1)
+    number = 1 if apart else 0
+    with pytest.raises(
+        LayoutMismatch,
+        match=rf"group 0 of optimizer 0 .*Adam\) has right.weight where left.weight was .*"
+        rf"\(left.weight is with optimizer {number} now\)",
+    ):
+        started("right", "left").load(slots, 1)
+
+
 def test_an_optimizer_of_another_class_is_refused(slots: Slots) -> None:
     """Adam and AdamW have the same state and options, and train otherwise."""
     model = nn.Linear(2, 2)
