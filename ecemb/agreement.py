@@ -63,7 +63,7 @@ class Request:
         optimizers: all optimizers of the training.
         modules: modules of tables that are sharded by hand, by key.
         code: the (n, k) code.
-        state: the user's objects.
+        state: the user's objects, as they were given.
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next one's body.
         failure_domain: see `ecemb.protect`.
@@ -80,7 +80,7 @@ class Request:
     optimizers: Sequence[torch.optim.Optimizer]
     modules: Mapping[str, nn.Module]
     code: Code
-    state: Sequence[Stateful]
+    state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None
     window: Window
     overlap: bool
     failure_domain: FailureDomain

@@ -366,7 +366,7 @@ def protect(
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
     tables: Mapping[str, nn.Module] | None = None,
     code: Code,
-    state: Sequence[Stateful] | Stateful | None = None,
+    state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
     without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
     window: int | Literal["auto"] = 1,
     mtbf: timedelta | None = None,
@@ -394,8 +394,8 @@ def protect(
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
         code: the (n, k) code; n at most the number of ranks.
-        state: objects with state_dict() and load_state_dict() that belong to this rank's training
-            position, such as schedules and counters.
+        state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by
+            name. One alone will do, and so will a list in a fixed order where no two are of one class.
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
             ones, and those that the script writes inside the step. All others need one of `optimizers`.
         window: number of steps that are committed together: a row that several of them change is sent once,
@@ -436,7 +436,7 @@ def protect(
         optimizers=optimizers_of(optimizers),
         modules=modules_of(tables),
         code=code,
-        state=listed(state),
+        state=state,
         without=listed(without_optimizer),
         window=Window(window, mtbf),
         overlap=overlap,

@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from . import generators
-from .adapters.tables import listed, modules_of
+from .adapters.tables import modules_of
 from .code import Code
 from .errors import ConfigurationError, UsageError
 from .guard import Guard, Step, protect
 from .nn import ShardedEmbeddingBag
-from .rankstate import Stateful
+from .rankstate import Stateful, objects_of
 
 __all__ = ["Protection"]
 
@@ -85,24 +85,27 @@ class Protection(_Callback):
     Args:
         code: the (n, k) code.
         state: further objects with state_dict() and load_state_dict() that belong to this rank's training
-            position.
+            position, as for `ecemb.protect`.
         tables: tables that the module shards by hand, by name, as for `ecemb.protect`.
         options: further arguments of `ecemb.protect`, such as `window`, `overlap` and `resume`.
 
     Attributes:
         step: the step in work, for `step.number` and `step.abort()`; None before the first one.
+
+    Raises:
+        ConfigurationError: `state` or `tables` is not what `ecemb.protect` takes.
     """
 
     def __init__(
         self,
         *,
         code: Code,
-        state: Sequence[Stateful] | Stateful | None = None,
+        state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
         tables: Mapping[str, nn.Module] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self._code, self._state, self._options = code, listed(state), options
+        self._code, self._state, self._options = code, objects_of(state), options
         self._tables = modules_of(tables)
         self._guard: Guard | None = None
         self._loader: _Loader | None = None
@@ -175,13 +178,12 @@ class Protection(_Callback):
             raise UsageError("a Protection is for one Trainer.fit: a process has one guard")
         self._check(trainer, pl_module)
         self._progress = _Progress(trainer)
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._guard = protect(
             trainer.strategy.model,
             optimizers=trainer.optimizers,
             tables=self._tables,
             code=self._code,
-            state=[self._progress, *schedules, *self._state],
+            state=self._objects(trainer, self._progress),
             **self._options,
         )
         self._batches = self._guard.batches(self._loader.loader)
@@ -234,6 +236,18 @@ class Protection(_Callback):
         """The tables, by name."""
         found = pl_module.named_modules()
         return {**{name: one for name, one in found if isinstance(one, ShardedEmbeddingBag)}, **self._tables}
+
+    def _objects(self, trainer: Any, progress: _Progress) -> dict[str, Stateful]:
+        """What is kept, by name: Lightning's place, its schedules by their own names or order, the user's."""
+        configs = trainer.lr_scheduler_configs
+        names = [getattr(config, "name", None) or str(index) for index, config in enumerate(configs)]
+        if len(set(names)) < len(names):  # to Lightning a name needs to be no other's
+            names = list(map(str, range(len(names))))
+        return {
+            "progress": progress,
+            **{f"schedule {name}": one.scheduler for name, one in zip(names, configs, strict=True)},
+            **{f"state {key}": item for key, item in self._state.items()},
+        }
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
         """Refuses what Lightning would change outside of all steps.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -34,7 +34,7 @@ from .memory import Geometry, RankMemory
 from .optimizers import NamedOptimizers
 from .parity import parity_words
 from .plan import RecoveryPlan
-from .rankstate import RankState
+from .rankstate import RankState, objects_of
 from .recovery import RecoveryReport, Stopwatch, fill, headline, join, recover, tell
 from .rendezvous import Session
 from .replicated import ReplicatedState
@@ -212,7 +212,7 @@ def _checked(
     request: Request,
 ) -> tuple[Tables, NamedOptimizers, GradientBuckets, ReplicatedState, RankState, int]:
     tables, optimizers = find(request.model, request.modules, request.optimizers)
-    _check_state(request.state, tables.parameters)
+    _check_state(objects_of(request.state), tables.parameters)
     averaged = found_in(request.model, tables.averaged)
     check_apart(averaged, tables.parameters)
     buckets = GradientBuckets([*averaged, *tables.averaged])
@@ -231,10 +231,10 @@ def _checked(
     return tables, named, buckets, replicated, rank_state, rankstate.room(len(rank_state.pack()))
 
 
-def _check_state(state: Sequence[object], own: Sequence[nn.Parameter]) -> None:
+def _check_state(state: Mapping[str | int, object], own: Sequence[nn.Parameter]) -> None:
     """Refuses what would overwrite tables, and their optimizers' state, when it comes back."""
     tables = {id(parameter) for parameter in own}
-    for index, item in enumerate(state):
+    for key, item in state.items():
         held: list[Any] = []
         way_out = "leave it out, model= is saved anyway"
         if isinstance(item, nn.Module):
@@ -244,7 +244,7 @@ def _check_state(state: Sequence[object], own: Sequence[nn.Parameter]) -> None:
             way_out = "name it in optimizers= alone"
         if any(id(parameter) in tables for parameter in held):
             raise ConfigurationError(
-                f"state= object {index} ({type(item).__name__}) holds parameters of protected tables, which "
+                f"state= object {key!r} ({type(item).__name__}) holds parameters of protected tables, which "
                 f"come back by themselves, and its load_state_dict() would overwrite them: {way_out}"
             )
 

@@ -63,11 +63,46 @@ class Taken:
     stateful: list[Any]
 
 
+def objects_of(given: Any) -> dict[str | int, Stateful]:
+    """What a caller has given as `state=`, by name; by place, where it has no names.
+
+    Raises:
+        ConfigurationError: one has no state_dict()/load_state_dict(), a name is no string, or two that have
+            no names are of one class, so that nothing tells them apart after a restart.
+    """
+    objects: dict[Any, Any]
+    if given is None:
+        objects = {}
+    elif _is_stateful(given) or not isinstance(given, (Mapping, list, tuple)):
+        objects = {0: given}
+    else:
+        objects = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        if isinstance(given, Mapping) and (others := [key for key in objects if not isinstance(key, str)]):
+            raise ConfigurationError(
+                f"state= takes a mapping whose keys are strings, the objects' names; {others[0]!r} is none"
+            )
+    places: dict[str, Any] = {}
+    for key, item in objects.items():
+        if not _is_stateful(item):
+            raise ConfigurationError(
+                f"state= takes objects with state_dict() and load_state_dict(); "
+                f"{type(item).__name__} has not both: wrap it in a class that has"
+            )
+        first = places.setdefault(_kind(item), key)
+        if first != key and not isinstance(key, str):
+            raise ConfigurationError(
+                f"objects {first} and {key} in state= are both of class {type(item).__name__}, and nothing "
+                f"would tell whether they changed places between two starts: name them, "
+                f'state={{"warmup": ..., "decay": ...}}'
+            )
+    return objects
+
+
 class RankState:
     """Packs and unpacks the state of one rank.
 
     Args:
-        stateful: the user's objects.
+        given: the user's objects, as for `ecemb.protect`.
         scalars: returns the tables' scalars, by table.
         set_scalars: takes them back.
 
@@ -76,23 +111,17 @@ class RankState:
         room_bytes: the most that `pack` may give; None if nothing limits it.
 
     Raises:
-        ConfigurationError: an object has no state_dict()/load_state_dict(), or its state can't be read back
-            with weights_only=True.
+        ConfigurationError: an object has no state_dict()/load_state_dict(), its state can't be read back
+            with weights_only=True, or it needs a name.
     """
 
     def __init__(
         self,
-        stateful: Sequence[Stateful],
+        given: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None,
         scalars: Callable[[], dict[str, Any]],
         set_scalars: Callable[[dict[str, Any]], None],
     ) -> None:
-        for item in stateful:
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise ConfigurationError(
-                    f"state= takes objects with state_dict() and load_state_dict(); "
-                    f"{type(item).__name__} has not both: wrap it in a class that has"
-                )
-        self._stateful = list(stateful)
+        self._objects = objects_of(given)
         self._scalars = scalars
         self._set_scalars = set_scalars
         self.positions: list[Position] = []
@@ -101,8 +130,8 @@ class RankState:
         self.room_bytes: int | None = None
         self._generators: tuple[dict[str, Any], bytes] | None = None  # as they were packed last
         self._last: tuple[dict[str, Any], list[Any], Any] | None = None  # CUDA's, too, and scalars
-        for item in self._stateful:
-            load(dump(_state(item)))
+        for key, item in self._objects.items():
+            load(dump(_state(key, item)))
 
     def bind(self, position: Position) -> None:
         """Adds a position, and puts it where it was if it was packed before; outside of a step.
@@ -128,8 +157,9 @@ class RankState:
         parts = {
             "cuda": cuda,
             "scalars": plain(self._scalars(), at="the tables' scalars"),
-            "stateful": [_state(item) for item in self._stateful],
-            "kinds": [_kind(item) for item in self._stateful],
+            "stateful": [_state(key, item) for key, item in self._objects.items()],
+            "kinds": list(map(_kind, self._objects.values())),
+            "names": list(self._objects),
             "positions": [*map(_position, self.positions), *self._pending],
         }
         states = generators.process_states()
@@ -140,7 +170,7 @@ class RankState:
         data = _SIZE.pack(len(packed)) + packed + dump(parts)
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
             names = [position.name for position in self.positions]
-            names += [f"state= object {i} ({type(item).__name__})" for i, item in enumerate(self._stateful)]
+            names += [_described(key, item) for key, item in self._objects.items()]
             sizes = [
                 len(dump(part)) for part in (*parts["positions"][: len(self.positions)], *parts["stateful"])
             ]
@@ -165,12 +195,12 @@ class RankState:
             positions: also the positions; else they stay where they are.
 
         Raises:
-            LayoutMismatch: another number of objects was packed.
+            LayoutMismatch: other objects were packed.
         """
         drawn, saved = _taken_apart(data)
-        self._check_number(saved)
+        states = self._matched(saved)
         self._set_scalars(saved["scalars"])
-        for item, state in zip(self._stateful, saved["stateful"], strict=True):
+        for item, state in zip(self._objects.values(), states, strict=True):
             item.load_state_dict(state)
         if positions:
             states = saved["positions"]
@@ -186,15 +216,15 @@ class RankState:
         """A copy of the state as it is now, but for positions; `put` puts it back."""
         scalars = plain(self._scalars(), _clone, "the tables' scalars")
         stateful = [
-            plain(item.state_dict(), _clone, f"state= {type(item).__name__}.state_dict()")
-            for item in self._stateful
+            plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
+            for key, item in self._objects.items()
         ]
         return Taken(generators.process_states(), _cuda_states(), scalars, stateful)
 
     def put(self, taken: Taken) -> None:
         """Puts a state back that was taken; positions stay where they are."""
         self._set_scalars(taken.scalars)
-        for item, state in zip(self._stateful, taken.stateful, strict=True):
+        for item, state in zip(self._objects.values(), taken.stateful, strict=True):
             item.load_state_dict(state)
         generators.set_process_states(taken.generators)
         if taken.cuda:
@@ -231,28 +261,49 @@ class RankState:
             states: what `pack` returned on each rank.
 
         Raises:
-            LayoutMismatch: another number of objects was packed.
+            LayoutMismatch: other objects were packed.
         """
         saved = [_taken_apart(data)[1] for data in states]
-        self._check_number(saved[0])
+        matched = [self._matched(one) for one in saved]
         self._set_scalars(saved[0]["scalars"])
-        for item, *theirs in zip(self._stateful, *(one["stateful"] for one in saved), strict=True):
+        for item, *theirs in zip(self._objects.values(), *matched, strict=True):
             if len({dump(state) for state in theirs}) == 1:
                 item.load_state_dict(theirs[0])
 
-    def _check_number(self, saved: Mapping[str, Any]) -> None:
-        if len(self._stateful) != len(saved["stateful"]):
+    def _matched(self, saved: Mapping[str, Any]) -> list[Any]:
+        """The packed states of the user's objects, each in the place of its object.
+
+        They go by name where both then and now they have names, else by order.
+
+        Raises:
+            LayoutMismatch: other objects were packed.
+        """
+        states = saved["stateful"]
+        names = saved.get("names", range(len(states)))
+        named = all(isinstance(name, str) for name in (*names, *self._objects))
+        if named:
+            for name, now in [(name, False) for name in names] + [(name, True) for name in self._objects]:
+                if name not in (names if now else self._objects):
+                    raise LayoutMismatch(
+                        f"state= has {'an' if now else 'no'} object {name!r}, and had "
+                        f"{'none of that name' if now else 'one'} when the job was started: give the objects "
+                        f"under the names that they had ({', '.join(map(repr, names))}), or use another job="
+                    )
+        elif len(self._objects) != len(states):
             raise LayoutMismatch(
-                f"the number of objects in state= is {len(self._stateful)}, and was {len(saved['stateful'])} "
+                f"the number of objects in state= is {len(self._objects)}, and was {len(states)} "
                 f"when the job was started: run the script that started it, or use another job="
             )
-        now = [_kind(item) for item in self._stateful]
-        for index, (then, kind) in enumerate(zip(saved.get("kinds", now), now, strict=True)):
-            if then != kind:
+        kinds = saved.get("kinds", [None] * len(states))
+        found = dict(zip(names if named else self._objects, zip(kinds, states, strict=True), strict=True))
+        for key, item in self._objects.items():
+            if (then := found[key][0]) is not None and then != (kind := _kind(item)):
                 raise LayoutMismatch(
-                    f"state= object {index} is a {kind}, and was a {then} when the job was started: give the "
-                    f"objects in the same order, or use another job="
+                    f"state= object {key!r} is a {kind}, and was a {then} when the job was started: give the "
+                    f"objects {'under the names that they had' if named else 'in the same order'}, or use "
+                    f"another job="
                 )
+        return [found[key][1] for key in self._objects]
 
 
 def _taken_apart(data: bytes) -> tuple[Any, Any]:
@@ -353,8 +404,17 @@ def _kind(one: object) -> str:
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
-def _state(item: Stateful) -> Any:
-    return plain(item.state_dict(), at=f"state= {type(item).__name__}.state_dict()")
+def _is_stateful(one: object) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _described(key: str | int, item: object) -> str:
+    """An object of `state=`, for messages."""
+    return f"state= object {key!r} ({type(item).__name__})"
+
+
+def _state(key: str | int, item: Stateful) -> Any:
+    return plain(item.state_dict(), at=f"{_described(key, item)}.state_dict()")
 
 
 def _position(position: Position) -> Any:

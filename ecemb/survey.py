@@ -29,6 +29,7 @@ from .adapters.tables import Tables
 from .agreement import Request, World
 from .parity import parity_words
 from .placement import Placement
+from .rankstate import objects_of
 from .rendezvous import CHECKED, Session
 from .replicated import ReplicatedState
 from .rows import WORD_BYTES, TableLayout, arrange
@@ -107,7 +108,7 @@ class Survey:
         replicated: name -> shape and type of dense parameters and buffers.
         optimizers: of dense parameters: kind, and the number of these.
         generators: that come back by themselves.
-        state: kinds of the `state=` objects of rank 0.
+        state: names, if they have some, and kinds of the `state=` objects of rank 0.
         unknown: see `Unknown`.
         bytes: by rank: `tables`, `parity`, `dense` (of one of two copies), `rank_state`.
         survives: what may be lost at once.
@@ -192,7 +193,10 @@ def survey(
         replicated={name: _described(tensor) for name, tensor in kept.items()},
         optimizers=[f"{type(one).__name__} of {_count(one, tables)}" for one in dense],
         generators=["torch", "numpy", "python", *(["cuda"] if torch.cuda.is_initialized() else [])],
-        state=[type(item).__name__ for item in request.state],
+        state=[
+            f"{key} ({type(item).__name__})" if isinstance(key, str) else type(item).__name__
+            for key, item in objects_of(request.state).items()
+        ],
         unknown=list(missed.values()),
         bytes=[rank["bytes"] for rank in told],
         survives=survives(world.placement, session.hosts),
@@ -236,13 +240,13 @@ def unknown(
         kept: the replicated parameters and buffers of the model.
         dense: the optimizers of dense parameters.
     """
-    held = _Found()
-    _walk(held, (("", item) for item in (*request.state, *request.optimizers, *dense)))
+    held, given = _Found(), list(objects_of(request.state).values())
+    _walk(held, (("", item) for item in (*given, *request.optimizers, *dense)))
     held.seen.update((id(module), module) for module in request.model.modules())
     parameters = {id(one) for one in (*tables.parameters, *kept.values())}
     for optimizer in (*request.optimizers, *dense):
         parameters.update(id(one) for group in optimizer.param_groups for one in group["params"])
-    for item in request.state:
+    for item in given:
         if isinstance(item, nn.Module):
             held.seen.update((id(module), module) for module in item.modules())
     states = {id(one.state) for one in held.seen.values() if isinstance(one, torch.optim.Optimizer)}

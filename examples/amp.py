@@ -59,13 +59,14 @@ model = Clicks()
 torch.manual_seed(100 + rank)  # from here on, each rank has its own luck
 sparse = torch.optim.Adagrad([model.table.weight], lr=0.1)
 dense = torch.optim.Adam(model.head.parameters(), lr=3e-3)
-schedules = [LinearLR(sparse, total_iters=args.steps // 10 + 1), CosineAnnealingLR(dense, T_max=args.steps)]
+warmup, decay = LinearLR(sparse, total_iters=args.steps // 10 + 1), CosineAnnealingLR(dense, T_max=args.steps)
 # A table's shard is on one rank, and so is an overflow in its gradient: unlike torch.amp.GradScaler, this
 # scaler tells all ranks, so that all of them leave the update out.
 scaler = ShardedGradScaler("cpu", growth_interval=50)
 
 code = ecemb.Code(n=2, k=1)
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=code, state=[scaler, *schedules])
+state = {"scaler": scaler, "warmup": warmup, "decay": decay}
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=code, state=state)
 for _ in range(guard.next_step, args.steps):
     with guard.step() as step:
         sparse.zero_grad()
@@ -81,14 +82,14 @@ for _ in range(guard.next_step, args.steps):
         for optimizer in (sparse, dense):
             scaler.step(optimizer)
         scaler.update()
-        for schedule in schedules:
-            schedule.step()
+        warmup.step()
+        decay.step()
     if rank == 0 and step.number % 50 == 0:
-        rates = ", ".join(f"{schedule.get_last_lr()[0]:.2g}" for schedule in schedules)
+        rates = ", ".join(f"{schedule.get_last_lr()[0]:.2g}" for schedule in (warmup, decay))
         print(f"step {step.number}: loss {loss * args.parts:.4f}, learning rates {rates}", flush=True)
 
 digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
-digest.update(repr([scaler.state_dict(), *(schedule.get_last_lr() for schedule in schedules)]).encode())
+digest.update(repr([scaler.state_dict(), *(schedule.get_last_lr() for schedule in (warmup, decay))]).encode())
 print(f"rank {rank}: digest {digest.hexdigest()[:16]}", flush=True)
 guard.close()
 dist.destroy_process_group()

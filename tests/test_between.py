@@ -45,7 +45,11 @@ def scheduled(folder: Path, meet: Barrier, window: int, overlap: bool) -> dict[s
     sparse = torch.optim.lr_scheduler.ExponentialLR(training.sparse, 0.5)
     heard = Heard()
     guard = training.protect(
-        2, 1, window=window, overlap=overlap, state=[schedule, sparse, training.progress]
+        2,
+        1,
+        window=window,
+        overlap=overlap,
+        state={"dense": schedule, "sparse": sparse, "progress": training.progress},
     )
     rates: list[Any] = []
     while guard.next_step < STEPS:

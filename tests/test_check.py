@@ -58,7 +58,8 @@ def main(momentum):
     counters = {"seen": Counter()}
     dice = random.Random(3)
     loader = DataLoader(range(4), generator=torch.Generator())
-    ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=Holder(held))
+    state = {"held": Holder(held), "twin": Holder(held)}
+    ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=state)
     raise SystemExit("it trains")
 
 main(float(sys.argv[2]))
@@ -91,7 +92,8 @@ def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -
     assert found["tables"] == {"bag": [[50, 50], "weight float32"]}
     assert set(found["replicated"]) == {"head.weight", "head.bias", "mean"}
     assert found["optimizers"] == ["Adam of 2 dense parameters"]
-    assert (found["generators"], found["state"]) == (["torch", "numpy", "python"], ["Holder"])
+    assert found["generators"] == ["torch", "numpy", "python"]
+    assert found["state"] == ["held (Holder)", "twin (Holder)"]
     unknown = {one["name"]: (one["kind"], one["lost"]) for one in found["unknown"]}
     assert {name: kind for name, (kind, _) in unknown.items()} == {
         "schedule": "StepLR",

@@ -405,6 +405,42 @@ def make_parity_anew(folder: Path, meet: Barrier, before: dict[int, Any]) -> Non
     guard.close()
 
 
+def two_schedules(folder: Path, meet: Barrier, given: str) -> tuple[int, list[dict[str, Any]]]:
+    """A launch that ends amid the job; later ones swap its two schedules, or leave one out."""
+    initialise(folder)
+    training = bags()
+    schedule = torch.optim.lr_scheduler.StepLR
+    warmup, decay = schedule(training.sparse, 2, 0.5), schedule(training.dense, 3, 0.9)
+    objects = [("warmup", warmup), ("decay", decay), ("progress", training.progress)]
+    if given == "one":
+        with refused(LayoutMismatch, "state= has no object 'decay', and had one", "'warmup', 'decay'"):
+            training.protect(2, 1, state=dict(objects[::2]))
+        return -1, []
+    if given == "swapped":
+        objects.reverse()
+        with refused(ConfigurationError, "are both of class StepLR", 'state={"warmup": ..., "decay": ...}'):
+            training.protect(2, 1, state=[item for _, item in objects])
+    guard = training.protect(2, 1, state=dict(objects))
+    began = [warmup.state_dict(), decay.state_dict()]
+    while given == "both" and guard.next_step < 4:
+        with guard.step():
+            training.body()
+            warmup.step()
+            if guard.next_step % 2:
+                decay.step()
+    if given == "swapped":
+        guard.close()
+        return guard.next_step, began
+    return guard.next_step, [warmup.state_dict(), decay.state_dict()]
+
+
+def test_schedules_of_one_class_come_back_by_name(tmp_path: Path) -> None:
+    before = launch(2, two_schedules, tmp_path, "both")
+    assert before[0][1][0] != before[0][1][1]
+    launch(2, two_schedules, tmp_path, "one")
+    assert launch(2, two_schedules, tmp_path, "swapped") == before
+
+
 def test_restarts_of_a_killed_job(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="died"):
         launch(2, be_killed_in_step_3, tmp_path)

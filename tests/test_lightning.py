@@ -61,9 +61,9 @@ class Watched:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.state: list[Any] = []
+        self.state: dict[str, Any] = {}
 
-    def protect(self, model: nn.Module, *, state: list[Any], **_: Any) -> Watched:
+    def protect(self, model: nn.Module, *, state: dict[str, Any], **_: Any) -> Watched:
         self.state = state
         return self
 
@@ -196,8 +196,9 @@ def test_a_fit_that_stops_amid_an_accumulation_leaves_no_step_open(protection: A
 def test_a_place_in_epochs_of_another_length(protection: Any, watched: Watched) -> None:
     protection.batches([1, 2, 3])
     protection.on_fit_start(trainer_of(ranks=2), nn.Module())
-    saved = watched.state[0].state_dict()
-    other = type(watched.state[0])(trainer_of(ranks=4))
+    progress = watched.state["progress"]
+    saved = progress.state_dict()
+    other = type(progress)(trainer_of(ranks=4))
     with refused(ConfigurationError, "saved by 2 ranks, and these are 4", "resume with 2 ranks"):
         other.load_state_dict(saved)
 
@@ -208,3 +209,22 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ecemb.lightning", raising=False)
     with refused(ConfigurationError, "which is not installed", "pip install 'ecemb[lightning]'"):
         importlib.import_module("ecemb.lightning")
+
+
+def test_schedules_and_the_users_objects_have_names(kind: Any, watched: Watched) -> None:
+    def schedule(name: str | None) -> Any:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return SimpleNamespace(scheduler=scheduler, reduce_on_plateau=False, name=name)
+
+    first, second = torch.nn.Linear(1, 1), torch.nn.Bilinear(1, 1, 1)
+    for names, given, expected in (
+        (("warmup", None), {"a": first, "b": first}, ["schedule warmup", "schedule 1", "state a", "state b"]),
+        (("same", "same"), [first, second], ["schedule 0", "schedule 1", "state 0", "state 1"]),
+    ):
+        protection = kind(code=ecemb.Code(2, 1), state=given)
+        protection.batches([1, 2, 3])
+        protection.on_fit_start(trainer_of(*map(schedule, names)), nn.Module())
+        assert list(watched.state) == ["progress", *expected]
+    with refused(ConfigurationError, "are both of class Linear", "name them"):
+        kind(code=ecemb.Code(2, 1), state=[first, torch.nn.Linear(2, 2)])

@@ -138,7 +138,7 @@ def test_an_object_without_the_two_methods_is_refused() -> None:
 )
 def test_a_state_that_weights_only_refuses_fails_at_once(value: object) -> None:
     """D6: no pickle is loaded, and a type it refuses is found in protect()."""
-    with pytest.raises(ConfigurationError, match=r"Counter.state_dict\(\)\['x'\].*weights_only=True"):
+    with pytest.raises(ConfigurationError, match=r"\(Counter\).state_dict\(\)\['x'\].*weights_only=True"):
         state_of(Counter(x=value))
 
 
@@ -162,20 +162,19 @@ def test_a_state_dict_that_raises_is_not_hidden() -> None:
 def test_another_number_of_objects_than_was_packed_is_an_error() -> None:
     data = state_of(Counter(a=1)).pack()
     with pytest.raises(LayoutMismatch, match=r"objects in state= is 2, and was 1"):
-        state_of(Counter(), Counter()).unpack(data)
+        state_of(Counter(), At("more")).unpack(data)
 
 
 def test_a_new_rank_takes_what_all_others_had_alike() -> None:
     """A schedule is the same on all ranks, a count of samples isn't; two objects may even be one on some."""
     states = [
-        state_of(Counter(epoch=3, rate=0.1), Counter(seen=seen), scalars={"step": 9}).pack()
-        for seen in (5, 6)
+        state_of(Counter(epoch=3, rate=0.1), At("seen", seen), scalars={"step": 9}).pack() for seen in (5, 6)
     ]
-    schedule, seen, scalars = Counter(), Counter(seen=0), {"step": 0}
+    schedule, seen, scalars = Counter(), At("seen"), {"step": 0}
     torch.manual_seed(1)
     before = torch.get_rng_state()
     state_of(schedule, seen, scalars=scalars).unpack_common(states)
-    assert (schedule.state, seen.state, scalars) == ({"epoch": 3, "rate": 0.1}, {"seen": 0}, {"step": 9})
+    assert (schedule.state, seen.state, scalars) == ({"epoch": 3, "rate": 0.1}, {"at": 0}, {"step": 9})
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(LayoutMismatch, match=r"objects in state= is 1, and was 2"):
         state_of(Counter()).unpack_common(states)
@@ -344,3 +343,80 @@ def test_objects_in_another_order_are_an_error() -> None:
     state(Steps(), Epochs()).unpack(data)
     with pytest.raises(LayoutMismatch, match=r"state= object 0 is a .*Epochs, and was a .*Steps"):
         state(Epochs(), Steps()).unpack(data)
+
+
+def named(**objects: Any) -> RankState:
+    return RankState(objects, dict, lambda _: None)
+
+
+def test_objects_of_one_class_come_back_by_name() -> None:
+    data = named(warmup=Counter(at=1), decay=Counter(at=2)).pack()
+    warmup, decay = Counter(), Counter()
+    named(decay=decay, warmup=warmup).unpack(data)
+    assert (warmup.state, decay.state) == ({"at": 1}, {"at": 2})
+    warmup, decay = Counter(), Counter()
+    named(decay=decay, warmup=warmup).unpack_common([data, data])
+    assert (warmup.state, decay.state) == ({"at": 1}, {"at": 2})
+
+
+@pytest.mark.parametrize(
+    ("now", "text"),
+    [
+        ({"warmup": Counter()}, r"state= has no object 'decay', and had one .*\('warmup', 'decay'\)"),
+        ({}, r"state= has no object 'warmup', and had one"),
+        (
+            {"warmup": Counter(), "decay": Counter(), "seen": Counter()},
+            r"state= has an object 'seen', and had none of that name",
+        ),
+        (
+            {"decay": Epochs(), "warmup": Counter()},
+            r"state= object 'decay' is a .*Epochs, and was a .*Counter .* under the names that they had",
+        ),
+    ],
+)
+def test_objects_under_other_names_are_an_error(now: dict[str, Any], text: str) -> None:
+    data = named(warmup=Counter(at=1), decay=Counter(at=2)).pack()
+    kept = [item.state for item in now.values() if isinstance(item, Counter)]
+    for call in (lambda: named(**now).unpack(data), lambda: named(**now).unpack_common([data])):
+        with pytest.raises(LayoutMismatch, match=text):
+            call()
+    assert [item.state for item in now.values() if isinstance(item, Counter)] == kept
+
+
+def test_states_without_names_go_by_order() -> None:
+    """Those of a list; and those that were saved before there were names, also of one class."""
+    counter, steps = Counter(), Steps()
+    named(first=counter, second=steps).unpack(state_of(Counter(at=1), Steps()).pack())
+    assert counter.state == {"at": 1}
+    state_of(counter, steps).unpack(named(one=Counter(at=5), other=Steps()).pack())
+    assert counter.state == {"at": 5}
+    drawn, parts = rankstate._taken_apart(named(a=Counter(at=1), b=Counter(at=2)).pack())
+    for unknown in ("names", "kinds"):
+        del parts[unknown]
+        states, rest = rankstate.dump(drawn), rankstate.dump(parts)
+        old = rankstate._SIZE.pack(len(states)) + states + rest
+        warmup, decay = Counter(), Counter()
+        named(warmup=warmup, decay=decay).unpack(old)
+        assert (warmup.state, decay.state) == ({"at": 1}, {"at": 2})
+        with pytest.raises(LayoutMismatch, match=r"objects in state= is 1, and was 2"):
+            named(warmup=warmup).unpack(old)
+
+
+class Tally(Counter, dict[str, int]):
+    """A mapping with a state of its own: one object, not several with names."""
+
+
+def test_what_may_be_given_as_state() -> None:
+    counter, steps, tally = Counter(), Steps(), Tally()
+    assert rankstate.objects_of(None) == {}
+    assert rankstate.objects_of(counter) == {0: counter}
+    assert rankstate.objects_of(tally) == {0: tally}
+    assert rankstate.objects_of((counter, steps)) == {0: counter, 1: steps}
+    assert list(rankstate.objects_of({"b": counter, "a": Counter()})) == ["b", "a"]
+    for given, text in (
+        ([steps, counter, Counter()], r"objects 1 and 2 in state= are .*Counter.*state=\{\"warmup\": "),
+        ({3: counter}, "keys are strings.*; 3 is none"),
+        ({"dice": random.Random(1)}, "Random has not both"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            rankstate.objects_of(given)
