@@ -179,24 +179,24 @@ class _Leader:
     def _first(self) -> list[Roster]:
         """Everybody's announcement, but those of workers that an earlier start planned with."""
         dead = set(self._before.nonces)
-        found: dict[int, Roster] = {}
+        alive: list[int] = []
         enough = 0
         pause_s = _SHORTEST_S
-        while len(found) < self._world_size:
+        while True:
             arrivals = self._board.add("arrivals", 0)
             if arrivals >= enough and self._board.has(*self._names):
-                missing = [i for i in range(self._world_size) if i not in found]
-                for i, text in zip(missing, self._read(missing), strict=True):
-                    if text.workers[0].nonce not in dead:
-                        found[i] = text
-                # Whoever is missing still has to add 1: there is nothing to be seen before.
-                enough = arrivals + self._world_size - len(found)
+                # All: one that was there before may be a dead worker's, whose successor has come.
+                texts = self._read(range(self._world_size))
                 self._arrivals = arrivals
+                alive = [i for i, text in enumerate(texts) if text.workers[0].nonce not in dead]
+                if len(alive) == self._world_size:
+                    return texts
+                # Whoever is missing still has to add 1: there is nothing to be seen before.
+                enough = arrivals + self._world_size - len(alive)
             elif arrivals >= enough:
                 enough = max(arrivals + 1, self._world_size)
             else:
-                pause_s = self._pause(pause_s, lambda: _unheard(self._board, self._world_size, found))
-        return [found[i] for i in range(self._world_size)]
+                pause_s = self._pause(pause_s, lambda: _unheard(self._board, self._world_size, alive))  # noqa: B023
 
     def _publish(self, told: Sequence[Roster]) -> Roster:
         """Writes a plan, and tells its workers; the plan before it, if that counts by now."""
@@ -362,7 +362,7 @@ def _mark(board: _Board, name: str) -> int:
         ) from error
 
 
-def _unheard(board: _Board, world_size: int, heard: Sequence[int] | dict[int, Roster] = ()) -> str:
+def _unheard(board: _Board, world_size: int, heard: Sequence[int] = ()) -> str:
     """Who has not announced itself, of those of whom nothing was heard."""
     silent: list[int] = []
     spans = [[i for i in range(world_size) if i not in heard]]

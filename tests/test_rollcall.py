@@ -143,6 +143,32 @@ def test_a_worker_that_died_during_the_rendezvous_is_replaced_by_its_successor(s
     assert not starts.store.check([f"roster/{superseded}"])
 
 
+def test_a_start_without_a_plan_is_not_planned_with_once_its_successors_have_come(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader died first: nobody has written down who was in it. And one worker comes after all others."""
+    for index in range(3):
+        starts.begin(index, 3, f"old{index}")
+    starts.agreed("old0", "old1", "old2")
+    starts.die_after_announcing(1, "unplanned")
+    looked, read = threading.Event(), rollcall._Leader._read
+
+    def reads(self: rollcall._Leader, indices: Sequence[int]) -> list[Roster]:
+        found = read(self, indices)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(rollcall._Leader, "_read", reads)
+    starts.begin(0, 3, "a")
+    assert looked.wait(DEADLINE_S)
+    come = starts.store.add("arrivals", 0)
+    starts.begin(1, 3, "b")
+    while starts.store.add("arrivals", 0) == come:
+        time.sleep(0.001)
+    starts.begin(2, 3, "c")
+    starts.agreed("a", "b", "c")
+
+
 def test_a_whole_start_that_died_leaves_nothing_that_counts(starts: Starts) -> None:
     for index in range(3):
         starts.die_after_announcing(index, f"dead{index}")

@@ -162,7 +162,7 @@ def _run(command: Command, numbers: list[int]) -> int:
         for number in signal.valid_signals()
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
-    heard = (_FORWARDED - set(ignored)) | {signal.SIGIO}
+    heard = _FORWARDED | {signal.SIGIO}  # also what is ignored here: the script may ask for it
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     try:
         for _ in range(_ATTEMPTS):
@@ -271,6 +271,8 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
         info = signal.sigtimedwait(heard, _LOOK_S)
         if info is not None and info.si_signo != signal.SIGIO:
             if not accepted:
+                if signal.getsignal(info.si_signo) == signal.SIG_IGN:
+                    continue
                 _die_by(info.si_signo)
             # A launcher signals the process group of what it has started; the worker's is another one.
             group = info.si_pid == parent and "TORCHELASTIC_RUN_ID" in os.environ

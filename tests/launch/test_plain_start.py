@@ -192,10 +192,15 @@ while True: time.sleep(0.01)
 """
 
 
+@pytest.mark.parametrize("nohup", [False, True])
 @pytest.mark.parametrize("launcher", [False, True])
-def test_signals_reach_it(here: Home, launcher: bool) -> None:
+def test_signals_reach_it(here: Home, launcher: bool, nohup: bool) -> None:
     name = here.write("waits.py", WAITS)
-    stub = here.start(name, changed={"TORCHELASTIC_RUN_ID": "signals"} if launcher else {})
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        stub = here.start(name, changed={"TORCHELASTIC_RUN_ID": "signals"} if launcher else {})
+    finally:
+        signal.signal(signal.SIGHUP, before)
     helper = int(line_of(stub).split()[1])
     for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT):
         if not launcher:
