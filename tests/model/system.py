@@ -20,6 +20,7 @@ The search is made smaller in these ways, each of which leaves every verdict as 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -375,6 +376,7 @@ class Model:
                 words["state"] = State.LIVE
             if not rules.stale_is_lost:
                 words |= {"joined": 0, "opened": 0, "generation_id": NONE}
+                words["constants"] = dataclasses.replace(h.constants, fill=0)  # which counts as opened, too
             if not rules.least_prepared:
                 words["prepared"] = h.committed
             told.append(Header(**words))
