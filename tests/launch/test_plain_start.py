@@ -182,12 +182,12 @@ def test_descriptors_that_it_inherits(here: Home) -> None:
 WAITS = """
 import os, signal, subprocess, sys, time
 def handle(number, frame):
-    print("got", signal.Signals(number).name, flush=True)
+    os.write(1, f"got {signal.Signals(number).name}\\n".encode())  # print() isn't reentrant
     if number == signal.SIGTERM: sys.exit(5)
 for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT):
     signal.signal(one, handle)
 helper = subprocess.Popen(["sleep", "1000"])
-print("ready", helper.pid, flush=True)
+os.write(1, f"ready {helper.pid}\\n".encode())
 while True: time.sleep(0.01)
 """
 
