@@ -166,10 +166,10 @@ def _unknown(name: str, sent: Sent, *_: object, **__: object) -> None:
 class Model(nn.Module):
     """One table, and a small dense part that is the same on all ranks."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, dim: int = DIM) -> None:
         super().__init__()
-        self.table = ecemb.nn.ShardedEmbeddingBag(rows, DIM, device="meta")
-        self.head = nn.Linear(DIM, 1)
+        self.table = ecemb.nn.ShardedEmbeddingBag(rows, dim, device="meta")
+        self.head = nn.Linear(dim, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Scores samples: ids int64 [batch, 1]."""

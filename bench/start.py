@@ -170,7 +170,7 @@ def simulated(ranks: int) -> Roster:
         words = {"joined": 10**18, "generation_id": 2**61, "opened": 10**18}
         prepared = 10**6 + rank % 2
         header = Header(
-            Identity("dlrm", f"{rank:016x}", rank, ranks, domains),
+            Identity("dlrm", f"{rank:016x}", rank, ranks, domains, fill=10**18),
             State.LIVE,
             **words,
             committed=10**6,

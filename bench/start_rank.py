@@ -11,10 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import ecemb
 from bench.ranks import Line
+from bench.scaling_rank import Model
 
 DIM = 8
 KILLED = 1
@@ -52,19 +53,6 @@ class Order:
     timeout_s: float
 
 
-class Model(nn.Module):
-    """One table, and a small dense part that is the same on all ranks."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.table = ecemb.nn.ShardedEmbeddingBag(rows, DIM, device="meta")
-        self.head = nn.Linear(DIM, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Scores samples: ids int64 [batch, 1]."""
-        return self.head(self.table(ids))
-
-
 def work(line: Line, order: Order) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
@@ -77,7 +65,7 @@ def work(line: Line, order: Order) -> None:
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir, timeout=timeout)
     rank = dist.get_rank()
     torch.manual_seed(order.seed)
-    model = Model(order.rows * ranks)
+    model = Model(order.rows * ranks, DIM)
     sparse = torch.optim.Adagrad(model.table.parameters(), lr=0.1)
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1)
     code = ecemb.Code(n=order.n, k=order.k)
