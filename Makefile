@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test docs site pages package model failures kills soak bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills soak bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,18 +31,23 @@ demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (C
 
 check: lint types site docs test  ## what CI runs
 
-lint: $(READY)  ## format and lint, without changing a file
+lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python docs/scripts/words.py
 
-types: $(READY)  ## pyright, strict on ecemb/
+types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/ and baselines/
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest --ignore=tests/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+	$(BIN)/pytest --ignore=tests/docs/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+
+test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRec, nor take long
+	$(BIN)/pytest -m "not processes and not torchrec and not slow" --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 docs: $(READY)  ## run the code in README.md and docs/
-	$(BIN)/pytest tests/test_docs.py $(ARGS)
+	$(BIN)/pytest tests/docs/test_docs.py $(ARGS)
 
 site: $(READY)  ## build the site of docs/ into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -60,7 +65,7 @@ package: $(READY)  ## build wheel and sdist into dist/, and try the wheel in a c
 	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	build/package/bin/pip check
 	cd build && package/bin/python -m ecemb --version
-	cd build && package/bin/python -c "import baselines, ecemb"
+	cd build && package/bin/python -c "import ecemb"
 
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
 	$(BIN)/python tests/model $(ARGS)
@@ -69,7 +74,7 @@ failures: $(READY)  ## the failure matrix: real processes killed in every phase 
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)
 
 kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
-	PYTHONPATH=. $(BIN)/python tests/check_n_run_kills.py --json bench/results/kills.json $(ARGS)
+	PYTHONPATH=.:tests $(BIN)/python tests/support/check_n_run/kills.py --json bench/results/kills.json $(ARGS)
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)
@@ -81,7 +86,7 @@ bench-quick: $(READY)  ## ask what `bench all --quick` asks, and make the report
 	$(BIN)/python -m bench all --quick --json-dir build/bench
 	$(BIN)/python -m bench report --json-dir build/bench
 
-report: $(READY)  ## make docs/results.md and build/results.html from bench/results
+report: $(READY)  ## make the pages of results and build/results.html from bench/results
 	$(BIN)/python -m bench report
 
 gpu-packages: $(READY)  ## put into build/gpu what `make gpu` needs beyond torch, Triton, numba and pytest

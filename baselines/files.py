@@ -37,7 +37,7 @@ def mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file or a folder will outlive the machine; what was written through `mapped`, too."""
+    """Returns when a file or a folder will outlive the machine, with what was written through `mapped`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from baselines.young import young
+from .young import young
 
 MEASURED = 5
 """Steps of a life whose time is taken before the first interval is chosen (chosen)."""
@@ -43,7 +43,7 @@ class Interval:
         mtbf: mean time between failures of the whole job, for Young's formula; or None.
 
     Attributes:
-        steps: so many; None until it can be known.
+        steps: the interval; None until it can be known.
         measured: what a save and a step take the slowest rank, in seconds; None until it is known, or if
             `every` is given.
 
@@ -62,7 +62,7 @@ class Interval:
         self._steps, self._saves = Mean(), Mean()
 
     def is_due(self, since: int) -> bool:
-        """Whether to save, so many steps after the last save; or, if none was measured yet, to find out."""
+        """Whether to save, this many steps after the last save; or, if none was measured yet, to find out."""
         if self.steps is None:
             return self._steps.count >= MEASURED
         return since >= self.steps

@@ -25,7 +25,7 @@ class Pace:
         self._began, self._moved_bytes = time.monotonic(), 0
 
     def wait(self, size_bytes: int) -> None:
-        """So many more bytes were written, or read."""
+        """Called when this many more bytes were written, or read."""
         self._moved_bytes += size_bytes
         if self._bytes_per_s is not None:
             due = self._began + self._moved_bytes / self._bytes_per_s

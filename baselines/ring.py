@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ring:
-    """The stripe classes of so many ranks.
+    """The stripe classes of a number of ranks.
 
     Attributes:
         n: blocks of a stripe.

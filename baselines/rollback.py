@@ -11,15 +11,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from bench.method import Promise, Training
-
 from .interval import Interval
+from .method import Promise, Training
 from .state import TrainingState
 from .stopwatch import Stopwatch
 
 
 class Rollback(ABC):
-    """After a failure, all ranks go back to the last save, and run again. The initial state is saved, too.
+    """After a failure, all ranks go back to the last save, and run again. The initial state is saved as well.
 
     Args:
         every: steps between saves; or

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ecemb
-from bench.method import Training
+
+from .method import Training
 
 _PLAIN, _OPTIONS, _SHARED_OPTIONS = "plain", "options", "shared options"
 _TORCH, _NUMPY, _PYTHON, _NORMALS = (f"generator/{name}" for name in ("torch", "numpy", "python", "normals"))
@@ -225,7 +226,7 @@ class TrainingState:
             if ranks != dist.get_world_size():
                 raise ValueError(
                     f"what was saved is of {ranks} ranks, and there are {dist.get_world_size()}: start "
-                    f"{ranks}, or train anew, with an empty folder"
+                    f"{ranks}, or train from the start, with an empty folder"
                 )
             _check({key for key, _, _ in self._groups()}, groups.keys())
         for key, _, group in self._groups():

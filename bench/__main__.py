@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.result import Arguments, BadFile, Incomplete, Row, Unavailable, document, table, write
+from bench import RESULTS
+from bench.harness.result import Arguments, BadFile, Incomplete, Row, Unavailable, document, table, write
 
 if TYPE_CHECKING:
     from bench import suite
@@ -19,7 +20,7 @@ QUESTIONS = {
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
-    "gpu": "tests, kills, kernels, steps, recovery and a keeper on a CUDA device, in 8 minutes (make gpu)",
+    "gpu": "tests, kills, kernels, steps and recovery on a CUDA device, in 8 minutes (make gpu)",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
@@ -30,9 +31,8 @@ QUESTIONS = {
     "scaling": "what protection costs a rank when there are more ranks",
     "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
     "start": "whether many ranks start, and recover a lost one, and what the store has to hold (--setting)",
-    "wire": "whether it would pay to pack deltas before they are sent",
 }
-"""Question -> what it asks. The module of that name answers: `run(arguments) -> list[Row]`."""
+"""Question -> what it asks. `run(arguments) -> list[Row]` in the folder of that name answers it."""
 
 OF_ENGINES = {
     "compare": ("sparse", "torchrec"),
@@ -42,7 +42,7 @@ OF_ENGINES = {
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
 OF_SETTINGS = {
-    "gpu": ("kernels", "step", "recovery", "keeper"),
+    "gpu": ("kernels", "step", "recovery"),
     "overhead": ("dlrm", "sparse-heavy"),
     "start": ("8", "64"),
 }
@@ -56,7 +56,7 @@ OF_DATA = {"quality": ("criteo", "movielens")}
 
 ON_ALL_ENGINES = ("compare",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
-QUICK = ("compare", "simulate", "wire")
+QUICK = ("compare", "kernels", "simulate")
 """Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""
 
 ON_GPUS = ("gpu",)
@@ -65,7 +65,7 @@ ON_GPUS = ("gpu",)
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
     ALL: f"asks all of them; with --quick: {', '.join(QUICK)}",
-    REPORT: "writes docs/results.md, build/results.html and all figures and pictures from bench/results",
+    REPORT: "writes docs/results*, build/results.html and all figures and pictures from bench/results",
 }
 
 
@@ -103,9 +103,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
     if given.question == REPORT:
-        from bench import report  # what draws is not everywhere where things are measured
+        from bench.report import pages  # what draws is not everywhere where things are measured
 
-        print(report.write(given.json_dir))
+        print(pages.write(given.json_dir))
         return
     if given.question == ALL:
         _ask_all(given.json_dir, given.seed, quick=given.quick)
@@ -128,7 +128,9 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         data = given.data[0], Path(given.data[1])
 
-    run: Callable[[Arguments], list[Row]] = importlib.import_module(f"bench.{given.question}").run
+    run: Callable[[Arguments], list[Row]] = importlib.import_module(
+        f"bench.questions.{given.question}.question"
+    ).run
     arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace, data)
     failure = ""
     try:
@@ -145,10 +147,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _ask_all(folder: Path | None, seed: int, *, quick: bool) -> None:
-    from bench import suite, tables
+    from bench import suite
 
     try:
-        suite.ask(asked(quick=quick), folder or tables.RESULTS, seed, quick=quick)
+        suite.ask(asked(quick=quick), folder or RESULTS, seed, quick=quick)
     except suite.SuiteFailed as error:
         sys.exit(str(error))
 

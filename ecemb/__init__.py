@@ -15,13 +15,13 @@ from . import errors
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import nn
-    from .adapters.live import tables
-    from .checkpoint import CheckpointReader, CheckpointWriter
-    from .code import Code
+    from .adapters.live_tables import tables
+    from .checkpoint.interface import CheckpointReader, CheckpointWriter
+    from .coding.code import Code
     from .guard import Guard, Step, protect
-    from .recovery import RecoveryReport
-    from .rendezvous import init_process_group
-    from .scrub import ScrubReport
+    from .recovery.execute import RecoveryReport
+    from .recovery.scrub import ScrubReport
+    from .session import init_process_group
 
 __all__ = [
     "CheckpointReader",
@@ -45,17 +45,17 @@ __version__ = "0.1.0"
 # these modules does when it is imported has to be done whichever name is used: so `ecemb-run` and
 # `python -m ecemb arenas` don't have to wait for torch.
 _HOME = {
-    "CheckpointReader": "checkpoint",
-    "CheckpointWriter": "checkpoint",
-    "Code": "code",
+    "CheckpointReader": "checkpoint.interface",
+    "CheckpointWriter": "checkpoint.interface",
+    "Code": "coding.code",
     "Guard": "guard",
-    "RecoveryReport": "recovery",
-    "ScrubReport": "scrub",
+    "RecoveryReport": "recovery.execute",
+    "ScrubReport": "recovery.scrub",
     "Step": "guard",
-    "init_process_group": "rendezvous",
+    "init_process_group": "session",
     "nn": "nn",
     "protect": "guard",
-    "tables": "adapters.live",
+    "tables": "adapters.live_tables",
 }
 
 

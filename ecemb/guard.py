@@ -1,4 +1,4 @@
-"""The Guard: what `ecemb.protect` returns, and all that a training script talks to."""
+"""The Guard: `ecemb.protect` returns it, and a training script talks to nothing else."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ._wording import short
+from .adapters.discover import listed, modules_of, optimizers_of
 from .adapters.engine import Hooks
-from .adapters.tables import listed, modules_of, optimizers_of
-from .agreement import FailureDomain, ParityBackend, Request
-from .batches import Batches, bind
-from .checkpoint import CheckpointReader, CheckpointWriter
-from .code import Code
+from .arena.arena import lost_name
+from .checkpoint.interface import CheckpointReader, CheckpointWriter
+from .checkpoint.saver import reader_of
+from .coding.code import Code
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
-from .header import State
-from .opening import Opened, open_memory
-from .rankstate import Stateful
-from .recovery import RecoveryReport
-from .rendezvous import Session, current
-from .saver import reader_of
-from .scrub import Scrubber, ScrubReport
-from .step import Step
-from .transaction import COMPARE_EVERY, Transactions, lost_name
-from .whereabouts import placed
-from .window import Window
-from .words import short
+from .group.whereabouts import placed
+from .recovery.execute import RecoveryReport
+from .recovery.scrub import Scrubber, ScrubReport
+from .session import Session, current
+from .startup.opening import Opened, open_memory
+from .startup.request import FailureDomain, ParityBackend, Request
+from .state.batches import Batches, bind
+from .state.rank_state import Stateful
+from .step.body import Step
+from .step.transaction import COMPARE_EVERY, Transactions
+from .step.window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -38,7 +38,10 @@ logger: logging.Logger = logging.getLogger("ecemb")
 class Guard:
     """Protects the tables of one training; made by `protect`, one per process."""
 
-    def __init__(self, session: Session, opened: Opened, request: Request) -> None:
+    def __init__(self) -> None:
+        raise UsageError("ecemb.protect() makes the guard: keep what it returns")
+
+    def _begin(self, session: Session, opened: Opened, request: Request) -> None:
         self._session, self._whereabouts = session, session.whereabouts
         self._memory = opened.memory
         self._transport = opened.transport
@@ -52,6 +55,8 @@ class Guard:
             opened.rank_state,
             request.window,
             overlap=request.overlap,
+            abortable=request.abortable,
+            compare_every=request.compare_every,
             whereabouts=session.whereabouts,
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
@@ -78,12 +83,11 @@ class Guard:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
 
         With `window=s`, s steps are one transaction: it commits when the last one's body ends. With
-        `overlap=True`, it commits beside the body of the step after.
+        `overlap=True`, it commits beside the steps that follow.
 
-        Everything that changes state belongs in the body. If the body raises, its changes are undone on
-        this rank, with those of the window's earlier steps, the other ranks undo theirs at their exchange,
-        and the job needs a restart. Also a decorator: with `@guard.step()` above it, each call of a function
-        is a step.
+        Everything that changes state belongs in the body. If the body raises, its changes are undone on this
+        rank, with those of the window's earlier steps; the other ranks undo theirs, and the job needs a
+        restart. Also a decorator: with `@guard.step()` above it, each call of a function is a step.
 
         Yields:
             The step, with its number.
@@ -96,10 +100,8 @@ class Guard:
         """
         self._check_usable()
         if self._is_open():
-            raise UsageError(
-                f"guard.step() inside guard.step(): step {self.next_step} is still open; leave its with "
-                f"block first"
-            )
+            step = f"step {self.next_step} is still open; leave its with block first"
+            raise UsageError(f"guard.step() inside guard.step(): {step}")
         step = Step(self.next_step, self._transactions)
         try:
             self._transactions.begin()
@@ -133,27 +135,25 @@ class Guard:
     def batches(self, loader: Any) -> Batches:
         """Batches of a loader, epoch after epoch, whose position is committed with each step.
 
-        Call `next(batches)` inside the step, as often as you like; it never ends. After a restart it goes on
-        with the batch after the last one that was committed, whatever workers had read ahead: no sample is
-        lost or repeated, and the order is that of a run that never failed. Call `batches` after `protect`,
-        outside of a step, once for each loader, in the same order at each start.
+        Call `next(batches)` inside the step any number of times; it never ends. After a restart it continues
+        with the batch after the last committed one, even if workers had read ahead: no sample is lost or
+        repeated, and the order is that of a run without a failure. Call `batches` after `protect`, outside of
+        a step, once for each loader, in the same order at each start.
 
-        `batches.epoch` is the epoch of the batch drawn last; set_epoch() of the sampler (and of dataset and
-        loader) is called when an epoch begins. A restart costs, by kind of loader:
+        `batches.epoch` is the epoch of the last batch; each epoch begins with a call of set_epoch() of the
+        sampler (and of dataset and loader). A restart costs, by kind of loader:
 
         - DataLoader or StatefulDataLoader over a map-style dataset, any number of workers: drawing the
           indices of the epoch's earlier batches from the sampler again; no sample is read. Its order must
           follow from set_epoch() and from random generators as they are when the epoch begins: torch's,
           numpy's and python's global ones, and those that are attributes of loader, samplers and dataset.
-        - anything else with state_dict() and load_state_dict(), such as a StatefulDataLoader over an
-          IterableDataset that has both: what load_state_dict() costs.
-        - a list, or anything that can be iterated anew: passing over the epoch's earlier batches, which reads
-          them.
+        - others with state_dict() and load_state_dict(), such as a StatefulDataLoader: load_state_dict().
+        - a list, or another iterable: iterating again over the epoch's earlier batches, which reads them.
 
-        Random draws of the dataset come back exactly in this process (no workers). Workers start with the
-        seeds that they had, but their streams begin anew: augmentations after a restart are others.
+        The dataset's random draws come back exactly in this process (no workers). Workers start with their
+        former seeds at the stream's beginning: augmentations are not reproduced after a restart.
 
-        What draws ahead of the training, such as TorchRec's pipelines, would lose what it has drawn: give it
+        A pipeline that draws ahead of the training, such as TorchRec's, would lose the batches in it: give it
         an iterator that begins with batch `guard.next_step` instead.
 
         Args:
@@ -183,11 +183,10 @@ class Guard:
         - r = 2 repairs one wrong block in each word. Two in the same byte of a stripe may look like a third:
           (n - 2) / 255 of such pairs would be "repaired" in the wrong place. r >= 3 doesn't fall for that.
 
-        Writes that nobody noticed, such as `weight.data[i] = x` or through numpy, look like rot: with
-        r >= 2 they are taken back, and reported. Those that are noticed raise here as in a step. Scrub often:
-        rows are put right bit by bit. Of a row that was changed by a step since, parity took the difference
-        alone, so a flipped bit is flipped back in the row as it is now, and one that was overwritten, then
-        trained, ends as neither of the two.
+        Writes past torch, such as `weight.data[i] = x` or through numpy, look like rot: with r >= 2 they are
+        taken back, and reported. Detected undeclared writes raise here as in a step. Scrub often: repairs are
+        bit by bit. If a step has changed the row since, a flipped bit is flipped back in the row as it is
+        now, but a row that was overwritten, then trained, ends as neither of the two.
 
         Args:
             fraction: part of all words to compare in this call, above 0 and at most 1.
@@ -207,7 +206,7 @@ class Guard:
         self._drain()
         report = self._scrubber.scrub(fraction, self._tables.check, self._tables.verify)
         if report.repaired_words:
-            self._saver.note()  # what was stored may be rotten
+            self._saver.mark_all_dirty()  # what was stored may be rotten
         return report
 
     @placed
@@ -220,15 +219,14 @@ class Guard:
     ) -> None:
         """Saves a checkpoint that outlives all machines; between steps, all ranks.
 
-        Tables, dense parameters, optimizer state, random generators, `state=` objects and data positions
-        go to {path}/step-{next_step}, which plain torch.distributed.checkpoint can read, too. It appears as
-        a whole, when it is on disk: whatever is killed meanwhile, earlier ones stay complete. Begin from it
+        Tables, dense parameters, optimizer state, random generators, `state=` objects and data positions go
+        to {path}/step-{next_step}, which plain torch.distributed.checkpoint can read as well. It appears
+        complete, when it is on disk: whatever is killed meanwhile, earlier ones stay complete. Begin from it
         with `protect(resume=path)`.
 
         Args:
             path: folder of this job's checkpoints, on a file system that all hosts share; made if missing.
-                Or a CheckpointWriter, such as `baselines.check_n_run.durable.DurableTier`, which stores the
-                rows that have changed, exactly or quantized: one object, given to `protect(resume=)`, too.
+                Or a CheckpointWriter, which is given to `protect(resume=)`, too.
             keep: how many checkpoints stay there; older ones are removed.
             asynchronous: copy the state now (for a differential writer: what has changed), and write it while
                 training goes on. One at a time: the next save waits. An error is logged, and raised by the
@@ -292,8 +290,8 @@ class Guard:
         self._drain()
         self._saver.drain()
         self._transport.barrier("closing the job")
-        self._memory.arena.set("state", State.FINISHED)
-        self._session.marks.set("finished", "1")
+        self._memory.finish()
+        self._session.job_flags.set("finished", "1")
         try:
             self._transport.barrier("the end of the job")
             self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on
@@ -311,14 +309,14 @@ class Guard:
         self._transactions.close()
         self._transport.close()
         if self._session.watch is not None:
-            self._session.watch.close()
+            self._session.watch.say_goodbye()
         self._closed = True
 
     def _is_open(self) -> bool:
         return self._transactions.in_flight is not None
 
     def _on_undeclared(self) -> None:
-        self._memory.arena.set("undeclared", 1)  # parity doesn't fit: the next start makes it anew
+        self._memory.mark_undeclared()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -328,7 +326,7 @@ class Guard:
                 f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
                 f"restarts the job; it goes on from step {self.next_step}"
             )
-        self._memory.arena.get("state")  # raises in a forked child, before it uses its parent's connections
+        self._memory.arena.check_open()  # raises in a forked child, before it uses its parent's connections
 
     def _check_between_steps(self, call: str, way_out: str = "leave the with block first") -> None:
         if self._is_open():
@@ -371,6 +369,7 @@ def protect(
     window: int | Literal["auto"] = 1,
     mtbf: timedelta | None = None,
     overlap: bool = False,
+    abortable: bool = False,
     failure_domain: FailureDomain = "auto",
     parity_backend: ParityBackend = "gloo",
     compare_every: int = COMPARE_EVERY,
@@ -387,10 +386,9 @@ def protect(
     Args:
         model: the whole model; what is not a protected table must be the same on all ranks. Before,
             wrap it in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
-        optimizers: all optimizers of the training, or the only one; those that have dense parameters are the
-            same on every rank, with the same options, others may differ. Tables need
-            torch.optim.SGD, Adagrad or SparseAdam (TorchRec's: its fused SGD, row-wise Adagrad or Adagrad);
-            dense parameters may have any. TorchRec's combined and keyed optimizers are taken apart.
+        optimizers: all optimizers of the training, or the only one; those of dense parameters are the same on
+            every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam (TorchRec's:
+            its fused SGD, row-wise Adagrad or Adagrad). TorchRec's combined optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
         code: the (n, k) code; n at most the number of ranks.
@@ -399,20 +397,20 @@ def protect(
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
             ones, and those that the script writes inside the step. All others need one of `optimizers`.
         window: number of steps that are committed together: a row that several of them change is sent once,
-            and at most so many steps are run again after a failure. "auto" takes the time of the first
+            and at most this many steps are run again after a failure. "auto" takes the time of the first
             steps, and picks the number with which commits and steps run again cost least (Young's formula).
         mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
-        overlap: whether deltas are sent, and parity changes, beside the body of the next step, in a thread.
-            One more step may be run again after a failure; close, save and scrub commit the last one.
+        overlap: whether a thread commits beside the steps that follow, which may be run again as well.
+        abortable: whether `step.abort()` can take back one step: that costs a copy of the dense state and an
+            exchange with all ranks in each step of a window.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
         parity_backend: what deltas go over (and rows, where parity is made or checked): "gloo", from host
             memory, or "nccl", through each rank's current CUDA device; not with `overlap`.
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
-        resume: folder that `Guard.save` saves to (or a CheckpointReader). Its newest checkpoint is where
-            a fresh start begins, with any number of ranks, and where the job goes on when more memory is
-            lost than the code survives. It isn't read while memory can be recovered, and may be empty or
-            not there yet: then the job begins at step 0.
+        resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
+            checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
+            survives. It may be empty or missing: then the job begins at step 0.
 
     Returns:
         The guard.
@@ -440,6 +438,7 @@ def protect(
         without=listed(without_optimizer),
         window=Window(window, mtbf),
         overlap=overlap,
+        abortable=abortable,
         failure_domain=failure_domain,
         parity_backend=parity_backend,
         compare_every=compare_every,
@@ -447,4 +446,5 @@ def protect(
     )
     opened = open_memory(session, request)
     session.protected = True
-    return Guard(session, opened, request)
+    (guard := Guard.__new__(Guard))._begin(session, opened, request)  # pyright: ignore[reportPrivateUsage]
+    return guard

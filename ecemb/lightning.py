@@ -1,4 +1,4 @@
-"""A callback for PyTorch Lightning: what it does between two updates by the optimizer is a step of a guard.
+"""A callback for PyTorch Lightning: the work between two updates by the optimizer is a step of a guard.
 
     ecemb.init_process_group("gloo", job="ctr")  # before the Trainer is made
     protection = Protection(code=ecemb.Code(4, 3))
@@ -15,12 +15,12 @@
     protection.close()
 
 Lightning's place in the training (epochs, batches, optimizer steps), its learning rate schedules and the
-scaler of its precision are state of the guard: a restart goes on after the last committed step, in the middle
-of an epoch or not. `pip install 'ecemb[lightning]'`.
+scaler of its precision are state of the guard: a restart continues after the last committed step, even in the
+middle of an epoch. `pip install 'ecemb[lightning]'`.
 
-Tables' gradients are summed over the ranks, and DistributedDataParallel averages dense ones: what is the mean
-over the global batch there has N times its size here. Keep tables on the CPU: Lightning moves its module
-before the guard is made, and back at the end of the fit.
+Tables' gradients are summed over the ranks, and DistributedDataParallel averages dense ones: a mean over the
+global batch there is N times as large here. Keep tables on the CPU: Lightning moves its module before the
+guard is made, and back at the end of the fit.
 
 Must not know: how a guard works.
 """
@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import generators
-from .adapters.tables import modules_of
-from .code import Code
+from .adapters.discover import modules_of
+from .coding.code import Code
 from .errors import ConfigurationError, UsageError
 from .guard import Guard, Step, protect
 from .nn import ShardedEmbeddingBag
-from .rankstate import Stateful, objects_of
+from .state import rng
+from .state.rank_state import Stateful, objects_of
 
 __all__ = ["Protection"]
 
@@ -51,7 +51,7 @@ _BY_EPOCHS = "GradientAccumulationScheduler"  # of either
 
 
 def _callback() -> Any:
-    """Lightning's base class of callbacks: of the package that is imported already, else of what is there.
+    """Lightning's base class of callbacks: from the package already imported, else from the one installed.
 
     Raises:
         ConfigurationError: Lightning is not installed.
@@ -74,13 +74,13 @@ class Protection(_Callback):
     """Protects the sharded tables of a LightningModule while `Trainer.fit` runs.
 
     Call `ecemb.init_process_group` before the Trainer is made; other callbacks come after this one in
-    `callbacks=`. A step begins when its first batch is drawn, and commits before whatever else runs at the
-    end of its last batch. What follows is in no step, and a restart doesn't do it again: `on_train_batch_end`
-    of the module and of other callbacks, validation, and all hooks at the end of an epoch. What the training
+    `callbacks=`. A step begins when its first batch is drawn, and commits before any other code at the end of
+    its last batch. Later code is in no step, and a restart doesn't run it again: `on_train_batch_end` of the
+    module and of other callbacks, validation, and all hooks at the end of an epoch. State that the training
     depends on, such as a moving average, belongs into `training_step` or `on_before_zero_grad`.
 
-    Draws from torch's CPU generator, numpy's and python's global ones between steps, such as those of a
-    validation, leave the training's as they were; draws from CUDA generators do not.
+    Draws between steps from torch's CPU generator, and from numpy's and python's global ones, such as those
+    of a validation, don't change the training's generators; draws from CUDA generators do.
 
     Args:
         code: the (n, k) code.
@@ -90,10 +90,10 @@ class Protection(_Callback):
         options: further arguments of `ecemb.protect`, such as `window`, `overlap` and `resume`.
 
     Attributes:
-        step: the step in work, for `step.number` and `step.abort()`; None before the first one.
+        step: the current step, for `step.number` and `step.abort()`; None before the first step.
 
     Raises:
-        ConfigurationError: `state` or `tables` is not what `ecemb.protect` takes.
+        ConfigurationError: `state` or `tables` has a form that `ecemb.protect` refuses.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Protection(_Callback):
         self._progress: _Progress | None = None
         self._step = ExitStack()
         self._is_open = False
-        self._drawn: dict[str, Any] = {}  # the generators' states, as the last step left them
+        self._drawn: dict[str, Any] = {}  # the generators' states after the last step
         self.step: Step | None = None
 
     @property
@@ -128,19 +128,19 @@ class Protection(_Callback):
         return self._guard
 
     def batches(self, loader: Any) -> Any:
-        """The loader for `Trainer.fit`, whose batches are drawn inside the steps, as `Guard.batches` does.
+        """Returns the loader for `Trainer.fit`, whose batches are drawn inside the steps (`Guard.batches`).
 
         Args:
-            loader: what `Guard.batches` takes, with a length.
+            loader: an argument for `Guard.batches`, with a length.
 
         Raises:
-            ConfigurationError: it has no length, or a loader was given before.
+            ConfigurationError: it has no length, or `batches` was called before.
         """
         if self._loader is not None:
             raise ConfigurationError("a Protection has one loader: call batches() once")
         if not hasattr(loader, "__len__"):
             raise ConfigurationError(
-                f"Protection.batches() takes a loader with a length, by which Lightning tells epochs apart; "
+                f"Protection.batches() takes a loader with a length, which ends Lightning's epochs; "
                 f"{type(loader).__name__} has none"
             )
         self._loader = _Loader(loader, self._place, self._draw)
@@ -159,7 +159,7 @@ class Protection(_Callback):
         """Lightning's hook: keeps DistributedDataParallel away from the tables."""
         tables = self._protected(pl_module).values()
         weights = {id(one) for table in tables for one in table.parameters()}
-        name = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for it
+        name = "_ddp_params_and_buffers_to_ignore"  # an attribute that DistributedDataParallel reads
         found = [key for key, parameter in pl_module.named_parameters() if id(parameter) in weights]
         setattr(pl_module, name, [*getattr(pl_module, name, ()), *found])
 
@@ -170,7 +170,7 @@ class Protection(_Callback):
             ConfigurationError: the fit's loader is not from `batches`, a table is not on the CPU, a schedule
                 follows a metric, a callback goes by epochs, or gradients of tables would be clipped.
             UsageError: this is the second fit.
-            EcembError: what `ecemb.protect` raises.
+            EcembError: the errors of `ecemb.protect`.
         """
         if self._loader is None:
             raise ConfigurationError("Trainer.fit takes protection.batches(loader) for its train_dataloaders")
@@ -187,13 +187,13 @@ class Protection(_Callback):
             **self._options,
         )
         self._batches = self._guard.batches(self._loader.loader)
-        self._drawn = generators.process_states()
+        self._drawn = rng.process_states()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's hook: looks at what it makes of the loader.
+        """Lightning's hook: checks how Lightning uses the loader.
 
         Raises:
-            ConfigurationError: it would not go through all of it.
+            ConfigurationError: an epoch would not take all of its batches.
         """
         length = 0 if self._loader is None else len(self._loader)
         if trainer.num_training_batches != length:
@@ -206,7 +206,7 @@ class Protection(_Callback):
         """Lightning's hook: the batch has begun the step.
 
         Raises:
-            ConfigurationError: it is another loader's.
+            ConfigurationError: the batch is from another loader.
         """
         if not self._is_open:
             raise ConfigurationError("Trainer.fit takes protection.batches(loader) for its train_dataloaders")
@@ -214,13 +214,13 @@ class Protection(_Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning's hook: the step commits, if this batch's gradients are not to be added to."""
+        """Lightning's hook: the step commits, unless more gradients are added to this batch's."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         self._commit()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's hook: a fit that was stopped amid an accumulation leaves its step here.
+        """Lightning's hook: a fit that was stopped during an accumulation leaves its step here.
 
         Its gradients update nothing, as without protection.
         """
@@ -228,7 +228,7 @@ class Protection(_Callback):
             self._commit()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning's hook: the step in work is undone."""
+        """Lightning's hook: the current step is undone."""
         self._is_open = False
         self._step.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -238,10 +238,10 @@ class Protection(_Callback):
         return {**{name: one for name, one in found if isinstance(one, ShardedEmbeddingBag)}, **self._tables}
 
     def _objects(self, trainer: Any, progress: _Progress) -> dict[str, Stateful]:
-        """What is kept, by name: Lightning's place, its schedules by their own names or order, the user's."""
+        """The state objects by name: Lightning's place, its schedules by their names or order, the user's."""
         configs = trainer.lr_scheduler_configs
         names = [getattr(config, "name", None) or str(index) for index, config in enumerate(configs)]
-        if len(set(names)) < len(names):  # to Lightning a name needs to be no other's
+        if len(set(names)) < len(names):  # Lightning allows a name twice
             names = list(map(str, range(len(names))))
         return {
             "progress": progress,
@@ -250,7 +250,7 @@ class Protection(_Callback):
         }
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what Lightning would change outside of all steps.
+        """Refuses everything that Lightning would change outside of all steps.
 
         Raises:
             ConfigurationError: there is such a table, schedule or callback, or a clipping that would fail.
@@ -260,14 +260,14 @@ class Protection(_Callback):
                 if weight.device.type != "cpu":
                     raise ConfigurationError(
                         f"table {name!r} is on {weight.device}, and Lightning moves it to the CPU at the end "
-                        f"of the fit, behind the guard: keep tables on the CPU, by Trainer(accelerator='cpu')"
+                        f"of the fit, unseen by the guard: keep tables there, by Trainer(accelerator='cpu')"
                     )
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:
                 raise ConfigurationError(
                     f"the schedule {type(config.scheduler).__name__} follows a metric (reduce_on_plateau): "
                     f"Lightning steps it after the training step has committed, and a failure would lose "
-                    f"that; take one that goes by steps or epochs, or keep this one out of "
+                    f"that; take one that goes by steps or epochs, or keep this schedule out of "
                     f"configure_optimizers, step it in on_before_zero_grad, and give it in state="
                 )
         clips = getattr(type(pl_module), "configure_gradient_clipping", None)
@@ -281,8 +281,8 @@ class Protection(_Callback):
         for callback in trainer.callbacks:
             if any(kind.__name__ == _BY_EPOCHS for kind in type(callback).__mro__):
                 raise ConfigurationError(
-                    f"the callback {type(callback).__name__} says at an epoch's start how many batches an "
-                    f"update takes, and a restart in its middle doesn't call it: leave it out, and give "
+                    f"the callback {type(callback).__name__} sets the number of batches of an update at an "
+                    f"epoch's start, and a restart in the epoch doesn't call it: leave it out, and give "
                     f"Trainer(accumulate_grad_batches=), one number for all epochs"
                 )
 
@@ -290,10 +290,10 @@ class Protection(_Callback):
         """Leaves the step."""
         self._is_open = False
         self._step.close()
-        self._drawn = generators.process_states()
+        self._drawn = rng.process_states()
 
     def _place(self) -> int:
-        """The batch of its epoch that is drawn next."""
+        """Index in its epoch of the next batch."""
         return 0 if self._progress is None else self._progress.place
 
     def _draw(self) -> Any:
@@ -301,14 +301,14 @@ class Protection(_Callback):
         if not self._is_open:
             if self._progress is not None:
                 self._progress.runs = True
-            generators.set_process_states(self._drawn)
+            rng.set_process_states(self._drawn)
             self.step = self._step.enter_context(self.guard.step())
             self._is_open = True
         return next(self._batches)
 
 
 class _Loader:
-    """A loader as Lightning sees it: it goes through the rest of the epoch that Lightning is in."""
+    """A loader for Lightning, which returns the rest of Lightning's current epoch."""
 
     def __init__(self, loader: Any, place: Callable[[], int], draw: Callable[[], Any]) -> None:
         self.loader = loader
@@ -328,11 +328,11 @@ class _Loader:
 
 
 class _Progress:
-    """Lightning's own place: what it would put into a checkpoint besides model and optimizers.
+    """Lightning's own place: the part of its checkpoints besides model and optimizers.
 
     Attributes:
-        trainer: whose.
-        runs: whether batches are drawn: from then on the place is Lightning's affair, whatever is undone.
+        trainer: the Trainer.
+        runs: whether batches are drawn: from then on Lightning keeps the place itself, also after an undo.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -353,10 +353,10 @@ class _Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the place.
+        """Sets Lightning to the place.
 
         Raises:
-            ConfigurationError: it is a place in epochs of another length.
+            ConfigurationError: the place is in epochs of another length.
         """
         if state["ranks"] != self.trainer.world_size:
             raise ConfigurationError(
@@ -371,10 +371,10 @@ class _Progress:
             self.trainer.precision_plugin.load_state_dict(state["precision"])
 
     def _settle(self) -> None:
-        """Puts the counters where they are between two batches, or between two epochs.
+        """Sets the counters to a place between two batches, or between two epochs.
 
-        Lightning counts a batch, and its epoch, after their step has committed, and calls an epoch over that
-        was stopped halfway.
+        Lightning counts a batch, and its epoch, after their step has committed, and counts a stopped epoch as
+        complete.
         """
         loop = self.trainer.fit_loop
         epoch, batch = loop.epoch_progress, loop.epoch_loop.batch_progress
@@ -385,4 +385,4 @@ class _Progress:
             batch.increment_completed()
             loop.epoch_loop._batches_that_stepped += 1
         loop.restarting = True  # looks at the counters
-        loop.epoch_loop.restarting = halfway  # which max_steps would keep it from
+        loop.epoch_loop.restarting = halfway  # max_steps would prevent it

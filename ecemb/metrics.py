@@ -1,13 +1,13 @@
-"""What `guard.stats()` and `guard.recovery` say, for TensorBoard and for Prometheus.
+"""The numbers of `guard.stats()` and `guard.recovery`, for TensorBoard and for Prometheus.
 
     from ecemb import metrics
     board = metrics.TensorBoard(guard, "runs/ctr")
     server = metrics.Prometheus(guard, port=9400 + local_rank)
 
-Each rank tells of itself. `pip install 'ecemb[metrics]'` brings what the two need; it is imported when one of
-them is made. Counts are of this process: they begin at 0 after a restart.
+Each rank reports its own numbers. `pip install 'ecemb[metrics]'` installs the packages of both classes, which
+are imported when an object is made. Counts are of this process: they begin at 0 after a restart.
 
-Must not know: where the guard has its numbers from.
+Must not know: how the guard gets its numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Family:
 
     Attributes:
         name: without prefix.
-        about: what it says.
+        about: its description.
         grows: whether it is a count, which only grows.
-        label: what tells its values apart; empty if there is one only.
+        label: the name of the label that distinguishes its values; empty for a single value.
         values: by the label's value.
     """
 
@@ -50,12 +50,12 @@ _COUNTS = {
     "sent_bytes": "Bytes sent over the network for protection.",
     "scrubbed_words": "8-byte words of every block that scrubs compared.",
     "wrong_words": "Words that scrubs found wrong.",
-    "repaired_words": "Wrong words that scrubs put right.",
+    "repaired_words": "Wrong words that scrubs repaired.",
 }
 _RECOVERY = {
-    "recovery_step": "The step that this start went on from.",
+    "recovery_step": "The step that this start continued from.",
     "recovery_seconds": "Wall time of ecemb.protect() at this start.",
-    "recovery_rebuilt_bytes": "Bytes that this rank received to rebuild what was lost.",
+    "recovery_rebuilt_bytes": "Bytes that this rank received for the rebuild.",
     "recovery_lost_ranks": "Ranks whose memory was rebuilt at this start.",
 }
 
@@ -78,11 +78,11 @@ def values(guard: Guard) -> dict[str, float]:
 class TensorBoard:
     """Writes a guard's numbers to TensorBoard, as `ecemb/` and their names in `values`.
 
-    The recovery is told as a text beside them. Steps that are run again after a failure replace what was
-    written of them before.
+    The recovery is written as a text beside them. Steps that are run again after a failure replace their
+    earlier values.
 
     Args:
-        guard: what to tell of.
+        guard: source of the numbers.
         target: a folder, in which each rank writes to rank{r}; or a SummaryWriter of torch.utils.tensorboard,
             which stays open when this is closed.
 
@@ -104,7 +104,7 @@ class TensorBoard:
         self._writer.add_text("ecemb/recovery", str(guard.recovery), guard.next_step)
 
     def write(self) -> None:
-        """Writes all numbers as they are now, at step `guard.next_step`. This rank, between steps."""
+        """Writes all current numbers at step `guard.next_step`. This rank, between steps."""
         step = self._guard.next_step
         for name, value in values(self._guard).items():
             self._writer.add_scalar(f"ecemb/{name}", value, step)
@@ -122,15 +122,15 @@ class Prometheus:
     A thread of this process answers; it reads, and never waits for a step.
 
     Args:
-        guard: what to tell of.
-        port: where to listen; 0 for any free port. The ranks of a host need one each.
+        guard: source of the numbers.
+        port: port to listen on; 0 for any free port. The ranks of a host need one port each.
         addr: the interface to listen on; "0.0.0.0" for all. There is no password.
 
     Attributes:
-        port: where it listens.
+        port: the port that it listens on.
 
     Raises:
-        ConfigurationError: prometheus-client is not installed, or the port can't be had.
+        ConfigurationError: prometheus-client is not installed, or the port is not available.
     """
 
     def __init__(self, guard: Guard, port: int, *, addr: str = "127.0.0.1") -> None:
@@ -146,7 +146,7 @@ class Prometheus:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigurationError(
                 f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({reason}): give "
-                f"each rank of a host a port of its own, such as 9400 + local rank, or port=0 for any"
+                f"each rank of a host its own port, such as 9400 + local rank, or port=0 for any"
             ) from error
         self.port: int = self._server.server_port
 
@@ -158,13 +158,13 @@ class Prometheus:
 
 
 class _Collector:
-    """What prometheus_client asks at each scrape."""
+    """The object that prometheus_client asks at each scrape."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
     def collect(self) -> Iterator[Any]:
-        """All metrics as they are now."""
+        """All metrics of now."""
         from prometheus_client import core
 
         stats = self._guard.stats()
@@ -184,7 +184,7 @@ def _families(guard: Guard) -> Iterator[_Family]:
     for name, about in _COUNTS.items():
         yield _Family(name, about, True, "", {"": stats[name]})
     yield _Family("phase_seconds", "Wall time of protection by phase.", True, "phase", stats["seconds"])
-    yield _Family("memory_bytes", "Memory by what it holds.", False, "region", stats["bytes"])
+    yield _Family("memory_bytes", "Memory by purpose.", False, "region", stats["bytes"])
     told = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
     for (name, about), value in zip(_RECOVERY.items(), told, strict=True):
         yield _Family(name, about, False, "kind", {report.kind: value})

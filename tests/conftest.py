@@ -5,12 +5,30 @@ from __future__ import annotations
 import gc
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from support import reach
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions are made
+
+
+BY_PATH = {
+    "processes": ("unit/launch/", "unit/cli/test_check.py"),
+    "torchrec": ("torchrec",),
+    "slow": (
+        "scenarios/test_recovery.py",
+        "scenarios/test_resume.py",
+        "baselines/cpr/test_recovery.py",
+        "baselines/float_parity/test_drift.py",
+        "bench/test_cpr.py",
+        "bench/test_drift.py",
+    ),
+}
+"""Marker -> parts of paths below tests/. All tests there run scripts or commands, or take long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Markers follow from the names that a test reaches, or from its path."""
+    if not isinstance(item, pytest.Function):
+        return
+    names = {item.originalname, *item.fixturenames, *([item.cls.__name__] if item.cls else [])}
+    where = item.path.relative_to(Path(__file__).parent).as_posix()
+    by_path = {kind for kind, parts in BY_PATH.items() if any(part in where for part in parts)}
+    for kind in sorted(by_path | reach.kinds(item.path, frozenset(names))):
+        item.add_marker(kind)
 
 
 def pytest_collection_finish() -> None:

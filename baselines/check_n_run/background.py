@@ -21,9 +21,9 @@ from typing import Any
 
 from .manifest import Receipt
 from .store import store_at
-from .writing import CheckpointFailed, Job, write
+from .writing import CheckpointFailed, WriteTask, write
 
-Write = Callable[[Job], Receipt]
+Write = Callable[[WriteTask], Receipt]
 
 
 class Background:
@@ -39,9 +39,9 @@ class Background:
         self._child = Child(target, options) if process else None
         store = store_at(target, options)
         self._write: Write = (lambda job: write(job, store)) if self._child is None else self._child
-        self._writing: tuple[Job, Future[Receipt]] | None = None
+        self._writing: tuple[WriteTask, Future[Receipt]] | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, job: WriteTask) -> None:
         """Begins to write; the checkpoint before it has been waited for."""
         writing = Future[Receipt]()
 
@@ -54,7 +54,7 @@ class Background:
         self._writing = job, writing
         threading.Thread(target=run, name="check-n-run", daemon=True).start()
 
-    def wait(self) -> tuple[Job, Receipt] | None:
+    def wait(self) -> tuple[WriteTask, Receipt] | None:
         """What has been written since this was called last; on rank 0, the checkpoint is whole then.
 
         Raises:
@@ -96,7 +96,7 @@ class Child:
         )
         self._tell((target, dict(options)))
 
-    def __call__(self, job: Job) -> Receipt:
+    def __call__(self, job: WriteTask) -> Receipt:
         """See `writing.write`.
 
         Raises:
@@ -112,7 +112,7 @@ class Child:
             return found
         raise CheckpointFailed(
             f"the checkpoint of step {job.facts.step} was not written: "
-            f"{found or f'its process ended with {self._process.wait()}, which its stderr tells of'}"
+            f"{found or f'its process ended with {self._process.wait()}, as its stderr says'}"
         )
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Child:
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # what it was not told is lost with it
+                with suppress(BrokenPipeError):  # what it did not receive is lost with it
                     pipe.close()
         self._process.wait()
 

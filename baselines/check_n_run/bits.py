@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 WIDTHS: Final = (2, 3, 4, 8)
 """Bits of a code that there are loops for."""
 GROUP: Final = 8
-"""Codes that fill whole bytes, whatever their bits; buffers of codes have a multiple of it."""
+"""Codes that fill whole bytes at any number of bits; buffers of codes have a multiple of it."""
 
 _compiled = numba.njit(nogil=True, cache=True)
 

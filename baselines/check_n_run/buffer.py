@@ -1,7 +1,7 @@
 """The copy that training waits for: rows that have changed, and all other state, in memory of their own.
 
 A file on tmpfs, so that a process apart can read it; each life of a rank makes a new one, so that a writer
-that outlives its rank by a moment never sees another's bytes. Its name tells whose it is: what the dead have
+that outlives its rank by a moment never sees another's bytes. Its name says whose it is: what the dead have
 left may be as large as all tables. Space is reserved before it is used.
 
     {process}-{its start}-{nonce}.copy

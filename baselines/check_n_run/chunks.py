@@ -1,7 +1,7 @@
 """Some rows of one table as one run of bytes: which rows they are, then their tensors, each as stored.
 
 Which rows: nothing if they are consecutive; else one bit for each row from the first to the last, or their
-distances from the first, whichever takes less.
+distances from the first, if they take less.
 
 Must not know: where bytes go, how rows are stored.
 """
@@ -36,7 +36,7 @@ def packed(numbers: Tensor, tensors: Mapping[str, Mapping[str, Tensor]]) -> pack
     named = _rows(numbers)
     for name, parts in tensors.items():
         named |= {f"{name}{_APART}{part}": tensor for part, tensor in parts.items()}
-    out = np.zeros(packing.size(named), np.uint8)  # what pads is stored, too
+    out = np.zeros(packing.size(named), np.uint8)  # padding is stored as well
     packing.pack(named, out)
     return out
 

@@ -6,7 +6,7 @@
     guard.save(tier, asynchronous=True)
 
 Parity survives what is likely, so a checkpoint is for the rest, and each may be small: the rows that have
-changed since the last one, as ecemb's own capture tells of them, exactly or quantized; all else, generators
+changed since the last one, as ecemb's own capture finds them, exactly or quantized; all else, generators
 and positions in the data among it, exactly. It is restored into any number of ranks. Exact rows come back
 bit by bit, quantized ones as near as their scheme says: what is trained after a full loss is then as near,
 and not the same. If `weights` are the restores that the job expects, those are full losses alone: what parity
@@ -79,8 +79,8 @@ class DurableTier:
         policy: of `policy.POLICIES`.
         weights: how they are stored; or how many restores the job expects, by which `choose_bits` says how.
         states: how per-row optimizer state is stored.
-        bytes_per_s: a rank writes at most so much, on average; None: as fast as it goes.
-        chunk_bytes: rows of an object take at most so many, but for one row.
+        bytes_per_s: a rank writes at most this much, on average; None: as fast as it goes.
+        chunk_bytes: rows of an object take at most this many, but for one row.
         progress: progress bars on stderr.
         options: of fsspec's file system.
 
@@ -231,7 +231,7 @@ class DurableTier:
             self._store.remove([manifest_path(name), *inside])
 
     def retain(self, keep: int) -> None:
-        """See `CheckpointWriter`. What the newest ones stand on stays, too."""
+        """See `CheckpointWriter`. What the newest ones stand on stays as well."""
         with self._told():
             clean(self._store, keep)
 
@@ -273,7 +273,7 @@ class DurableTier:
                 found = chain(self._store, stored.name)
                 if found is None:
                     raise errors.CheckpointFailed(
-                        f"{self} has no whole checkpoint {stored.name} any more: somebody has removed it, or "
+                        f"{self} has no whole checkpoint {stored.name} any more: it was removed, or "
                         f"what it stands on; the next start takes the newest one that is whole"
                     )
                 self._read, self._read_rows, self._read_rest = found, [], {}
@@ -310,7 +310,7 @@ class DurableTier:
         piece.tensor.copy_(found)
 
     def _rows(self, facts: Facts, pieces: Sequence[Piece]) -> Iterator[Rows]:
-        """What a checkpoint takes of the pieces: of a table, all columns together, whatever their runs."""
+        """What a checkpoint takes of the pieces: of a table, all columns together, in all their runs."""
         of_table: dict[str, list[Piece]] = {}
         for piece in pieces:
             if piece.table is not None:

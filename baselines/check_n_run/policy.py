@@ -32,7 +32,7 @@ class Policy:
     Attributes:
         takes_full: given the sizes of the differential checkpoints since the last full one, in their order,
             as fractions of a full one: whether the next is full.
-        is_chained: a differential checkpoint has the rows since the last checkpoint, whatever it was, and
+        is_chained: a differential checkpoint has the rows since the last checkpoint of any kind, and
             stands on all since the last full one; else it has the rows since the last full one, and stands on
             that one alone.
     """

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, where somebody asked for them.
+"""Progress bars on stderr, where the user asked for them.
 
 Must not know: of what.
 """

@@ -1,6 +1,6 @@
 """Rows of float32 as packed codes, and back: pure functions, on as many threads as torch may use.
 
-What `encode` returns are named tensors, for whatever writes tensors:
+What `encode` returns are named tensors, for any writer of tensors:
 
 - of `Scheme("none")`: `rows`, as they came;
 - of the others: `codes`, uint8 [m, bytes of a row] (`bits` says in which order); `kept`, float16 or float32

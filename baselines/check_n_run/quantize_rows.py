@@ -38,7 +38,7 @@ _INFINITY: Final = np.int32(0x7F800000)
 """Its bits."""
 
 _compiled = numba.njit(nogil=True, cache=True)
-# Sums are added up in whatever order is fast, and what comes in here is finite.
+# Sums are added up in the fastest order, and what comes in here is finite.
 _finite = numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz", "reassoc", "contract"})
 
 
@@ -229,7 +229,7 @@ def decode_uniform(packed: Bytes, kept: Floats, bits: int, buffer: Bytes, out: F
 
 @_compiled
 def _lloyd(ordered: Floats, centroids: Floats, iterations: int) -> None:
-    """Moves ascending centroids to the means of what is nearest: runs, as the numbers are ascending, too.
+    """Moves ascending centroids to the means of what is nearest: runs, as the numbers are ascending as well.
 
     One of those that nothing is nearest to goes to the number that is farthest from its own, each time.
     """

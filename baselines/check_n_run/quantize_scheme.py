@@ -8,13 +8,13 @@ Follows Check-N-Run (Eisenman et al., NSDI 2022), section on quantization.
   smaller with 2, 3, 4 and 8 bits: derived. Symmetric needs only one: chosen.
 - Adaptive: the range is cut into bins, and shrinks by one of them at the end where that gives the lower L2
   error, until it has lost `ratio` of itself; the best seen is kept: recalled, as 25 bins for 2 and 3 bits
-  and 45 for 4 are. 45 for 8 bits, too: chosen. The ratio: chosen (`RATIO`); `quantize_search` chooses both on
-  a sample of rows, as published.
+  and 45 for 4 are. 45 for 8 bits as well: chosen. The ratio: chosen (`RATIO`); `quantize_search` chooses both
+  on a sample of rows, as published.
 - K-means: 2^bits centroids of each row, kept with it; they begin evenly over the row's range, and
   `KMEANS_ITERATIONS` of Lloyd's algorithm follow, or fewer when nothing changes any more; in each, one of the
   centroids that nothing is nearest to goes to the number that is farthest from its own: chosen.
 
-What holds, whatever the row: a number comes back within one step of itself, (max x - min x) / (2^bits - 1) of
+What holds for every row: a number comes back within one step of itself, (max x - min x) / (2^bits - 1) of
 its row, for asymmetric, and 2 max|x| / (2^bits - 1) for symmetric; the L2 error of adaptive is not above
 asymmetric's. A row of one value comes back exactly, unless symmetric. Rows that can't be stored so are stored
 exactly, beside the others: those with a NaN or an infinity, those whose range is above float32's or below its
@@ -38,9 +38,9 @@ METADATA: Final[tuple[Metadata, ...]] = get_args(Metadata)
 BITS: Final = (2, 3, 4, 8)
 """Of a code."""
 BINS: Final = {2: 25, 3: 25, 4: 45, 8: 45}
-"""Bits -> into how many bins adaptive cuts a row's range, if not told."""
+"""Bits -> into how many bins adaptive cuts a row's range, by default."""
 RATIO: Final = 0.5
-"""Of its range that adaptive takes away, if not told: with more, the mean error of rows of 32 to 128 normal
+"""Of its range that adaptive takes away, by default: with more, the mean error of rows of 32 to 128 normal
 numbers was less than 0.1 % smaller."""
 KMEANS_ITERATIONS: Final = 25
 KMEANS_BITS: Final = (2, 3, 4)
@@ -52,7 +52,7 @@ class Scheme:
     """How rows are stored.
 
     Attributes:
-        method: "none" stores them as they are, whatever their type.
+        method: "none" stores them as they are, of any type.
         bits: of a code, one of `BITS`; of no meaning for "none".
         metadata: type of what is kept of each row.
         bins: of adaptive; 0 means `BINS`.

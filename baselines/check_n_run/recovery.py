@@ -6,7 +6,7 @@ background. The first checkpoint is full. All ranks choose alike, from sizes tha
 
 A checkpoint may be restored into another number of ranks. Rows go by their place in the whole table; what a
 rank had alone comes from the rank of the same number, or from rank 0 if there was none, and random generators
-begin anew. So what `Training.state` has, as the position in the data, must mean the same in any number of
+start over. So what `Training.state` has, as the position in the data, must mean the same in any number of
 ranks, or the number stays. Tables that are sharded by hand ask for the same number.
 
 Parameters: one whole checkpoint is kept, with all that it stands on (chosen); chunks of 16 MiB (chosen); rank
@@ -28,10 +28,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from baselines.method import Costs, Training
 from baselines.rollback import Rollback
 from baselines.state import Table, TrainingState
 from baselines.stopwatch import Stopwatch
-from bench.method import Costs, Training
 from ecemb.errors import ConfigurationError
 
 from .background import Background
@@ -44,7 +44,7 @@ from .restoring import Shard, described, last_chain, rest, rows
 from .retention import kept
 from .store import PacedReads, store_at
 from .tracking import TouchedRows
-from .writing import CHUNK_BYTES, Job, above_zero
+from .writing import CHUNK_BYTES, WriteTask, above_zero
 
 PATIENCE = timedelta(minutes=30)
 
@@ -73,8 +73,8 @@ class CheckNRun(Rollback):
         states: how per-row optimizer state is stored.
         keep: whole checkpoints that stay, with all that they stand on.
         process: written by a process of its own, else by a thread; `memory://` needs a thread.
-        bytes_per_s: a rank writes, or reads, at most so much, on average; None: as fast as it goes.
-        chunk_bytes: rows of an object take at most so many, but for one row.
+        bytes_per_s: a rank writes, or reads, at most this much, on average; None: as fast as it goes.
+        chunk_bytes: rows of an object take at most this many, but for one row.
         patience: how long rank 0 waits until the other ranks have written, when it has.
         progress: progress bars on stderr.
         options: of fsspec's file system.
@@ -211,7 +211,7 @@ class CheckNRun(Rollback):
                 touched.clear()
         bits = sum(touched.memory_bytes for touched in self._touched.values())
         self._memory_bytes = max(self._memory_bytes, self._buffer.memory_bytes + bits)
-        self._background.start(Job(facts, dist.get_rank(), copy, **self._settings))
+        self._background.start(WriteTask(facts, dist.get_rank(), copy, **self._settings))
         self._last = facts
 
     def _agree(self, step: int, state: TrainingState, taken: Sequence[Rows], *, full: bool) -> Facts:

@@ -61,7 +61,7 @@ def read(store: Store, name: str) -> Manifest | None:
     """The manifest of a checkpoint; None if it has no whole one.
 
     Raises:
-        OtherFormat: another version has written it; to skip it would begin the training anew.
+        OtherFormat: another version has written it; to skip it would start the training over.
     """
     try:
         return manifest_of(store.get(manifest_path(name)))
@@ -92,7 +92,7 @@ def last_chain(store: Store) -> list[Manifest] | None:
     """The newest whole checkpoint after all that it stands on; None if there is none.
 
     Raises:
-        Damaged: there are some, and all stand on others that are gone; to begin anew would remove them.
+        Damaged: there are some, and all stand on others that are gone; to start over would remove them.
     """
     names = newest(store.paths())
     for name in names:
@@ -102,7 +102,7 @@ def last_chain(store: Store) -> list[Manifest] | None:
         if (left := read(store, name)) is not None:
             raise Damaged(
                 f"{name} stands on {', '.join(left.facts.needs)}, not all of which is there as it was "
-                f"written: put it back, or name another target to begin anew"
+                f"written: put it back, or name another target to start over"
             )
     return None
 
@@ -238,5 +238,5 @@ def _way_out(store: Store, name: str) -> str:
     except OtherFormat:
         older = None
     if older is None:
-        return "no older one is whole: put it back as it was, or name another target to begin anew"
+        return "no older one is whole: put it back as it was, or name another target to start over"
     return f"to go back to {older}, move {manifest_path(name)} away"

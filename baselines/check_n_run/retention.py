@@ -1,6 +1,6 @@
 """What may be removed: all that no checkpoint needs which is to stay.
 
-Manifests go first, and newer ones before those that they stand on, so that whatever is killed, each manifest
+Manifests go first, and newer ones before those that they stand on, so that after any kill each manifest
 that is left has all of its chunks and all that it stands on.
 
 Must not know: how objects are stored.
@@ -18,7 +18,7 @@ def kept(needs: Mapping[str, Sequence[str]], keep: int) -> set[str]:
 
     Args:
         needs: what each whole checkpoint stands on, by name.
-        keep: so many of the newest stay, with all that they stand on.
+        keep: how many of the newest stay, with all that they stand on.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -34,7 +34,7 @@ def leftovers(paths: Iterable[str], manifests: Sequence[Manifest], keep: int) ->
 
     Args:
         paths: of all objects.
-        manifests: of all whole checkpoints whose needs are whole, too; at least one.
+        manifests: of all whole checkpoints whose needs are whole as well; at least one.
         keep: see `kept`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: objects by path, each written as a whole or not at all.
+"""Where checkpoints lie: objects by path, each written whole or not at all.
 
 A folder is written by this module itself, so that what is written would survive a power failure; anything
-else goes through fsspec, whose object stores put an object as a whole. A file system over fsspec that may
-leave half an object is borne, too: what is half has a wrong checksum.
+else goes through fsspec, whose object stores put whole objects. A file system over fsspec that may
+leave half an object is borne as well: the half has a wrong checksum.
 
 Must not know: what objects are.
 """
@@ -85,7 +85,7 @@ class Folder(Store):
         return sorted(found)
 
     def remove(self, paths: Iterable[str]) -> None:
-        """See `Store.remove`. Folders that are empty then go, too."""
+        """See `Store.remove`. Folders that are empty then go as well."""
         for folder, names in groupby(map(PurePosixPath, paths), key=lambda path: path.parent):
             place = self._root / folder
             for name in names:

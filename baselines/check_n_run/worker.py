@@ -1,6 +1,6 @@
 """The process that writes: takes jobs from its standard input, and answers on its standard output.
 
-It ends as soon as its input does, in the middle of a job, too: when its parent has died. Both pipes carry
+It ends as soon as its input does, also in the middle of a job, when its parent has died. Both pipes carry
 pickles, of this process's own parent only.
 
 Must not know: what is written.
@@ -15,7 +15,7 @@ import threading
 from queue import SimpleQueue
 
 from .store import store_at
-from .writing import Job, write
+from .writing import WriteTask, write
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     threading.Thread(target=listen, daemon=True).start()
     target, options = told.get()  # pyright: ignore[reportGeneralTypeIssues]
     store = store_at(target, options)
-    while isinstance(job := told.get(), Job):
+    while isinstance(job := told.get(), WriteTask):
         try:
             answer: object = write(job, store)
         except Exception as error:  # noqa: BLE001 - the parent raises it

@@ -2,7 +2,7 @@
 
 `write` is all of it; `put`, `heard`, `complete` and `clean` are its parts, for who has its own order of them.
 
-Ranks tell rank 0 through the store itself what they have written, so that no collective runs beside the
+Ranks report to rank 0 through the store itself what they have written, so that no collective runs beside the
 training's. The manifest is rank 0's last word: only then is the checkpoint there, for all ranks at once.
 
 Must not know: tables' modules, process groups.
@@ -46,7 +46,7 @@ from .retention import leftovers
 from .store import Store
 
 CHUNK_BYTES: Final = 1 << 24
-"""Of rows in an object, if not told."""
+"""Of rows in an object, by default."""
 _POLL_S: Final = 0.02, 1.0
 """How long rank 0 waits before it looks again: at first, and at most."""
 
@@ -63,8 +63,8 @@ class Part:
         facts: what all ranks agree on.
         rank: this one.
         copy: what is to be written.
-        chunk_bytes: rows of a chunk take at most so many, but for one row.
-        bytes_per_s: at most so many are written, on average; None: as fast as it goes.
+        chunk_bytes: rows of a chunk take at most this many, but for one row.
+        bytes_per_s: at most this many are written, on average; None: as fast as it goes.
         progress: a progress bar on stderr.
     """
 
@@ -77,7 +77,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Job(Part):
+class WriteTask(Part):
     """One rank's part, and on rank 0 what follows.
 
     Attributes:
@@ -96,7 +96,7 @@ def above_zero(**settings: float | None) -> None:
             raise ValueError(f"{name}= is above 0; got {value}")
 
 
-def write(job: Job, store: Store) -> Receipt:
+def write(job: WriteTask, store: Store) -> Receipt:
     """Writes a rank's part; on rank 0, makes the checkpoint whole, and removes what is no longer needed.
 
     Raises:

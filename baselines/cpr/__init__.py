@@ -15,7 +15,7 @@ What it says, as pure functions and in emulation:
 What trains, on real ranks and files, but for the last one:
 
 - `controller`: the method: `Cpr`.
-- `recovery`: partial recovery at a given interval, a method, too: `PartialRecovery`.
+- `recovery`: partial recovery at a given interval, also a method: `PartialRecovery`.
 - `plan`: who survived, and where all go on from.
 - `living`: how a survivor's tables outlive the restart of its process.
 - `saved`: one rank's files, crash-safe.

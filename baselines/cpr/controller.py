@@ -26,9 +26,9 @@ import torch.distributed as dist
 from baselines.files import sync
 from baselines.full import FullRecovery
 from baselines.full.writers import Files
-from bench.method import Costs, Promise, Training, total
+from baselines.method import Costs, Promise, Training, total
 
-from .job import Job
+from .job import CprJob
 from .overhead import Choice, choose
 from .overhead import Costs as Stalls
 from .priority import SHARE
@@ -141,7 +141,7 @@ class Cpr:
     def _decide(self, save_s: float, step_s: float) -> None:
         """All ranks, with the same figures."""
         mtbf_h = self._mtbf.total_seconds() / _HOUR_S
-        job = Job(
+        job = CprJob(
             total_h=mtbf_h,  # plays no part
             mtbf_h=mtbf_h,
             servers=dist.get_world_size(),

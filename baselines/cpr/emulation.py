@@ -9,7 +9,7 @@ about it is chosen:
 - Which servers fail is drawn evenly, without repetition within a failure.
 - `arrivals` says when. "progress": a fixed number, T_total / T_fail rounded, evenly over the
   training's progress; none while saving, recovering or training again. This is what the formulas count.
-  "clock": a Poisson process in real time, whatever the job does; a failure while recovering starts the
+  "clock": a Poisson process in real time; a failure while recovering starts the
   recovery over. Overhead then draws failures of its own: with 40 of them in 56 hours full recovery costs a
   third more than the formula says.
 
@@ -26,14 +26,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .job import Job
+from .job import CprJob
 from .overhead import Costs, Policy
 from .pls import PlsAccount
 
 Arrivals = Literal["progress", "clock"]
 
 LONGEST = 1000
-"""A job that takes so many times its training time is given up: it may never end."""
+"""A job that takes this many times its training time is given up: it may never end."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Run:
     def __init__(
         self,
         costs: Costs,
-        job: Job,
+        job: CprJob,
         policy: Policy,
         failures: Iterable[float],
         arrivals: Arrivals,
@@ -168,7 +168,7 @@ class _Run:
 
 
 def emulate(
-    costs: Costs, job: Job, policy: Policy, failures: Iterable[float], arrivals: Arrivals, seed: int = 0
+    costs: Costs, job: CprJob, policy: Policy, failures: Iterable[float], arrivals: Arrivals, seed: int = 0
 ) -> Outcome:
     """One job with failures at given hours.
 
@@ -193,8 +193,8 @@ def emulate(
     return _Run(costs, job, policy, failures, arrivals, strike).run()
 
 
-def failure_hours(job: Job, arrivals: Arrivals, rng: np.random.Generator) -> Iterator[float]:
-    """Draws when failures come, ascending: so many over the training, or on and on.
+def failure_hours(job: CprJob, arrivals: Arrivals, rng: np.random.Generator) -> Iterator[float]:
+    """Draws when failures come, ascending: a number over the training, or without end.
 
     Raises:
         ValueError: other arrivals than "progress" and "clock".
@@ -210,7 +210,7 @@ def failure_hours(job: Job, arrivals: Arrivals, rng: np.random.Generator) -> Ite
 
 
 def emulate_runs(
-    costs: Costs, job: Job, policy: Policy, *, arrivals: Arrivals, runs: int, seed: int
+    costs: Costs, job: CprJob, policy: Policy, *, arrivals: Arrivals, runs: int, seed: int
 ) -> Summary:
     """Many jobs, each with failures of its own.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class CprJob:
     """A training and the machines that it runs on.
 
     Attributes:

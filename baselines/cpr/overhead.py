@@ -25,7 +25,7 @@ from typing import Literal
 
 from baselines.young import young
 
-from .job import Job, above_zero
+from .job import CprJob, above_zero
 from .pls import expected_pls, interval_for_pls
 
 Recovery = Literal["full", "partial"]
@@ -100,25 +100,25 @@ class Choice:
         return 1 - chosen / self.full_overhead
 
 
-def best_full_interval_h(costs: Costs, job: Job) -> float:
+def best_full_interval_h(costs: Costs, job: CprJob) -> float:
     """Young's interval, sqrt(2 O_save T_fail): the best for full recovery."""
     return young(costs.save_h, job.mtbf_h)
 
 
-def expected_overhead(costs: Costs, job: Job, policy: Policy) -> float:
+def expected_overhead(costs: Costs, job: CprJob, policy: Policy) -> float:
     """Overhead as a fraction of the training time: the first-order formulas above, as recalled."""
     rerun_h = policy.interval_h / 2 if policy.recovery == "full" else 0.0
     return costs.save_h / policy.interval_h + (costs.recover_h + rerun_h) / job.mtbf_h
 
 
-def expected_overhead_of_job(costs: Costs, job: Job, policy: Policy) -> float:
-    """The same for a job of so many hours, which saves a whole number of times (derived)."""
+def expected_overhead_of_job(costs: Costs, job: CprJob, policy: Policy) -> float:
+    """The same for a job of a given length, which saves a whole number of times (derived)."""
     rerun_h = job.mean_since_save_h(policy.interval_h) if policy.recovery == "full" else 0.0
     saves_h = job.saves(policy.interval_h) * costs.save_h
     return saves_h / job.total_h + (costs.recover_h + rerun_h) / job.mtbf_h
 
 
-def choose(costs: Costs, job: Job, pls_target: float) -> Choice:
+def choose(costs: Costs, job: CprJob, pls_target: float) -> Choice:
     """The controller: estimates both recoveries at their best intervals, and takes the cheaper one.
 
     Args:

@@ -47,7 +47,8 @@ def plan(held: Sequence[Held]) -> Plan | None:
 
     Survivors may have ended a step apart: one can't end a step that another has not begun. The step that not
     all of them have ended is run again, and rows that had taken it take it twice. What is older than that is
-    left over: its rank has been elsewhere since, and failed. If nobody survived, all take up what they saved.
+    left over: its rank has been elsewhere since, and failed. If no rank survived, all take up what they
+    saved.
 
     Args:
         held: by rank.
@@ -77,7 +78,7 @@ def plan(held: Sequence[Held]) -> Plan | None:
             return None
         raise SavesLost(
             f"ranks {unsaved} have lost their memory, and there are no files of theirs, though step {step} "
-            f"comes next: name the folder that the job was started with, or start anew with empty ones"
+            f"comes next: name the folder that the job was started with, or start over with empty ones"
         )
     if behind:
         raise SavesLost(

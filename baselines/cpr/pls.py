@@ -20,10 +20,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .job import Job, above_zero
+from .job import CprJob, above_zero
 
 
-def expected_pls(job: Job, interval_h: float) -> float:
+def expected_pls(job: CprJob, interval_h: float) -> float:
     """T_save f / (2 T_fail N) for f servers lost at once: recalled for f = 1.
 
     Args:
@@ -37,7 +37,7 @@ def expected_pls(job: Job, interval_h: float) -> float:
     return 0.5 * interval_h * job.servers_lost / (job.mtbf_h * job.servers)
 
 
-def interval_for_pls(job: Job, pls: float) -> float:
+def interval_for_pls(job: CprJob, pls: float) -> float:
     """Hours between saves for which `expected_pls` is `pls`: 2 PLS N T_fail / f, recalled for f = 1.
 
     Raises:
@@ -47,8 +47,8 @@ def interval_for_pls(job: Job, pls: float) -> float:
     return 2 * pls * job.servers * job.mtbf_h / job.servers_lost
 
 
-def expected_pls_of_job(job: Job, interval_h: float) -> float:
-    """PLS with failures that are evenly likely over a job of so many hours (derived).
+def expected_pls_of_job(job: CprJob, interval_h: float) -> float:
+    """PLS with failures that are evenly likely over a job of given length (derived).
 
     Raises:
         ValueError: an interval that is not above 0.
@@ -58,7 +58,7 @@ def expected_pls_of_job(job: Job, interval_h: float) -> float:
 
 
 class PlsAccount:
-    """What was lost so far: fed by whoever trains, at each save and each failure.
+    """What was lost so far: fed by the training, at each save and each failure.
 
     Samples are counted from the start of the training, on the whole job; anything in proportion to them
     does as well (steps, hours). A server that has not saved falls back to the start.
@@ -87,7 +87,7 @@ class PlsAccount:
         return math.fsum(self.failures)
 
     def saved(self, samples: float, servers: Iterable[int] | None = None) -> None:
-        """These servers' rows, or all servers', are saved as they are after so many samples.
+        """These servers' rows, or all servers', are saved as they are after `samples` samples.
 
         Raises:
             ValueError: no such server, or fewer samples than at its last save.
@@ -98,7 +98,7 @@ class PlsAccount:
             self._saved[server] = samples
 
     def failed(self, samples: float, servers: Iterable[int]) -> float:
-        """These servers failed together after so many samples, and took up their rows as last saved.
+        """These servers failed together after `samples` samples, and took up their rows as last saved.
 
         Returns:
             What this adds to the PLS.

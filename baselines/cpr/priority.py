@@ -33,7 +33,7 @@ from torch import Tensor
 SHARE: Final = 0.125
 """r: the share of a table's rows that one save takes."""
 PERIOD: Final = 2
-"""SSU looks at one batch of so many."""
+"""SSU looks at one batch of this many."""
 
 _INT32_MAX: Final = 2**31 - 1
 _CHUNK_ROWS: Final = 1 << 16
@@ -157,7 +157,7 @@ class Mfu(RowPriority):
 class Ssu(RowPriority):
     """CPR-SSU: rows that were looked up in every second batch, as many of them as fit in a list.
 
-    After a restart of its process the list begins anew: the next save would have emptied it.
+    After a restart of its process the list starts empty: the next save would have emptied it.
 
     Args:
         weight: as in `RowPriority`.
@@ -275,7 +275,7 @@ def large_tables(sizes: Sequence[int], share: float = 0.99) -> list[int]:
 
 
 def _highest(priority: Tensor, most: int) -> Tensor:
-    """At most so many rows of the highest priorities above 0, ascending; ties go to the lower row."""
+    """At most `count` rows of the highest priorities above 0, ascending; ties go to the lower row."""
     rows = torch.nonzero(priority > 0).reshape(-1)
     if rows.numel() <= most:
         return rows

@@ -1,9 +1,9 @@
 """Partial recovery as a method: a failed rank takes up its rows as last saved, the others keep theirs.
 
-All ranks start anew after a failure. Survivors find their rows (`living`) and all other state of the last two
-steps in their machine's memory. State that all ranks share comes from a survivor. What a failed rank has
+All ranks start again after a failure. Survivors find their rows (`living`) and all other state of the last
+two steps in their machine's memory. State that all ranks share comes from a survivor. What a failed rank has
 alone and is no row, such as its random generators and its position in the data, comes back as it was last
-saved, as its rows do (chosen). No step is run again but the one that was cut off. If nobody survives, all
+saved, as its rows do (chosen). No step is run again but the one that was cut off. If no rank survives, all
 ranks go back to what they saved last (chosen).
 
 Lost samples are counted as `pls` does, since `Mark.since`. PLS is the sum of `Costs.samples_lost` over ranks
@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baselines import packing
+from baselines.method import Costs, Promise, Training
 from baselines.slots import Slots, Stamp
 from baselines.state import TrainingState
 from baselines.stopwatch import Stopwatch
-from bench.method import Costs, Promise, Training
 
 from .living import LivingTensors
 from .plan import Held, Plan, plan
@@ -52,8 +52,8 @@ class PartialRecovery:
         memory: folder of this rank's machine alone, on tmpfs; the job's own.
         every: steps in which the volume of everything is saved once (T_save).
         priority: "mfu", "ssu" or "scar"; None saves everything each T_save (vanilla).
-        share: r: with priorities, so much is saved each r T_save.
-        bytes_per_s: a rank writes, or reads, at most so much; None: as fast as it goes.
+        share: r: with priorities, this part is saved each r T_save.
+        bytes_per_s: a rank writes, or reads, at most this much; None: as fast as it goes.
 
     Raises:
         ValueError: see `Saving`.
@@ -106,7 +106,7 @@ class PartialRecovery:
         return self._next
 
     def start(self, training: Training, step: int) -> None:
-        """Starts in the middle of a training, whatever an earlier one has left. All ranks.
+        """Starts in the middle of a training, and ignores what an earlier one has left. All ranks.
 
         Args:
             training: as it is.
@@ -244,7 +244,7 @@ class PartialRecovery:
     def _save(self, *, whole: bool = False) -> None:
         """Saves to the files what is due, or everything."""
         state, rest = self._made(), self._rest()
-        if dist.get_rank() != 0:  # if nobody survives, what is shared comes from rank 0
+        if dist.get_rank() != 0:  # if no rank survives, what is shared comes from rank 0
             rest = {key: tensor for key, tensor in rest.items() if not key.startswith(_SHARED)}
         self._saver.save(state.tables, rest, self._next, whole=whole)
 

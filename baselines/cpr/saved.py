@@ -1,11 +1,11 @@
 """One rank's saved state, in files that outlive machines: an image of its rows, and the rest beside it.
 
-The image holds every row as it was last saved. A whole save makes it anew, under another name until it is
-synced. A save of some rows writes them to a record first, with which the image is then changed in place: a
-record that has its name is whole, and whoever finds one applies it again, to the same end. So whatever is
-killed at any moment, each row of the image is as one save has seen it. Such rows are written twice (chosen):
-the second time, from the record to the image, is taken for the storage's own work, as where a server keeps
-the image: it is neither slowed down nor counted.
+The image holds every row as it was last saved. A whole save writes another one, under another name until it
+is synced. A save of some rows writes them to a record first, with which the image is then changed in place: a
+record that has its name is whole, and a process that finds one applies it again, to the same end. So whatever
+is killed at any moment, each row of the image is as one save has seen it. Such rows are written twice
+(chosen): the second time, from the record to the image, is taken for the storage's own work, as where a
+server keeps the image: it is neither slowed down nor counted.
 
 What is no row, and the step of the save, is in a small file of its own, written last: rows may be newer than
 it says by one save that was cut off.
@@ -55,7 +55,7 @@ class SavedRank:
     Args:
         folder: of the job's saves; made if missing.
         rank: whose.
-        bytes_per_s: at most so much is sent to files, or read; None: as fast as it goes.
+        bytes_per_s: at most this much is sent to files, or read; None: as fast as it goes.
 
     Attributes:
         written_bytes: that this object has sent to files.
@@ -164,8 +164,8 @@ def _opened(path: Path) -> dict[str, Tensor]:
         return packing.unpack(mapped(path))
     except (OSError, ValueError) as error:
         raise SavesLost(
-            f"{path} can't be read ({error}): put it back as it was, or train anew, with empty folders; "
-            f"if the rank's memory has survived, remove it, and it is saved anew"
+            f"{path} can't be read ({error}): put it back as it was, or train from the start, with empty "
+            f"folders; if the rank's memory has survived, remove it, and it is saved again"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """What a save takes, and when: everything each T_save, or, by priority, r of the rows each r T_save.
 
-Small tables are saved whole each time: they are few bytes (chosen). What is large is told by the bytes of
+Small tables are saved whole each time: they are few bytes (chosen). What is large is decided by the bytes of
 whole tables, over all ranks. The interval r T_save is a whole number of steps, at least one (chosen).
 
 Rows count as used when they are about to change (`LiveTable.on_touch`): with TorchRec once for each lookup,

@@ -90,7 +90,7 @@ class Server:
     Args:
         shards: its part of all tables.
         sizes: bytes of whole tables by name.
-        make: its priorities, anew.
+        make: makes its priorities.
     """
 
     def __init__(self, shards: Sequence[Shard], sizes: Mapping[str, int], make: Callable[[], Saving]) -> None:
@@ -111,14 +111,14 @@ class Server:
         return self._saving.memory_bytes
 
     def end(self, step: int) -> bool:
-        """So many steps are done: saves what is due; returns whether anything was."""
+        """Called when `step` steps are done: saves what is due; returns whether anything was."""
         due = self._saving.is_due(step)
         if due:
             self.saver.save(self.shards, {}, step)
         return due
 
     def fail(self) -> None:
-        """Its rows are as last saved, and its priorities begin anew, as after any start of a process."""
+        """Its rows are as last saved, and its priorities start over, as after any start of a process."""
         take_up(self.shards, self._store.rows)
         self._saving.unwatch()
         self._touched_s = self.touched_s
@@ -226,7 +226,7 @@ class Servers:
                 shard.touch(rows[first:end] - server * self._blocks[table])
 
     def end(self, step: int) -> None:
-        """So many steps are done: all servers save what is due."""
+        """Called when `step` steps are done: all servers save what is due."""
         with self._saving_watch.running():
             saved = [number for number, server in enumerate(self._servers) if server.end(step)]
         self.saves += bool(saved)
@@ -234,7 +234,7 @@ class Servers:
             self._account.saved(self._servers[number].saver.since, [number])
 
     def fail(self, step: int, servers: Sequence[int]) -> None:
-        """These servers fail together when so many steps are done, and take up their saved rows.
+        """These servers fail together when `step` steps are done, and take up their saved rows.
 
         Raises:
             ValueError: no such server, or one named twice.

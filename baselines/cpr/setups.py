@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from .emulation import Arrivals, Summary, emulate_runs
-from .job import Job
+from .job import CprJob
 from .overhead import Choice, Costs, Policy, choose, expected_overhead, expected_overhead_of_job
 from .pls import expected_pls, expected_pls_of_job
 
-EMULATED: Final = Job(total_h=56, mtbf_h=28, servers=8)
-PRODUCTION: Final = Job(total_h=50, mtbf_h=10, servers=18, servers_lost=4)
+EMULATED: Final = CprJob(total_h=56, mtbf_h=28, servers=8)
+PRODUCTION: Final = CprJob(total_h=50, mtbf_h=10, servers=18, servers_lost=4)
 PLS_TARGET: Final = 0.1
 
 SERVERS_LOST: Final = (1, 2, 4)
@@ -91,7 +91,7 @@ class Setting:
 
     sweep: str
     costs: Costs
-    job: Job
+    job: CprJob
     pls_target: float = PLS_TARGET
     planned_for: int = 1
     published: Published = NOTHING
@@ -123,7 +123,7 @@ class Point:
     Attributes:
         setting: what was computed.
         choice: what the controller makes of it.
-        full, partial: both recoveries, whatever was chosen.
+        full, partial: both recoveries, also the one that was not chosen.
     """
 
     setting: Setting

@@ -9,11 +9,11 @@ network is copied; lost rows are solved for from what survives.
 
 Chosen, where nothing is published or where it can't be the same:
 
-- Coefficients for r >= 2 (`coefficients`), and their types: float64 is on offer, too.
+- Coefficients for r >= 2 (`coefficients`), and their types, float64 among them.
 - Parity is rotated over all ranks, as ecemb places it (`baselines.ring`): only the arithmetic differs.
 - Trainings here are synchronous, and have no servers. So differences are sent at each step's end, and a rank
   goes on when all that it keeps parity of have come; the papers' are sent asynchronously and unacknowledged.
-- All processes start anew after a failure, so each rank's rows are kept once more, in memory that outlives
+- All processes start again after a failure, so each rank's rows are kept once more, in memory that outlives
   them.
 - What is neither row nor dense (generators, data position) is copied to r other ranks.
 - Sums of squares that optimizers take the root of are raised to 0 when rounding has rebuilt them below it, as
@@ -34,7 +34,7 @@ What holds after any r ranks are lost with their memory:
 
 What is not covered: there is no transaction. If some ranks have taken a step over and others have not, then
 what is rebuilt is off by whole updates, of other ranks' rows; ranks that have taken it over run it a second
-time on their own rows; and a rank killed while it takes a step over keeps a mixture. The sums are made anew
+time on their own rows; and a rank killed while it takes a step over keeps a mixture. The sums are recomputed
 then, so that they are right for what there is. And one NaN or infinity in a row leaves NaN in the parity when
 the row has long been mended, so that no other row under it can be rebuilt.
 

@@ -1,4 +1,4 @@
-"""Difference propagation and its sums: what is done to numbers, whoever holds them.
+"""Difference propagation and its sums: what is done to numbers, on whatever rank.
 
 Differences are made, sent and added in one type, float32 or float64. A keeper adds `coefficient * (new -
 old)` of each changed row to its parity, which so stays the sum of all rows under it, but for rounding; and

@@ -4,7 +4,7 @@ Row 0 is a plain sum, and so r = 1 is nothing else: what ECRec's public code doe
 any (n, k); which coefficients they take is not known to us, so these are chosen: a Vandermonde matrix,
 G[q, i] = x_i^q, with x_i from 1/4 to 4, each the same multiple of the one before.
 
-The nodes are positive and distinct, so every minor is above 0, whichever rows and columns are taken, and any
+The nodes are positive and distinct, so every minor is above 0, and any
 r blocks can be lost, as over a finite field. But the systems to be solved are the worse conditioned the
 larger r and k are, and multiply the rounding errors of parity by up to `condition`: 1 for r = 1, about 4 for
 (6, 4), 37 for (9, 6), 360 for (12, 8).

@@ -21,7 +21,7 @@ Columns = list[Numbers]
 Optimizer = Callable[[Columns, Ids, Numbers], None]
 """Changes rows of a table by their gradient."""
 Watcher = Callable[[int, Ids, Columns, Columns], None]
-"""Is told: the rank, rows that it has changed, its table before and now."""
+"""Called with the rank, rows that it has changed, its table before and now."""
 
 LR = 0.05
 
@@ -54,7 +54,7 @@ class Tables:
 
     Attributes:
         columns: of each rank its table.
-        watchers: are told of all changes.
+        watchers: called with all changes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Tables:
         self.change(rank, rows, lambda table: self._update(table, rows, gradient))
 
     def change(self, rank: int, rows: Ids, act: Callable[[Columns], None]) -> None:
-        """A rank changes rows of its table, int64 [m], ascending and distinct, in whatever way."""
+        """A rank changes rows of its table, int64 [m], ascending and distinct, in any way."""
         before = [column.copy() for column in self.columns[rank]]
         act(self.columns[rank])
         for watcher in self.watchers:

@@ -61,7 +61,7 @@ class LiveParity:
         return self._wire.message_bytes
 
     def encode(self, keepers: Collection[int]) -> None:
-        """Makes parity of all rows anew, on some ranks. All ranks.
+        """Recomputes parity of all rows, on some ranks. All ranks.
 
         Args:
             keepers: the ranks; the same on all.

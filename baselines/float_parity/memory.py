@@ -1,9 +1,9 @@
 """A rank's rows and parity in a file on tmpfs, which outlives the process.
 
 The rows are a second copy, as they were after the last whole step. Where servers keep running, as those of
-the papers do, it is not needed; here every process is started anew after a failure. What a step changes is
-written in place, so a process that is killed meanwhile leaves a mixture, which `is_torn` tells. Where parity
-is made anew, there is none until that is done, which `is_unmade` tells.
+the papers do, it is not needed; here every process is started again after a failure. What a step changes is
+written in place, so a process that is killed meanwhile leaves a mixture, which `is_torn` shows. Where parity
+is recomputed, there is none until that is done, which `is_unmade` shows.
 
 Must not know: what the numbers mean, other ranks.
 """
@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def is_unmade(self) -> bool:
-        """Whether parity is being made anew."""
+        """Whether parity is being recomputed."""
         return bool(self._head[4])
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class Memory:
 
 
 def _opened(path: Path, size: int) -> Bytes:
-    """The file in place; of so many bytes, unless it holds something already."""
+    """The file in place; of this many bytes, unless it holds something already."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists() and path.stat().st_size >= _HEAD_BYTES:
         found = mapped(path)

@@ -25,14 +25,14 @@ from torch import Tensor
 
 import ecemb
 from baselines import packing
+from baselines.method import Costs, Promise, Training
 from baselines.ring import Ring
+from baselines.rows import distinct
 from baselines.slots import Slots, Stamp
 from baselines.snapshot.moves import carry_out
 from baselines.snapshot.plan import SHARED, own, plan
 from baselines.state import TrainingState
 from baselines.stopwatch import Stopwatch
-from bench.method import Costs, Promise, Training
-from bench.replication import distinct
 
 from .arithmetic import Ids, clear_signs_, widths
 from .coefficients import vandermonde
@@ -141,12 +141,12 @@ class FloatParity:
         if found is None or len(lost) == len(ranks):
             raise ParityLost(
                 f"rows of ranks {lost} are lost, and of no step all that is no row is left; "
-                f"train anew, with an empty folder"
+                f"train from the start, with an empty folder"
             )
         if lost and any(unmade):
             raise ParityLost(
                 f"rows of ranks {lost} are lost, and parity of ranks {[r for r in ranks if unmade[r]]} was "
-                f"being made anew, after a failure before; train anew, with an empty folder"
+                f"being recomputed after an earlier failure; train from the start, with an empty folder"
             )
         self._slots.forget(found.stamp)
         self._moved_bytes += carry_out(found, self._slots)
@@ -155,7 +155,7 @@ class FloatParity:
         if any(poisoned):
             raise ParityPoisoned(
                 f"{sum(poisoned)} rows of ranks {lost} were rebuilt to NaN or infinities: "
-                f"a row under the same parity once was that; train anew, with an empty folder"
+                f"a row under the same parity once was that; train from the start, with an empty folder"
             )
         if dist.get_rank() in lost:
             clear_signs_(memory.columns)
@@ -227,7 +227,7 @@ class FloatParity:
 
 
 class _Touched:
-    """Which rows of the tables a step changes, as the tables tell."""
+    """Which rows of the tables a step changes, as the tables' hooks report."""
 
     def __init__(self, training: Training) -> None:
         found = ecemb.tables(training.model, optimizers=training.optimizers, tables=training.tables)
@@ -245,7 +245,7 @@ class _Touched:
         ]
 
     def taken(self) -> list[Ids]:
-        """Of each table, int64 [m], ascending and distinct: told since this was called last."""
+        """Of each table, int64 [m], ascending and distinct: reported since the last call."""
         empty = torch.empty(0, dtype=torch.int64)
         rows = [distinct(torch.cat([empty, *told]).numpy()) for told in self._told]
         for told in self._told:

@@ -126,7 +126,7 @@ class Stripes:
         if len(rows) < len(gone):
             raise ParityLost(
                 f"ranks {sorted(lost)} are lost: of a stripe of n = {self.ring.n} blocks more than "
-                f"r = {self.ring.r}; train anew, with an empty folder"
+                f"r = {self.ring.r}; train from the start, with an empty folder"
             )
         of_rows, of_data = (weights[gone.index(block)] for weights in decode_weights(matrix, gone, rows))
         parity = [Term(keepers[q], None, q, weight) for q, weight in zip(rows, of_rows, strict=True)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.replication import Room
+from baselines.rows import Scratch
 
 from .arithmetic import Ids, Numbers
 from .stripes import Block, Segment, Stripes
@@ -76,8 +76,8 @@ class Wire:
         self._stripes, self._dtype = stripes, dtype
         self._group = dist.new_group(backend="gloo")
         self._rank = dist.get_rank()
-        self._outgoing = [Room() for _ in range(stripes.ring.k)]
-        self._incoming: dict[tuple[int, int], Room] = {}
+        self._outgoing = [Scratch() for _ in range(stripes.ring.k)]
+        self._incoming: dict[tuple[int, int], Scratch] = {}
         self._sending: list[dist.Work] = []
         self.sent_bytes = 0
 
@@ -122,7 +122,7 @@ class Wire:
         coming: list[tuple[tuple[int, int], int, Bytes, dist.Work]] = []
         for key, row, work in waiting:
             work.wait()
-            message = self._incoming.setdefault(key, Room()).of(int(sizes[key]))
+            message = self._incoming.setdefault(key, Scratch()).of(int(sizes[key]))
             coming.append(
                 (key, row, message, self._receive(torch.from_numpy(message), key[0], 2 * key[1] + 1))
             )
@@ -142,7 +142,7 @@ class Wire:
     def free(self) -> None:
         """Gives memory of messages back, once all has left; what `exchange` gave lies in it."""
         self.finish()
-        self._outgoing = [Room() for _ in self._outgoing]
+        self._outgoing = [Scratch() for _ in self._outgoing]
         self._incoming.clear()
 
     @property

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from baselines.method import Costs
 from baselines.rollback import Rollback
 from baselines.state import TrainingState
-from bench.method import Costs
 
 from .writers import Writer, complete, place
 

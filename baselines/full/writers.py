@@ -1,4 +1,4 @@
-"""How a checkpoint is written and read, crash-safe: whatever is killed, what counts as complete is.
+"""How a checkpoint is written and read, crash-safe: after any kill, what counts as complete is complete.
 
 A checkpoint is a folder `step-N`. It is made as `step-N.partial`, written and synced by all ranks, and
 renamed by rank 0 as the last act; it goes the same way, by its name first. What was cut off in either goes
@@ -46,7 +46,7 @@ class Writer(ABC):
     """Writes and reads checkpoints in a folder. All ranks, one checkpoint at a time.
 
     Args:
-        bytes_per_s: a rank writes, or reads, at most so much; None: as fast as it goes.
+        bytes_per_s: a rank writes, or reads, at most this much; None: as fast as it goes.
 
     Attributes:
         behind: saves that may not be complete yet when training goes on.
@@ -73,7 +73,7 @@ class Writer(ABC):
             step: that comes next.
             own: this rank's tensors. Read.
             shared: tensors that are the same on all ranks. Read.
-            keep: so many complete checkpoints stay.
+            keep: how many complete checkpoints stay.
         """
         partial = folder / f"step-{step}{_PARTIAL}"
         if dist.get_rank() == 0:
@@ -174,6 +174,7 @@ class Dcp(Writer):
         reader = dcp.FileSystemReader(path)
         prefix, pace = _prefix(), self._pace()
         found: dict[str, Any] = {}
+        stored: Any  # tensors alone
         for key, stored in reader.read_metadata().state_dict_metadata.items():
             if key.startswith((prefix, "shared/")):
                 found[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -189,7 +190,7 @@ class AsyncDcp(Dcp):
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         super().__init__(bytes_per_s)
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._saving: Future[None] | None = None
         self._copied_bytes = 0
 
@@ -208,7 +209,7 @@ class AsyncDcp(Dcp):
             self._group = dist.new_group(backend="gloo")  # the thread's collectives are not the training's
         tensors = _named(own, shared)
         self._copied_bytes = _size(tensors)
-        written = dcp.async_save(
+        written: Any = dcp.async_save(
             tensors,
             storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
             process_group=self._group,

@@ -1,4 +1,4 @@
-"""In-memory snapshots: now and then state is kept by other machines' memory, too; all ranks roll back to it.
+"""In-memory snapshots: now and then state is copied to other machines' memory; all ranks roll back to it.
 
 After GEMINI (Wang et al., SOSP 2023: checkpoints in the host memory of this machine and of others), DLRover's
 flash checkpoint (shared memory that outlives the process, and a copy at a partner) and ECCheck (ICDCS 2025:

@@ -132,7 +132,7 @@ class Coded(Redundancy):
 
     @staticmethod
     def _zfec() -> Any:
-        """Imported where it is used, so that nobody else needs it."""
+        """Imported where it is used: other ways don't need it."""
         import zfec
 
         return zfec

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baselines import packing
+from baselines.method import Costs
 from baselines.rollback import Rollback
 from baselines.slots import Slots, Stamp
 from baselines.state import TrainingState
-from bench.method import Costs
 
 from .plan import SHARED, own
 from .redundancy import Redundancy
@@ -29,9 +29,9 @@ class SnapshotsLost(RuntimeError):
 
 
 class SnapshotRecovery(Rollback):
-    """Snapshots in the memory of this machine and of other ranks', every so many steps. All ranks.
+    """Snapshots in the memory of this machine and of other ranks', at an interval of steps. All ranks.
 
-    The parts that all ranks share are kept by each, and sent to nobody.
+    The parts that all ranks share are kept by each, and not sent.
 
     Args:
         folder: of this machine's memory, on tmpfs; the job's own, and another one on each machine.
@@ -85,8 +85,8 @@ class SnapshotRecovery(Rollback):
             present = [rank for rank, parts in enumerate(held) if parts]
             raise SnapshotsLost(
                 f"of no snapshot enough is left: only the machines of ranks {present} hold any, and "
-                f"{self._redundancy} doesn't survive the loss of so many: start as many ranks as "
-                f"before, or, if there were as many, train anew, with an empty folder"
+                f"{self._redundancy} doesn't survive the loss of this many: start as many ranks as "
+                f"before, or, if there were as many, train from the start, with an empty folder"
             )
         self._slots.forget(None if found is None else found.stamp)  # what a snapshot cut off has left
         if found is None:

@@ -22,7 +22,7 @@ class Redundancy(ABC):
     @property
     @abstractmethod
     def survives(self) -> int:
-        """So many machines may be lost at once, whichever they are."""
+        """Any this many machines may be lost at once."""
 
     @abstractmethod
     def plan(self, held: Sequence[Sequence[tuple[str, Stamp]]]) -> Plan | None:

@@ -8,6 +8,7 @@ package, with the values that a message is given in braces. Nothing is imported:
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,89 @@ HEAD = """# Errors
 
 <!-- Written by `python docs/scripts/errors.py` from ecemb's source: change nothing here. -->
 
-All that ecemb raises on purpose is an `ecemb.errors.EcembError`, and nothing else is. A message names
-the thing, the rule, the value, and the way out; `{so}` stands for a value. Look for a few words of the
-message that you have.
+Every error that ecemb raises on purpose is an `ecemb.errors.EcembError`. A message names the thing, the
+rule, the value, and the way out. `{name}` stands for a value. Search this page for words of your message.
 
-An error in the body of a step, or in `protect`, need not be caught: let the process end. torchrun starts all
-workers again, and training goes on from the step that was in flight.
+Do not catch an error of a step or of `protect`: let the process end. torchrun restarts all workers, and
+training continues with the step that was in flight.
+
+| you were | kinds of error |
+| :-- | :-- |
 """
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a user does when an error comes, and the section of the page for it.
+
+    Attributes:
+        title: of the section.
+        meaning: what the errors of the section have in common.
+    """
+
+    title: str
+    meaning: str
+
+
+LAUNCHING = Activity("Launching a job", "The workers do not start, or do not find each other.")
+PROTECTING = Activity(
+    "Protecting a model", "`ecemb.protect()`, or a table that you build for it, refuses an argument."
+)
+TRAINING = Activity(
+    "Training a step",
+    "A call in the training loop is refused, or a step does not commit.",
+)
+RESTARTING = Activity(
+    "Restarting after a failure", "`ecemb.protect()` finds a job's memory and cannot continue from it."
+)
+SAVING = Activity("Saving and resuming", "A checkpoint cannot be written or read.")
+OPERATING = Activity(
+    "Operating arenas", "The memory that outlives the workers: its folder, its space, its owner, its metrics."
+)
+PLANNING = Activity("Planning and benchmarks", "A code, a placement, or a kernel that you ask for by name.")
+ANY = Activity("At any time", "Bases of the other kinds, and errors that should not happen.")
+
+ACTIVITIES = (LAUNCHING, PROTECTING, TRAINING, RESTARTING, SAVING, OPERATING, PLANNING, ANY)
+"""In the order of the page."""
+
+RULES: tuple[tuple[str, str, Activity], ...] = (
+    ("", "ecemb/checkpoint/", SAVING),
+    ("", "ecemb/planning/", PLANNING),
+    ("NotEnoughSpace", "", OPERATING),
+    ("ArenaInsecure", "", OPERATING),
+    ("ArenaError", "", OPERATING),
+    ("PeerFailure", "", TRAINING),
+    ("StepFailed", "", TRAINING),
+    ("UndeclaredWrite", "", TRAINING),
+    ("ArenaBusy", "", RESTARTING),
+    ("ArenaDamaged", "", RESTARTING),
+    ("ArenaIncompatible", "", RESTARTING),
+    ("LayoutMismatch", "", RESTARTING),
+    ("RecoveryError", "", RESTARTING),
+    ("TooManyErasures", "", RESTARTING),
+    ("InconsistentArenas", "", RESTARTING),
+    ("JobFinished", "", RESTARTING),
+    ("StateLost", "", RESTARTING),
+    ("CheckpointError", "", SAVING),
+    ("CodeError", "", PLANNING),
+    ("PlacementError", "", PLANNING),
+    ("KernelError", "", PLANNING),
+    ("KernelUnavailable", "", PLANNING),
+    ("EcembError", "", ANY),
+    ("", "ecemb/group/", LAUNCHING),
+    ("", "ecemb/launch/", LAUNCHING),
+    ("", "ecemb/cli/check.py", LAUNCHING),
+    ("", "ecemb/__main__.py", LAUNCHING),
+    ("", "ecemb/arena/", OPERATING),
+    ("", "ecemb/cli/", OPERATING),
+    ("", "ecemb/metrics.py", OPERATING),
+    ("", "ecemb/recovery/scrub.py", OPERATING),
+    ("UsageError", "", TRAINING),
+    ("", "ecemb/step", TRAINING),
+    ("", "ecemb/guard.py", TRAINING),
+    ("", "ecemb/", PROTECTING),
+)
+"""Name of a class or "", beginning of a module's path or "", activity: the first rule that fits holds."""
 
 Raised = tuple["ast.FunctionDef | None", ast.Call]
 
@@ -58,7 +135,8 @@ def main() -> None:
 
 def render() -> str:
     """Returns the page."""
-    kinds = tree(ROOT / "ecemb" / "errors.py")
+    source = ROOT / "ecemb" / "errors.py"
+    kinds = tree(source)
     modules = {
         str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted((ROOT / "ecemb").rglob("*.py"))
@@ -66,17 +144,44 @@ def render() -> str:
     shared = sentences(modules.values())
     for name, module in modules.items():
         collect(name, module, kinds, shared)
-    parts = [HEAD]
-    for kind in kinds.values():
-        summary, _, advice = kind.docstring.partition("\n\n")
-        parts.append(f"## {kind.name}\n")
-        parts.append(f"A kind of {' and '.join(f'`{base}`' for base in kind.bases)}. {_one_line(summary)}\n")
-        if advice:
-            parts.append(f"**What to do.** {_one_line(advice)}\n")
-        if kind.messages:
-            for module, messages in kind.messages.items():
-                parts += [f"`{module}`\n", "\n".join(f"- {_code(message)}" for message in messages) + "\n"]
+    index: list[str] = []
+    sections: list[str] = []
+    for activity in ACTIVITIES:
+        entries = {kind.name: part for kind in kinds.values() if (part := entry(kind, activity))}
+        named = ", ".join(f"`{name}`" for name in entries)
+        index.append(
+            f"| [{activity.title[0].lower()}{activity.title[1:]}](#{anchor(activity.title)}) | {named} |"
+        )
+        sections += [f"## {activity.title}\n", f"{activity.meaning}\n", *entries.values()]
+    docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    drawn = [line for line in docstring.splitlines() if line.startswith("    ")]
+    sections += ["## The tree of errors\n", f"```text\n{textwrap.dedent(chr(10).join(drawn))}\n```\n"]
+    return "\n".join([HEAD + "\n".join(index) + "\n", *sections])
+
+
+def entry(kind: Kind, activity: Activity) -> str:
+    """What the page says of a class in the section of an activity: "" if nothing."""
+    messages = {name: found for name, found in kind.messages.items() if rule(kind.name, name) is activity}
+    if not messages and (kind.messages or rule(kind.name) is not activity):
+        return ""
+    summary, _, advice = kind.docstring.partition("\n\n")
+    bases = " and ".join(f"`{base}`" for base in kind.bases)
+    parts = [f"### {kind.name}\n", f"A kind of {bases}. {_one_line(summary)}\n"]
+    if advice:
+        parts.append(f"**What to do.** {_one_line(advice.partition(chr(10) + chr(10) + 'Attributes:')[0])}\n")
+    for module, found in messages.items():
+        parts += [f"`{module}`\n", "\n".join(f"- {_code(message)}" for message in found) + "\n"]
     return "\n".join(parts)
+
+
+def rule(kind: str, module: str = "ecemb/errors.py") -> Activity:
+    """What a user does when a module raises a class."""
+    return next(activity for name, path, activity in RULES if name in ("", kind) and module.startswith(path))
+
+
+def anchor(title: str) -> str:
+    """The name of a section in links."""
+    return title.lower().replace(" ", "-")
 
 
 def tree(path: Path) -> dict[str, Kind]:

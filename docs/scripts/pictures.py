@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 INK, FAINT, CARD, LINE = "#1f2430", "#5b6472", "#fbfbf8", "#c9ccd1"
 LOST, BACK, FORWARD, PLAIN = "#b3261e", "#2f5d9b", "#1e7145", "#e4e6ea"
 STRIPES = ("#a9c9ee", "#f6cf98", "#b7dfb4", "#dcbfe8")
-"""A light colour for each stripe, told apart by their letters, too."""
+"""A light colour for each stripe, which also has a letter."""
 _ARROW = (
     '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     f'<path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
@@ -105,7 +105,7 @@ class Picture:
 
 
 def placement() -> Picture:
-    """Four ranks, code (4, 3): who keeps what, and how a lost block comes back."""
+    """Four ranks, code (4, 3): the blocks of each rank, and how a lost block is rebuilt."""
     ranks, k = 4, 3
     picture = Picture(820, 330, "Placement of rows and parity on four ranks with the code (4, 3)")
     picture.text(30, 34, "Four ranks, code (4, 3): a letter is a stripe", anchor="start", bold=True)
@@ -141,7 +141,7 @@ def placement() -> Picture:
 
 
 def step() -> Picture:
-    """A step as a transaction: what changes when, and what a failure comes to."""
+    """A step as a transaction: what changes when, and the result of a failure."""
     picture = Picture(820, 360, "A step as a transaction")
     picture.text(30, 34, "One step on one rank", anchor="start", bold=True)
     phases = (
@@ -163,7 +163,7 @@ def step() -> Picture:
     lanes = (
         ("row journal", "old rows", 150, applied, PLAIN, 290),
         ("rows", "change in place", 180, trained, "#dbe7f6", 290),
-        ("inbox", "others' deltas", trained + 10, applied, "#dbe7f6", 465),
+        ("inbox", "incoming deltas", trained + 10, applied, "#dbe7f6", 465),
         ("parity", "changes", agreed, applied, "#cde8d3", 705),
     )
     for number, (name, words, begin, end, colour, at) in enumerate(lanes):
@@ -184,9 +184,9 @@ def step() -> Picture:
 
 
 def recovery() -> Picture:
-    """Rank 2 dies in step 10 with its memory; four ranks go on from step 10."""
+    """Rank 2 dies in step 10 with its memory; four ranks continue from step 10."""
     picture = Picture(820, 300, "A recovery, from the loss of a rank to the next step")
-    words = "Rank 2 dies in the middle of step 10, and its memory is gone"
+    words = "Rank 2 dies in the middle of step 10, and its memory is lost"
     picture.text(30, 34, words, anchor="start", bold=True)
     top, height = 56, 46
     for rank in range(4):
@@ -218,8 +218,8 @@ def recovery() -> Picture:
     picture.text(452, 262, "from the", size=13, colour=FAINT)
     picture.text(452, 279, "journals", size=13, colour=FAINT)
     picture.text(558, 262, "from the", size=13, colour=FAINT)
-    picture.text(558, 279, "others' blocks", size=13, colour=FAINT)
-    picture.text(706, 262, "nothing else is run again", size=13, colour=FAINT)
+    picture.text(558, 279, "other blocks", size=13, colour=FAINT)
+    picture.text(706, 262, "nothing else runs again", size=13, colour=FAINT)
     return picture
 
 

@@ -1,10 +1,10 @@
-"""What an engine of embedding tables is to ecemb: the contract that every adapter fulfils.
+"""The contract of every adapter: an engine of embedding tables, as ecemb uses it.
 
-An engine owns the link between one kind of tables and the arena. In the order of its calls: its constructor
-finds the tables and refuses what would change rows that nobody declared; `place` moves them into the arena,
-but for those that stay apart, of which the arena holds images (`image`);
-`watch` begins to tell, through `Hooks`, which rows are about to change; `check` stands at the beginning and
-at the end of every step; `unwatch` ends it. Who only listens (`LiveTable`) leaves out `place` and `check`.
+An engine links one kind of tables to the arena. In the order of its calls: its constructor finds the tables
+and refuses those whose rows may change undeclared; `place` moves them into the arena, except tables that stay
+where they are, of which the arena holds images (`host_mirror`); from `watch` on, the engine reports through
+`Hooks` which rows are about to change; `check` is called at the begin and the end of every step; `unwatch`
+ends the reports. A `LiveTable`, which only listens, leaves out `place` and `check`.
 
 Must not know: journals, parity, other ranks.
 """
@@ -15,27 +15,24 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..rows import Table, TableLayout
-
-Ids = NDArray[np.int64]
+from ..coding.rows import Table, TableLayout
+from ..kernels.contract import Ids
 
 
 @dataclasses.dataclass
 class Hooks:
-    """What tables tell, and ask, whoever protects them.
+    """The calls that tables make to their guard or listener.
 
     Attributes:
         capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
-            change. Rows of a group of tables are told by its first table, as `rows.joined` says.
+            change. The first table of a group reports the rows of the group, as `rows.joined` says.
         is_open: whether a step is open.
-        on_undeclared: called when rows turn out to have been written undeclared, before it is raised.
-        protects: whether undeclared changes are refused; else rows are told, and that is all.
+        on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
+        protects: whether undeclared changes are refused; else rows are only reported.
     """
 
     capture: Callable[[int, Ids], None]
@@ -48,7 +45,7 @@ class Tied:
     """A hook of a protected module that stays with it: copied or pickled with the module, it does nothing.
 
     Args:
-        hook: what a call calls.
+        hook: the function to call.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -63,7 +60,7 @@ class Tied:
 
 
 class Untied:
-    """What becomes of a `Tied` hook in a copy of its module."""
+    """Replaces a `Tied` hook in a copy of its module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
@@ -80,21 +77,21 @@ class EngineTable(Protocol):
 
     @property
     def layout(self) -> TableLayout:
-        """What the shard looks like in bytes."""
+        """The shard's layout in bytes."""
         ...
 
     @property
-    def is_told(self) -> bool:
-        """Whether the engine hears of every change of its rows."""
+    def sees_all_changes(self) -> bool:
+        """Whether the engine learns of every change of its rows."""
         ...
 
     @property
     def is_apart(self) -> bool:
-        """Whether its tensors stay where they are, and the arena holds an image of them (`image`)."""
+        """Whether its tensors stay where they are, and the arena holds an image of them (`host_mirror`)."""
         ...
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
-        """Where the shard stands in the whole table, for checkpoints.
+        """The shard's position in the whole table, for checkpoints.
 
         Returns:
             Its first row, and the whole table's number of rows; None if the order of the shards over
@@ -103,11 +100,11 @@ class EngineTable(Protocol):
         ...
 
     def alike(self) -> tuple[list[int] | None, dict[str, Any]] | None:
-        """What has to be the same on every rank that has a table of this name.
+        """The properties that must be the same on every rank with a table of this name.
 
         Returns:
-            The ranks that have to have one, None for all; and plain values by what they are called. None if
-            another rank's table of this name may be another one, as of tables that are sharded by hand.
+            The ranks that must have the table, None for all; and plain values by their names. None if the
+            ranks' tables of this name may differ, as tables that are sharded by hand do.
         """
         ...
 
@@ -117,56 +114,56 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The engine's, unique."""
+        """The engine's name, unique."""
         ...
 
     @property
     def tables(self) -> Sequence[EngineTable]:
-        """Its tables; those of one group are neighbours."""
+        """Its tables; tables of one group are neighbours."""
         ...
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What the model shows of the tables: not part of replicated state."""
+        """The tables' parameters in the model: not part of replicated state."""
         ...
 
     @property
     def stepped(self) -> Mapping[str, nn.Parameter]:
-        """Those that change in an optimizer's `step()`, by the tables' names."""
+        """The parameters that change in an optimizer's `step()`, by the tables' names."""
         ...
 
     @property
     def aside(self) -> Sequence[nn.Module]:
-        """Modules whose buffers are the engine's own affair, and not part of replicated state either."""
+        """Modules whose buffers belong to the engine, and not to replicated state."""
         ...
 
     @property
     def averaged(self) -> Sequence[DistributedDataParallel]:
-        """What averages the gradients of replicated tables, unseen by the model's `modules()`."""
+        """The wrappers that average the gradients of replicated tables, not among the model's `modules()`."""
         ...
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """The training's own tensors of a table by name: the weight, then what per-row state there is yet."""
+        """The training's own tensors of a table by name: the weight, then the existing per-row state."""
         ...
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """Moves the tables into the arena.
 
-        Of those that stay apart it makes sure that `tensors` has all columns of the layout, and that is all.
+        For tables that stay where they are, only makes sure that `tensors` has all columns of the layout.
 
         Args:
             stored: the arena's memory of each table.
-            fresh: the memory is to be filled with the tables' values; else it holds them, and is only
-                pointed to.
+            fresh: the memory is to be filled with the tables' values; else it already holds them, and the
+                tables only point to it.
         """
         ...
 
     def watch(self, hooks: Hooks) -> None:
-        """From here on, rows that change are told, and undeclared changes raise."""
+        """From here on, changes of rows are reported, and undeclared changes raise."""
         ...
 
     def unwatch(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         ...
 
     def touch(self, index: int, ids: Ids) -> None:
@@ -177,18 +174,18 @@ class Engine(Protocol):
         """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
         ...
 
-    def note(self) -> None:
-        """Takes everything as it is now as declared (after an undo)."""
+    def mark_clean(self) -> None:
+        """Accepts the present state of all tables as declared (after an undo)."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What differs by rank and is not per row, as plain values and tensors."""
+        """The state that differs by rank and is not per row, as plain values and tensors."""
         ...
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes it back.
+        """Restores that state.
 
         Raises:
-            LayoutMismatch: it doesn't fit.
+            LayoutMismatch: the state doesn't fit.
         """
         ...

@@ -1,11 +1,11 @@
-"""FBGEMM's tables: batches of them that share their buffers, and how those move into the arena.
+"""FBGEMM's tables: batches of tables that share their buffers, and their move into the arena.
 
 FBGEMM keeps the tables of a *batch* (a SplitTableBatchedEmbeddingBagsCodegen module) in one buffer of
 weights and one of optimizer state, and changes rows inside backward, without a hook. `Batch` moves both
-buffers into the arena, and says which rows a lookup reads; `repoint` moves every tensor that looks at them.
+buffers into the arena, and reports the rows of a lookup; `repoint` moves every tensor that views them.
 
-Nothing here imports fbgemm_gpu: whoever built the model did. What ecemb uses of it beyond its public names is
-checked when a batch is made.
+Nothing here imports fbgemm_gpu: the code that built the model did. Private attributes of FBGEMM are checked
+when a batch is made.
 
 Must not know: TorchRec's modules, journals, parity, other ranks.
 """
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..coding.rows import Column, Table, TableLayout, joined
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
-from ..look import options
-from ..rows import Column, Table, TableLayout, joined
+from ..state.composition import options
 from .engine import Ids
-from .image import is_apart
-from .places import Places
+from .host_mirror import is_apart
+from .residence import Places
 
 TESTED = "1.8.0"
 INSTALL = (
@@ -36,11 +36,11 @@ INSTALL = (
     f"pip install -e '.[torchrec]'"
 )
 REPLACED = (
-    "what is trained now is not what is protected. Shard, load with assign=True, and move the model before "
-    "ecemb.protect()"
+    "the tensors in training are not the protected ones. Shard, load with assign=True, and move the model "
+    "before ecemb.protect()"
 )
 _STATES = {"EXACT_SGD": (), "EXACT_ROWWISE_ADAGRAD": ("momentum1",), "EXACT_ADAGRAD": ("momentum1",)}
-_BY_ROW = "EXACT_ROWWISE_ADAGRAD"  # one value of state for a row, else one for each value of the row
+_BY_ROW = "EXACT_ROWWISE_ADAGRAD"  # one value of state per row, else one per value of the row
 _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
 _UNSUPPORTED_MODES = (
@@ -50,7 +50,7 @@ _UNSUPPORTED_MODES = (
 
 
 def own(thing: object, name: str) -> Any:
-    """An attribute that TorchRec or FBGEMM doesn't promise; an error that names the version if it's gone."""
+    """Reads an attribute that TorchRec or FBGEMM doesn't promise; the error names the versions."""
     try:
         return getattr(thing, name)
     except AttributeError:
@@ -63,7 +63,7 @@ def own(thing: object, name: str) -> Any:
 
 
 def need(module: str, name: str) -> Any:
-    """What ecemb imports from TorchRec or FBGEMM; an error that says what to install if it can't be had."""
+    """Imports a name from TorchRec or FBGEMM; the error says what to install if it is missing."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -74,7 +74,7 @@ def need(module: str, name: str) -> Any:
 
 
 def version(package: str) -> str:
-    """The version of a package, whatever its build is called."""
+    """The version of a package, without the name of its build."""
     for name in (package, f"{package}-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -88,9 +88,9 @@ class FusedTable:
     """One shard of a TorchRec table.
 
     Attributes:
-        name: path of the table in the model, with the columns if the shard hasn't all.
-        layout: the shard's.
-        first_row: the whole table's row with which the shard begins.
+        name: path of the table in the model, with the columns if the shard hasn't all columns.
+        layout: of the shard.
+        first_row: the whole table's row at which the shard begins.
         rows: rows of the whole table.
         is_apart: whether it stays in a GPU's memory.
     """
@@ -102,8 +102,8 @@ class FusedTable:
     is_apart: bool
 
     @property
-    def is_told(self) -> bool:
-        """See `EngineTable.is_told`: lookups tell."""
+    def sees_all_changes(self) -> bool:
+        """See `EngineTable.sees_all_changes`: lookups report changes."""
         return True
 
     def whole(self, world_size: int) -> tuple[int, int]:
@@ -118,7 +118,7 @@ class FusedTable:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A storage that a buffer has left; held, so that its address stays its own until all views have left.
+    """A storage that a buffer has left; kept alive, so that no other storage gets its address meanwhile.
 
     Attributes:
         left: the storage.
@@ -157,7 +157,9 @@ class Batch:
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
         self.base = 0
-        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers, or those that stay apart
+        self.spans: list[
+            torch.Tensor
+        ] = []  # the arena's tensors under the buffers, or the buffers themselves
         self._places = Places()
         self._versions: list[int] = []
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
@@ -222,7 +224,7 @@ class Batch:
         """Moves the buffers into the arena, unless they stay apart.
 
         Returns:
-            The storages that were left, and what took their places.
+            The storages that the buffers left, and the tensors in their places.
         """
         self._places = Places()
         self.spans = []
@@ -275,7 +277,7 @@ class Batch:
             yield from self.named(numbers)
 
     def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
-        """Rows as they are captured, by table of this batch (see `rows.joined`).
+        """Rows in the form for capture, by table of this batch (see `rows.joined`).
 
         Args:
             numbers: int64 [m], in any order: rows of the batch, its tables' rows one after another.
@@ -293,22 +295,22 @@ class Batch:
         """Rows of one table as rows of the batch."""
         return ids + self._first[table]
 
-    def note(self) -> None:
-        """Takes the buffers' present versions as declared. FBGEMM's own updates don't count as versions."""
+    def mark_clean(self) -> None:
+        """Accepts the buffers' present versions as declared. FBGEMM's own updates don't change versions."""
         self._versions = [getattr(self.module, name)._version for name in self.buffers]
 
     def is_written(self) -> bool:
-        """Whether a buffer, or a view of it, was written in place through torch since `note`."""
+        """Whether a buffer, or a view of it, was written in place through torch since `mark_clean`."""
         return [getattr(self.module, name)._version for name in self.buffers] != self._versions
 
     def check_storage(self) -> None:
-        """Raises UndeclaredWrite if what is trained is not what is protected any more."""
+        """Raises UndeclaredWrite if the trained tensors are not the protected ones any more."""
         if self.kernel.emb_module is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
         self._places.check([getattr(self.module, name, None) for name in self.buffers])
 
     def check_views(self) -> None:
-        """Raises UnsupportedTable unless all that TorchRec shows of the tables lies in the arena."""
+        """Raises UnsupportedTable unless all of TorchRec's views of the tables are in the arena."""
         optimizer: Any = self.kernel.fused_optimizer
         shown: list[torch.Tensor] = []
         for state in optimizer.state.values():
@@ -332,7 +334,7 @@ class Batch:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes them back."""
+        """Restores them."""
         with torch.no_grad():
             self.module.learning_rate_tensor.copy_(state["lr"])
             self.module.iter.fill_(state["iter"])
@@ -354,7 +356,7 @@ def _states(what: str, module: Any) -> tuple[str, ...]:
 
 
 def local(value: Any) -> list[torch.Tensor]:
-    """The tensors of this rank that a ShardedTensor, a DTensor or a tensor consists of."""
+    """The tensors of this rank in a ShardedTensor, a DTensor or a tensor."""
     if hasattr(value, "local_shards"):
         return [getattr(shard, "tensor", shard) for shard in value.local_shards()]
     if hasattr(value, "to_local"):
@@ -369,18 +371,18 @@ def check_inside(what: str, shown: Sequence[torch.Tensor], spans: Sequence[torch
             span.data_ptr() <= tensor.data_ptr() < span.data_ptr() + span.nbytes for span in spans
         ):
             raise UnsupportedTable(
-                f"a view of {what} could not be moved into the arena, so that what the model shows would "
-                f"not be what is trained: call gc.unfreeze() before ecemb.protect(); if gc.freeze() was not "
+                f"a view of {what} could not be moved into the arena, so the model would show other values "
+                f"than it trains: call gc.unfreeze() before ecemb.protect(); if gc.freeze() was not "
                 f"used, this is a version of TorchRec that ecemb doesn't know ({version('torchrec')}; "
                 f"tested with {TESTED})"
             )
 
 
 def repoint(moves: Sequence[Move]) -> None:
-    """Points every tensor of this process that lies in a storage that was left to the arena instead.
+    """Points every tensor of this process in an abandoned storage to the arena instead.
 
     TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
-    parameters that the model shows; and the user may have taken more. The garbage collector knows them all.
+    parameters that the model shows. The user may have taken more views. The garbage collector knows them all.
     """
     if not moves:
         return
@@ -391,7 +393,7 @@ def repoint(moves: Sequence[Move]) -> None:
                 continue
             try:
                 span = places.get(thing.untyped_storage().data_ptr())
-            except (RuntimeError, NotImplementedError):  # a tensor without storage of its own
+            except (RuntimeError, NotImplementedError):  # a tensor without its own storage
                 continue
             if span is not None:
                 values = span.view(thing.dtype)  # a view may read the bytes as another type

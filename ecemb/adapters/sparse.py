@@ -1,8 +1,8 @@
 """Tables that stock torch.optim optimizers update through sparse gradients.
 
 Owns the link between an `nn.Embedding(Bag)`-like module, its optimizer's per-row state, and the arena's
-memory: puts the tensors in place, learns the rows that a step is about to change from the optimizer's
-pre-hook, and refuses or catches whatever would change rows that nobody declared (design: section 2).
+memory: moves the tensors, learns the rows that a step is about to change from the optimizer's pre-hook, and
+refuses or detects undeclared changes of rows.
 
 Must not know: journals, parity, other ranks.
 """
@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
-from ..look import options
-from ..rows import Column, Table, TableLayout
+from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
+from ..state.composition import options
 from .engine import Hooks, Ids, Tied
-from .image import is_apart
-from .nn import ShardedEmbeddingBag, facts_of, ranks_of
-from .places import Places
-from .supported import check_module, states_of
+from .host_mirror import is_apart
+from .residence import Places
+from .sparse_checks import check_module, states_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -38,11 +38,11 @@ class SparseTable:
     Args:
         name: the table's key.
         module: has the weight, [rows, dim], on the CPU, a CUDA device, or the meta device.
-        optimizer: the one that updates the weight; None if no optimizer does.
+        optimizer: the optimizer of the weight; None without one.
 
     Raises:
         UnsupportedTable: the module's lookups or gradients would change rows undeclared.
-        UnsupportedOptimizer: the optimizer would.
+        UnsupportedOptimizer: the optimizer would change rows undeclared.
     """
 
     def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -68,8 +68,8 @@ class SparseTable:
         return TableLayout(self.name, rows, tuple(columns))
 
     @property
-    def is_told(self) -> bool:
-        """See `EngineTable.is_told`: changes are heard of from the optimizer."""
+    def sees_all_changes(self) -> bool:
+        """See `EngineTable.sees_all_changes`: the optimizer reports changes."""
         return self.optimizer is not None or not self.weight.requires_grad
 
     @property
@@ -96,7 +96,7 @@ class SparseTable:
         Args:
             columns: the arena's memory of the weight and of each state, uint8 [rows, row_bytes].
             fresh: the memory is to be filled with the table's values (a table on the meta device is
-                initialised by its reset_parameters()); else it holds them, and is only pointed to.
+                initialised by its reset_parameters()); else it holds them, and the table points to it.
         """
         if self.is_apart:
             self._stay()
@@ -137,11 +137,11 @@ class SparseTable:
         self._places = Places()
         for name, tensor, here in zip(("weight", *self.states), self._tensors(), memory, strict=True):
             self._places.keep(f"{name} of table {self.name!r}", tensor, here)
-        self.note()
+        self.mark_clean()
 
     def _begin_state(self, state: dict[str, Any]) -> None:
         if not state and isinstance(self.optimizer, torch.optim.SparseAdam):
-            state["step"] = 0  # what its first step would set, had it found no state
+            state["step"] = 0  # as the optimizer's first step would set it without state
 
     def _place_states(
         self, optimizer: Optimizer, views: Sequence[torch.Tensor], fresh: bool, was_meta: bool
@@ -167,8 +167,8 @@ class SparseTable:
             if value := self._option(option):
                 raise UnsupportedOptimizer(
                     f"{type(self.optimizer).__name__} with {option}={value} changes rows of table "
-                    f"{self.name!r} that a step doesn't touch, so that their parity would rot: set "
-                    f"{option}=0 for this table (dense parameters may keep it in a group of their own)"
+                    f"{self.name!r} that a step doesn't touch, so their parity would be wrong: set "
+                    f"{option}=0 for this table (dense parameters may keep it in a separate group)"
                 )
 
     def touched(self) -> Ids | None:
@@ -188,27 +188,27 @@ class SparseTable:
         return np.ascontiguousarray(grad._indices()[0].cpu().numpy())
 
     def gradient(self) -> tuple[int, ...] | None:
-        """What tells whether the rows of the sparse gradient are still the same."""
+        """An identity of the sparse gradient's rows, which changes if they do."""
         grad = self.weight.grad
         if grad is None or not grad.is_sparse:
             return None
         return id(grad), grad._nnz(), grad._indices().data_ptr(), grad._indices()._version
 
-    def note(self) -> None:
-        """Takes the tensors' present versions as declared."""
+    def mark_clean(self) -> None:
+        """Accepts the tensors' present versions as declared."""
         self._versions = self._now()
 
     def check_storage(self) -> None:
-        """Raises UndeclaredWrite if what is trained is not in the arena any more."""
+        """Raises UndeclaredWrite if the trained tensors are not in the arena any more."""
         if self.module.weight is not self.weight:
             raise UndeclaredWrite(
-                f"the parameter of table {self.name!r} was replaced (by load_state_dict(assign=True)?): what "
-                f"is trained now is not what is protected. Do it before ecemb.protect()"
+                f"the parameter of table {self.name!r} was replaced (by load_state_dict(assign=True)?): the "
+                f"tensors in training are not the protected ones. Do it before ecemb.protect()"
             )
         self._places.check(self._tensors())
 
     def is_written(self) -> bool:
-        """Whether a tensor was written in place since `note`."""
+        """Whether a tensor was written in place since `mark_clean`."""
         return self._now() != self._versions
 
     def _now(self) -> list[int | None]:
@@ -222,7 +222,7 @@ class SparseTable:
         return {key: value for key, value in state.items() if key not in self.states}
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Takes such state back."""
+        """Restores that state."""
         if self.optimizer is not None:
             self.optimizer.state[self.weight].update(scalars)
 
@@ -256,7 +256,7 @@ class SparseTables:
                     if other is not optimizer:
                         raise UnsupportedOptimizer(
                             "two of the optimizers= update the same parameter, of shape "
-                            f"{tuple(parameter.shape)}: give each parameter to one"
+                            f"{tuple(parameter.shape)}: give each parameter to one optimizer"
                         )
         self.tables: list[SparseTable] = []
         seen: dict[int, str] = {}
@@ -273,7 +273,7 @@ class SparseTables:
         self.aside: list[nn.Module] = []
         self.averaged: list[nn.parallel.DistributedDataParallel] = []
         weights = {id(weight) for weight in self.parameters}
-        self._alone = [  # the optimizers that have no dense parameters: other ranks may not have them
+        self._alone = [  # the optimizers without dense parameters: other ranks may not have them
             optimizer
             for optimizer in optimizers
             if all(id(p) in weights for group in optimizer.param_groups for p in group["params"])
@@ -310,7 +310,7 @@ class SparseTables:
             self._handles.append(table.module.register_load_state_dict_pre_hook(before))
 
     def unwatch(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -326,15 +326,15 @@ class SparseTables:
         """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
         for index, table in enumerate(self.tables):
             if index in self._touched:
-                table.note()
+                table.mark_clean()
             self._check(table)
         self._touched.clear()
 
-    def note(self) -> None:
-        """Takes everything as it is now as declared (after an undo)."""
+    def mark_clean(self) -> None:
+        """Accepts the present state of all tables as declared (after an undo)."""
         self._touched.clear()
         for table in self.tables:
-            table.note()
+            table.mark_clean()
 
     def _check(self, table: SparseTable) -> None:
         if not self._hooks.protects:
@@ -343,9 +343,9 @@ class SparseTables:
         if table.is_written():
             self._hooks.on_undeclared()
             raise UndeclaredWrite(
-                f"table {table.name!r} was written in place by something else than its optimizer's step: "
+                f"table {table.name!r} was written in place, but not by its optimizer's step: "
                 f"declare such rows with guard.touch({table.name!r}, rows) inside the step, before the "
-                f"write. Restart the job: parity is made anew from the rows as they are"
+                f"write. Restart the job: it computes parity again from the present rows"
             )
 
     def scalars(self) -> dict[str, Any]:
@@ -353,16 +353,16 @@ class SparseTables:
         return {table.name: table.scalars() for table in self.tables}
 
     def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes them back."""
+        """Restores them."""
         for table in self.tables:
             table.set_scalars(scalars[table.name])
 
     def state(self) -> dict[str, Any]:
-        """What differs by rank and is not per row: scalars and options."""
+        """The state that differs by rank and is not per row: scalars and options."""
         return {"scalars": self.scalars(), "options": self.options()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes it back.
+        """Restores that state.
 
         Raises:
             LayoutMismatch: there are other optimizers or groups.
@@ -375,7 +375,7 @@ class SparseTables:
         return [[options(group) for group in optimizer.param_groups] for optimizer in self._alone]
 
     def set_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Takes them back.
+        """Restores them.
 
         Raises:
             LayoutMismatch: there are other optimizers or groups.
@@ -403,7 +403,7 @@ class SparseTables:
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         loss = None
-        if closure is not None:  # its gradients say which rows change: the step gets only what it returned
+        if closure is not None:  # its gradients determine the rows: the step gets only the closure's result
             with torch.enable_grad():
                 loss = closure()
         for index, table in self._of(optimizer):
@@ -411,7 +411,7 @@ class SparseTables:
             if index not in self._touched:
                 self._check(table)
             ids = table.touched()
-            self._gradients[index] = table.weight.grad, table.gradient()  # held: no other gets its id
+            self._gradients[index] = table.weight.grad, table.gradient()  # held, so that its id stays unique
             if ids is not None and len(ids):
                 self._hooks.capture(index, ids)
         return None if closure is None else (args[:1], {"closure": lambda: loss})
@@ -425,7 +425,7 @@ class SparseTables:
                     f"the gradient of table {table.name!r} was changed by a pre-hook of "
                     f"{type(optimizer).__name__} that runs after ecemb's: register it before ecemb.protect()"
                 )
-            table.note()
+            table.mark_clean()
 
     def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:
         for index, table in self._of(optimizer):

@@ -1,10 +1,10 @@
-"""Tables of TorchRec: what DistributedModelParallel shards, and FBGEMM looks up and updates.
+"""Tables of TorchRec: DistributedModelParallel shards them, and FBGEMM looks them up and updates them.
 
-Owns the way from a model to FBGEMM's batches of tables, and the hooks: the touched rows of a lookup are told
-when its gradient has come back, just before FBGEMM changes them. So they belong to the step that changes
-them, however early a pipeline looked them up.
+Owns the way from a model to FBGEMM's batches of tables, and the hooks: the rows of a lookup are reported when
+its gradient has come back, just before FBGEMM changes them. So they belong to the step that changes them,
+however early a pipeline looked them up.
 
-torchrec is imported by whoever built the model; without such a model nothing here needs it.
+torchrec is imported by the code that built the model; without such a model nothing here needs it.
 
 Must not know: journals, parity, other ranks.
 """
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..coding.rows import Table
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
-from ..rows import Table
 from .engine import Hooks, Ids, Tied
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
-from .places import Places
+from .residence import Places
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,8 +36,8 @@ def find(model: nn.Module) -> FusedTables | None:
     """The tables of all of a model's modules that TorchRec has sharded; None if there are none.
 
     Raises:
-        UnsupportedTable: a module, a table or this version of TorchRec is not one that ecemb can protect.
-        UnsupportedOptimizer: a table's optimizer isn't.
+        UnsupportedTable: ecemb can't protect a module, a table or this version of TorchRec.
+        UnsupportedOptimizer: ecemb can't protect a table with its optimizer.
     """
     if "torchrec" not in sys.modules:
         return None
@@ -47,7 +47,7 @@ def find(model: nn.Module) -> FusedTables | None:
 
 
 def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """What optimizers are combined of, as far as it holds state that is the same on all ranks.
+    """The parts of combined optimizers that hold state that is the same on all ranks.
 
     TorchRec's combined and keyed optimizers are taken apart; fused ones, whose state is the tables', are left
     out; state that a wrapper adds (a warm-up's counter) and optimizers that run in backward are added.
@@ -84,14 +84,14 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass
 class _Added:
-    """The state that a wrapper keeps beside that of the optimizer that it wraps."""
+    """The state that a wrapper adds to that of its optimizer."""
 
     param_groups: list[dict[str, Any]]
     state: Any
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with the paths that they have in the model's state_dict, each once, sharded ones whole."""
+    """All modules with their paths in the model's state_dict, each once, sharded modules as one."""
     unwrapped = need("torchrec.distributed.model_parallel", "get_unwrapped_module")
     sharded = need("torchrec.distributed.types", "ShardedModule")
     seen: set[int] = set()
@@ -140,7 +140,7 @@ class Collection:
         self.batches: list[Batch] = [Batch(prefix, kernel, number) for number, kernel in enumerate(kernels)]
 
     def _kernels(self) -> Iterator[Any]:
-        """TorchRec's modules around FBGEMM's, but for those of data-parallel tables."""
+        """TorchRec's modules around FBGEMM's, except those of data-parallel tables."""
         for lookup in own(self.module, "_lookups"):
             if not isinstance(lookup, nn.parallel.DistributedDataParallel):
                 yield from own(lookup, "_emb_modules")
@@ -161,26 +161,26 @@ class Collection:
 
     @property
     def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
-        """What averages the gradients of data-parallel tables."""
+        """The wrappers that average the gradients of data-parallel tables."""
         lookups = own(self.module, "_lookups")
         return [lookup for lookup in lookups if isinstance(lookup, nn.parallel.DistributedDataParallel)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded tables' parameters, as the model shows them."""
+        """The sharded tables' parameters in the model."""
         return [self._shown[name].weight for name in self._sharding if name not in self._replicated]
 
     def check(self) -> None:
-        """Raises UndeclaredWrite if the module was sharded anew."""
+        """Raises UndeclaredWrite if the module was sharded again."""
         if [id(kernel) for kernel in self._kernels()] != [id(batch.kernel) for batch in self.batches]:
-            raise UndeclaredWrite(f"{self.path or 'the model'} was sharded anew: {REPLACED}")
+            raise UndeclaredWrite(f"{self.path or 'the model'} was sharded again: {REPLACED}")
 
     def check_shown(self) -> None:
-        """Raises UndeclaredWrite if the parameters that the model shows are not those that are trained."""
+        """Raises UndeclaredWrite if the model's parameters are not those in training."""
         self._places.check(self.parameters)
 
     def check_views(self) -> None:
-        """Raises UnsupportedTable unless what state_dict() shows lies in the arena."""
+        """Raises UnsupportedTable unless the tensors of state_dict() are in the arena."""
         spans = [span for batch in self.batches for span in batch.spans]
         shown: list[torch.Tensor] = []
         for key, value in self.module.state_dict().items():
@@ -215,7 +215,7 @@ class FusedTables:
         self.averaged: list[Any] = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []
         self._touched: set[int] = set()  # numbers of batches
-        self._turn = 0  # odd in a step, even between steps, and one more at each turn
+        self._turn = 0  # odd in a step, even between steps, and one more at each change
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """See `Engine.tensors`."""
@@ -223,17 +223,17 @@ class FusedTables:
         return batch.tensors(index - batch.base)
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves all buffers into the arena, with all views of them that this process has."""
+        """Moves all buffers into the arena, with all of this process's views of them."""
         moves: list[Move] = []
         for batch in self._batches:
             moves += batch.place(stored[batch.base : batch.base + len(batch.tables)], fresh=fresh)
         repoint(moves)
-        del moves  # and with them, the memory that the tables were built in
+        del moves  # and with them, the memory in which the tables were built
         for batch in self._batches:
             batch.check_views()
         for collection in self._collections:
             collection.check_views()
-        self.note()
+        self.mark_clean()
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with lookups; from here on undeclared changes raise."""
@@ -246,7 +246,7 @@ class FusedTables:
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
 
     def unwatch(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -269,30 +269,30 @@ class FusedTables:
             collection.check()
         for number, batch in enumerate(self._batches):
             if number in self._touched:
-                batch.note()
+                batch.mark_clean()
             self._check(batch)
         for collection in self._collections:
             collection.check_shown()
         self._touched.clear()
 
-    def note(self) -> None:
-        """Takes everything as it is now as declared (after an undo)."""
+    def mark_clean(self) -> None:
+        """Accepts the present state of all tables as declared (after an undo)."""
         self._touched.clear()
         for batch in self._batches:
-            batch.note()
+            batch.mark_clean()
 
     def state(self) -> dict[str, Any]:
-        """What differs by rank and is not per row: learning rates, options and counters, by batch."""
+        """The state that differs by rank and is not per row: learning rates, options, counters, by batch."""
         return {batch.tables[0].name: batch.state() for batch in self._batches}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes it back; batches that aren't in it (a checkpoint's of another number of ranks) stay."""
+        """Restores that state; batches that are not in it (of another number of ranks) keep theirs."""
         for batch in self._batches:
             if (kept := state.get(batch.tables[0].name)) is not None:
                 batch.set_state(kept)
 
     def _number(self, index: int) -> int:
-        """Of the batch that has table `index`."""
+        """Finds the batch of table `index`."""
         return next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
 
     def _check(self, batch: Batch) -> None:
@@ -302,13 +302,13 @@ class FusedTables:
         if batch.is_written():
             self._hooks.on_undeclared()
             raise UndeclaredWrite(
-                f"{batch.what} was written in place by something else than its optimizer: declare such "
+                f"{batch.what} was written in place, but not by its optimizer: declare such "
                 f"rows with guard.touch(table, rows) inside the step, before the write. Restart the job: "
-                f"parity is made anew from the rows as they are"
+                f"it computes parity again from the present rows"
             )
 
     def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """A lookup has been done; if it is trained, its rows are captured before backward changes them."""
+        """Captures the rows of a lookup in training, before backward changes them."""
         if not output.requires_grad:
             return
         call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
@@ -322,13 +322,13 @@ class FusedTables:
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"backward() would update {batch.what} outside of a step: call it inside "
-                f"`with guard.step():`. Nothing of it was written"
+                f"`with guard.step():`. No row was written"
             )
         if turn < self._turn - 1:
             raise UsageError(
-                f"backward() would update {batch.what} by a lookup of an earlier step. What that has read is "
-                f"lost at a failure, and read again, its rows would be newer: so semi-synchronous pipelines "
-                f"can't be protected. Look up and call backward() in the same step. Nothing of it was written"
+                f"backward() would update {batch.what} by a lookup of an earlier step. A failure loses the "
+                f"values that it read, and a repeated lookup would read newer rows: so semi-synchronous "
+                f"pipelines can't be protected. Look up and call backward() in one step. No row was written"
             )
         for table, ids in rows():
             self._hooks.capture(batch.base + table, ids)

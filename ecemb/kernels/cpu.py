@@ -1,8 +1,8 @@
 """Kernels for the CPU: loops compiled for this machine's vector units, on one thread or several.
 
-Owns: which loop does which operation. They are compiled when the kernels are made, which takes some tens of
-milliseconds, and run without the interpreter's lock. Arguments are checked before they come here; the loops
-check nothing.
+Owns: which loop does which operation. The loops are compiled when the kernels are made, in some tens of
+milliseconds, and run without the interpreter's lock. The contract checks all arguments; the loops check
+nothing.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels import Elements, Indices, Kernels, RowSet, Words
+from ecemb.kernels.contract import Elements, Ids, Kernels, RowSet, Words
 
 from . import loops
-from .emit import compiled
-from .products import Products, available
+from .gf_products import Products, available
+from .llvm import compiled
 
 
 @final
 class Cpu(Kernels):
-    """Compiled for this machine's vector units.
+    """Kernels compiled for this machine's vector units.
 
     Args:
-        products: how it multiplies; the fastest way that there is here when None.
-        threads: that share what is large and writes nothing twice: not `scatter_` and `scatter_rows_`, of
-            which the last record stays, and not `distinct` and `forget_`.
+        products: how to multiply; by default the fastest way that this processor has.
+        threads: threads that share large operations. `scatter_`, `scatter_rows_`, `distinct` and `forget_`
+            use one thread, since they may write one place twice.
 
     Attributes:
         products: the same.
@@ -51,16 +51,16 @@ class Cpu(Kernels):
             loops.distinct(),
             loops.forget(),
         )
-        # Not every process combines blocks.
+        # Compiled at the first use: most processes never combine blocks.
         self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
 
-    def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
+    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
         self._gather_from(*_rows(table, ids), *_records(out, column))
 
-    def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
+    def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         self._put(*_rows(table, ids), *_records(records, column))
 
-    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
         before, _ = _records(old, column)
         base, places, count, scale, width = _rows(table, ids)
         after, stride = _records(out, column)
@@ -71,14 +71,14 @@ class Cpu(Kernels):
 
         self._team.share(count, 3 * width, some)
 
-    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+    def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
         seen, fresh, summary = map(_address, (rows.seen, rows.fresh, rows.summary))
         return self._collect(_address(ids), ids.size, seen, fresh, summary, rows.summary.size, _address(out))
 
-    def _forget(self, rows: RowSet, ids: Indices) -> None:
+    def _forget(self, rows: RowSet, ids: Ids) -> None:
         self._drop(_address(ids), ids.size, _address(rows.seen))
 
-    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+    def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None:
         self._gather_from(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
 
     def _gather_from(
@@ -89,10 +89,10 @@ class Cpu(Kernels):
 
         self._team.share(count, 2 * width, some)
 
-    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
+    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None:
         self._put(*_places(dst, offsets, src), _address(src), 8 * src.shape[1])
 
-    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+    def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         base, places, count, scale, width = _places(dst, offsets, src)
         source = _address(src)
 
@@ -132,9 +132,9 @@ class Cpu(Kernels):
 
 def _combine(
     combine: Callable[..., int],
-    sources: Indices,
+    sources: Ids,
     constants: NDArray[np.uint8],
-    targets: Indices,
+    targets: Ids,
     first: int,
     stop: int,
 ) -> None:
@@ -148,12 +148,12 @@ def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
 
 
-def _apart(offsets: Indices, words: int) -> bool:
-    """Whether rows of so many words come in ascending order, and none overlaps the one before."""
+def _apart(offsets: Ids, words: int) -> bool:
+    """Whether rows of `words` words are in ascending order and none overlaps the row before it."""
     return bool(np.all(offsets[1:] - offsets[:-1] >= words))
 
 
-def _rows(table: Elements, ids: Indices) -> tuple[int, int, int, int, int]:
+def _rows(table: Elements, ids: Ids) -> tuple[int, int, int, int, int]:
     width = table.shape[1] * table.itemsize
     return _address(table), _address(ids), ids.size, width, width
 
@@ -162,5 +162,5 @@ def _records(records: Elements, column: int) -> tuple[int, int]:
     return _address(records) + column * records.itemsize, records.shape[1] * records.itemsize
 
 
-def _places(words: Words, offsets: Indices, rows: Words) -> tuple[int, int, int, int, int]:
+def _places(words: Words, offsets: Ids, rows: Words) -> tuple[int, int, int, int, int]:
     return _address(words), _address(offsets), offsets.size, 8, 8 * rows.shape[1]

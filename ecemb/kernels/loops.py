@@ -1,25 +1,24 @@
 """The loops of the compiled kernels. All arguments are integers: addresses, and sizes in bytes or rows.
 
-Rows are named by indices: row i lies at base + indices[i] · scale. Since the indices are known beforehand,
-memory is asked for some rows ahead: most of the time for a scattered row is waiting for it. Nothing is
-checked here.
+Row i lies at base + indices[i] · scale. Loops prefetch some rows ahead, since most of the time of a scattered
+row is waiting for memory. Nothing is checked here.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from .emit import I64, LINE_BYTES, Emitter, Value, ir, number, vector
-from .products import Products
+from .gf_products import Products
+from .llvm import I64, LINE_BYTES, Emitter, Value, ir, number, vector
 
 WORD_BYTES: Final = number(8)
 
 AHEAD_ROWS: Final = 12
 AHEAD_BYTES: Final = 1024
-"""How much of a row is asked for beforehand: of long ones, the processor notices that they go on."""
+"""Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
 
 MOST_OUTPUTS: Final = 4
-"""Sums that `dot` keeps in registers at a time."""
+"""Sums that `dot` keeps in registers at the same time."""
 
 
 def copy(unit: int) -> Emitter:
@@ -124,7 +123,7 @@ def dot(products: Products, outputs: int) -> Emitter:
 
 
 def distinct() -> Emitter:
-    """(ids, count, seen, fresh, summary, summary_words, out): returns how many were written to out."""
+    """(ids, count, seen, fresh, summary, summary_words, out): returns the number of words written to out."""
     e = Emitter("distinct", 7)
     ids, count, seen, fresh, summary, summary_words, out = e.arguments
     with e.loop(count) as each:
@@ -170,7 +169,7 @@ def _row(
     *,
     write: bool,
 ) -> Value:
-    """The address of row `index`; the one that is some rows ahead is asked for."""
+    """The address of row `index`. Prefetches the row that is `AHEAD_ROWS` ahead."""
     make = e.make
     last = make.sub(count, number(1))
     ahead = make.add(index, number(AHEAD_ROWS))
@@ -183,7 +182,7 @@ def _row(
 
 
 def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:
-    """The word of a bitmap that has bit `index`, and a word with that bit alone."""
+    """The number of the word with bit `index` in a bitmap, and a word with only that bit set."""
     inner = e.make.and_(index, number(63))
     return e.make.lshr(index, number(6)), e.make.shl(number(1), inner)
 
@@ -193,7 +192,7 @@ def _include(e: Emitter, address: Value, bits: Value) -> None:
 
 
 def _taken(e: Emitter, address: Value) -> Value:
-    """The word at an address, which is 0 then."""
+    """The word at an address; the address is set to 0."""
     word = e.load(I64, address)
     e.store(number(0), address)
     return word

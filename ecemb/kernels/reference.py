@@ -1,8 +1,8 @@
 """The reference kernels: the specification, written to be read.
 
-Owns: what each operation means, in numpy, one row at a time. The other kernels have to
-equal it bit for bit. Products are by shift and add, so that they share no table with the code's
-algebra or with a faster kernel.
+Owns: the meaning of each operation, in numpy, one row at a time. The other kernels have to equal it bit for
+bit. Products are computed by shift and add, so they share no table with the code's algebra or with a faster
+kernel.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels import POLYNOMIAL, Elements, Indices, Kernels, RowSet, Words
-from ecemb.kernels.rowset import ROWS_PER_WORD
+from ecemb.kernels.contract import POLYNOMIAL, Elements, Ids, Kernels, RowSet, Words
+from ecemb.kernels.row_set import ROWS_PER_WORD
 
 
 def product(weight: int, words: Words) -> Words:
@@ -22,7 +22,7 @@ def product(weight: int, words: Words) -> Words:
     factors = words.view(np.uint8)
     result = np.zeros_like(factors)
     for bit in reversed(range(8)):
-        # Twice the result: shift, and subtract (that is, XOR) the polynomial where x^8 came up.
+        # Twice the result: shift, and subtract (that is, XOR) the polynomial where x^8 appears.
         overflow = (result >> 7) * np.uint8(POLYNOMIAL & 0xFF)
         result = (result << 1) ^ overflow
         if weight >> bit & 1:
@@ -30,7 +30,7 @@ def product(weight: int, words: Words) -> Words:
     return result.view(np.uint64)
 
 
-def distinct(ids: Indices, rows: RowSet, out: Indices) -> int:
+def distinct(ids: Ids, rows: RowSet, out: Ids) -> int:
     """See `Kernels.distinct`."""
     place, bit = ids // ROWS_PER_WORD, np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
     new = np.unique(ids[rows.seen[place] & bit == 0])
@@ -39,7 +39,7 @@ def distinct(ids: Indices, rows: RowSet, out: Indices) -> int:
     return new.size
 
 
-def forget_(rows: RowSet, ids: Indices) -> None:
+def forget_(rows: RowSet, ids: Ids) -> None:
     """See `Kernels.forget_`."""
     bit = np.uint64(1) << (ids % ROWS_PER_WORD).astype(np.uint64)
     np.bitwise_and.at(rows.seen, ids // ROWS_PER_WORD, ~bit)
@@ -47,38 +47,38 @@ def forget_(rows: RowSet, ids: Indices) -> None:
 
 @final
 class Reference(Kernels):
-    """Plain numpy, obvious and slow."""
+    """Plain numpy, slow and easy to read."""
 
     name: ClassVar[str] = "reference"
 
-    def _gather(self, table: Elements, ids: Indices, out: Elements, column: int) -> None:
+    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
         for i, row in enumerate(ids):
             out[i, column : column + table.shape[1]] = table[row]
 
-    def _scatter(self, table: Elements, ids: Indices, records: Elements, column: int) -> None:
+    def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         for i, row in enumerate(ids):
             table[row] = records[i, column : column + table.shape[1]]
 
-    def _change(self, table: Elements, ids: Indices, old: Elements, out: Elements, column: int) -> None:
+    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
         for i, row in enumerate(ids):
             end = column + table.shape[1]
             out[i, column:end] = table[row] ^ old[i, column:end]
 
-    def _distinct(self, ids: Indices, rows: RowSet, out: Indices) -> int:
+    def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
         return distinct(ids, rows, out)
 
-    def _forget(self, rows: RowSet, ids: Indices) -> None:
+    def _forget(self, rows: RowSet, ids: Ids) -> None:
         forget_(rows, ids)
 
-    def _gather_rows(self, src: Words, offsets: Indices, out: Words) -> None:
+    def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None:
         for offset, row in zip(offsets, out, strict=True):
             row[...] = src[offset : offset + row.size]
 
-    def _scatter_rows(self, dst: Words, offsets: Indices, src: Words) -> None:
+    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None:
         for offset, row in zip(offsets, src, strict=True):
             dst[offset : offset + row.size] = row
 
-    def _mul_add_rows(self, dst: Words, offsets: Indices, src: Words, weight: int) -> None:
+    def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         for offset, row in zip(offsets, src, strict=True):
             dst[offset : offset + row.size] ^= product(weight, row)
 

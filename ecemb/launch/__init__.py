@@ -1,9 +1,9 @@
-"""Warm starts: `ecemb-run`, which has a worker forked from a process that has imported torch already.
+"""Warm starts: `ecemb-run` forks a worker from a process that has already imported torch.
 
-`stub` is what a launcher starts: it imports the standard library alone, asks the fork server of this job on
-this host for a worker, passes signals on to it, and ends as it ends. `server` imports what the job needs
-once, and forks; `worker` is what the forked process makes of itself before it runs the script. `identity`
-decides which server may stand in for a plain start of the interpreter; `wire` is how they talk.
+`stub` is the launcher's command: it imports only the standard library, asks the fork server of this job on
+this host for a worker, passes signals on to the worker, and ends like it. `server` imports the job's modules
+once, and forks; `worker` sets the forked process up before it runs the script. `identity` decides which
+server may replace a plain start of the interpreter; `wire` has their messages.
 
-Nothing here knows of arenas, steps or recovery: a script that doesn't use ecemb starts warm just as well.
+Nothing here knows of arenas, steps or recovery: a script without ecemb starts warm just as well.
 """

@@ -1,6 +1,6 @@
-"""What `ecemb-run` was asked to do.
+"""The command line of `ecemb-run`.
 
-Owns the options, and how they are read: by hand, as argparse alone takes as long to import as all the rest.
+Owns the options and their parsing, by hand: argparse takes as long to import as everything else together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run a script as `python SCRIPT` would, in a process that is forked from one that
 As what torchrun starts: torchrun --no-python [torchrun's options] ecemb-run SCRIPT [ARGUMENT ...]
 
 options:
-  --preload MODULE     import this, too, before processes are forked; may be repeated
+  --preload MODULE     also import this before processes are forked; may be repeated
   --no-preload MODULE  don't import this, nor what is below it, before processes are forked; may be repeated
   --cold               start as `python SCRIPT` does
   --standby            start the fork server ahead, and no process; it waits until it is used or stopped
@@ -40,11 +40,11 @@ class Command:
         is_module: whether `target` is a module's name; else it is the path of a script.
         target: what to run; None on standby for a script that isn't known yet, and for "stop".
         arguments: of the script.
-        preload: modules to import in the server, too.
-        without: modules not to import there.
-        cold: without the server.
+        preload: further modules to import in the server.
+        without: modules not to import in the server.
+        cold: whether to start without the server.
         idle_s: seconds without a process after which the server ends; None for never.
-        arena_dir: where its socket lies.
+        arena_dir: folder of the server's socket.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Command:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """Reads what follows the program's name.
+    """Parses the words after the program's name.
 
     Raises:
-        ConfigurationError: it is not understood.
+        ConfigurationError: the words are not understood.
     """
     command = Command()
     left = list(words)
@@ -80,8 +80,8 @@ def parse(words: Sequence[str]) -> Command:
             continue
         if option not in ("--preload", "--no-preload", "--idle", "--arena-dir"):
             raise ConfigurationError(
-                f"option {option!r} is not known; `ecemb-run --help` lists them, and the script's own come "
-                "after the script"
+                f"option {option!r} is not known; `ecemb-run --help` lists the options, and the script's own "
+                "options come after the script"
             )
         if not equals:
             if not left:

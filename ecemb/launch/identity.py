@@ -1,10 +1,10 @@
-"""Which fork server may stand in for a plain start of the interpreter.
+"""Which fork server may replace a plain start of the interpreter.
 
-A forked worker sees what was read when the interpreter, the C library and each imported library were loaded:
-that has to be what it would have read itself. No list could tell which library reads which variable. So all
-that a process is started with is compared, and a difference leads to another server; left out is only what
-differs between the workers of one launch, which an import must not read (`preload` sees to that), and what a
-terminal or a shell leaves behind.
+A forked worker has the values that were read when the interpreter, the C library and each imported library
+were loaded: these must be the values that it would have read itself. No list can name the variables that each
+library reads. So everything that a process is started with is compared, and a difference leads to another
+server. Exceptions are variables that differ between the workers of one launch, which an import must not read
+(`preload` checks that), and variables that a terminal or a shell leaves behind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _RIGHTS = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp")
 
 STANDBY = "standby"
-"""In place of a job, of a server that was started before there was one."""
+"""In place of a job, for a server that was started before its job."""
 
 
 def is_of_a_worker(name: str) -> bool:
-    """Whether an environment variable of that name may differ between the workers of one launch."""
+    """Whether an environment variable may differ between the workers of one launch."""
     return name in _OF_A_WORKER or name.startswith("TORCHELASTIC_")
 
 
@@ -42,8 +42,8 @@ def server_name(what: object, job: str | None) -> str:
     """The name of the server that may start a worker in place of this process, of 33 or 24 letters.
 
     Args:
-        what: else tells servers apart: what they preload; of JSON's types.
-        job: the launch's own name of it; None for a server that waits for one.
+        what: further properties that distinguish servers: the modules they preload; of JSON's types.
+        job: the launch's own name for the job; None for a server that waits for a job.
     """
     return f"{_digest([_process(), what])}-{STANDBY if job is None else _digest(job)}"
 
@@ -53,7 +53,7 @@ def _digest(what: object) -> str:
 
 
 def _process() -> list[object]:
-    """All that a new process would begin with, but what a request brings along."""
+    """The properties that a new process begins with, except those that a request carries."""
     status = [line for line in _read("/proc/self/status").splitlines() if line.startswith(_RIGHTS)]
     environment = {
         name: value
@@ -65,16 +65,16 @@ def _process() -> list[object]:
         [list(sys.flags), sys.warnoptions],
         sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)],  # the interpreter's options
         sorted(environment.items()),
-        # Where PYTHONPATH begins if it is relative, and what an import may have asked for.
+        # The base of a relative PYTHONPATH, and a folder that an import may have read.
         _folder(),
         status,
         [[name, *resource.getrlimit(getattr(resource, name))] for name in _LIMITS],
         os.getpriority(os.PRIO_PROCESS, 0),
         _read("/proc/self/oom_score_adj"),
-        # Workers are charged to the server's control group, and killed with it: it has to be their own.
+        # Workers are charged to the server's control group, and killed with it: it has to be the same.
         _read("/proc/self/cgroup"),
         [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES if _is_there(name)],
-        # Libraries count processors when they are loaded, if they aren't told how many threads to start.
+        # Libraries count processors when they are loaded, unless a variable sets their number of threads.
         None if "OMP_NUM_THREADS" in os.environ else sorted(os.sched_getaffinity(0)),
     ]
 

@@ -1,8 +1,8 @@
-"""What the fork server imports before it forks, and what makes a module unfit for that.
+"""The modules that the fork server imports before it forks, and the checks that they are fit for that.
 
-A forked process has one thread, no context on a device, and reads its rank when it runs: a module whose
-import leaves threads, child processes or an open device behind, or reads what differs between workers, can't
-be imported before the fork. It can't be taken back either, so the caller has to start anew without it.
+A forked process has one thread, no context on a device, and reads its rank when it runs. So a module can't be
+imported before the fork if its import leaves threads, child processes or an open device behind, or reads a
+variable that differs between workers. An import can't be undone, so the caller starts again without it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ALWAYS = (
     "torch",
     "torch.distributed",
     "torch.distributed.nn.functional",
-    "torch._dynamo",  # every optimizer imports it when it is made
+    "torch._dynamo",  # every optimizer imports it at its construction
     "torch.profiler",
-    "encodings.idna",  # whoever connects to a host by its name
+    "encodings.idna",  # imported for a connection to a host by name
     "ecemb",
 )
 _DEVICE = re.compile(r"/dev/(nvidia(\d+|-uvm)|kfd|dri/)")
@@ -32,11 +32,11 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def names(script: str | None, wanted: Iterable[str], unwanted: Iterable[str]) -> list[str]:
-    """The modules to import, in order: those of every training, the script's, and what was asked for.
+    """The modules to import, in order: those of every training, the script's, and the requested ones.
 
     Args:
         script: path of the script, or None.
-        wanted: modules to import, too.
+        wanted: further modules to import.
         unwanted: modules to leave out, with all below them.
     """
     found = [*ALWAYS, *(imported_by(script) if script is not None else ()), *wanted]
@@ -49,13 +49,14 @@ def names(script: str | None, wanted: Iterable[str], unwanted: Iterable[str]) ->
 def imported_by(script: str) -> list[str]:
     """The installed modules that a script imports whenever it runs: found by reading it, not by running it.
 
-    What isn't installed may change between two starts, and is left to the script, as is Python's own library.
+    A module that isn't installed may change between two starts, and is left to the script, like Python's own
+    library.
     """
     try:
         with open(script, "rb") as file:
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
-        return []  # running it will tell
+        return []  # the script's run will show the error
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -70,7 +71,7 @@ def imported_by(script: str) -> list[str]:
 
 
 def script_of(module: str, folder: str) -> str | None:
-    """The file that `python -m module` would run in a folder; None if it isn't found without importing."""
+    """The file that `python -m module` would run in a folder; None if finding it takes an import."""
     path: list[str] | None = [folder, *sys.path]
     found = None
     for part in [*module.split("."), "__main__"]:
@@ -84,28 +85,28 @@ def script_of(module: str, folder: str) -> str | None:
 
 
 def load(name: str) -> None:
-    """Imports a module; of ecemb all that its workers use, with the kernels compiled.
+    """Imports a module; of ecemb all modules that workers use, with the kernels compiled.
 
     Raises:
-        ImportError: it isn't there.
-        Exception: whatever its import raises.
+        ImportError: the module is missing.
+        Exception: any error of its import.
     """
     module = importlib.import_module(name)
     if name == "ecemb":
         for public in module.__all__:
             getattr(module, public)
-        importlib.import_module("ecemb.kernels").get("cpu")
+        importlib.import_module("ecemb.kernels.contract").get_kernels("cpu")
 
 
 def residue(children: int) -> str | None:
-    """What imports have left behind that a forked process can't have; None if nothing.
+    """Names the thing that imports have left behind and a forked process can't have; None if there is none.
 
     Args:
-        children: processes that this one had started before.
+        children: processes that this process had started before.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is what this looks for
-        fork = os.fork()  # before it, the threads of a linear algebra library end by its own hand
+        warnings.simplefilter("ignore", DeprecationWarning)  # about the threads that this function looks for
+        fork = os.fork()  # a linear algebra library ends its own threads before a fork
     if fork == 0:
         os._exit(0)
     os.waitpid(fork, 0)
@@ -114,22 +115,22 @@ def residue(children: int) -> str | None:
     if started := _children() - children:
         return f"starts {started} {'process' if started == 1 else 'processes'} when it is imported"
     if device := next(filter(_DEVICE.match, _open_files()), None):
-        return f"opens {device} when it is imported, which forked processes couldn't use any more"
+        return f"opens {device} when it is imported, and forked processes could not use it"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "initializes CUDA when it is imported, which forked processes couldn't use any more"
+        return "initializes CUDA when it is imported, and forked processes could not use it"
     return None
 
 
 def child_count() -> int:
-    """Processes that this one has started and not waited for."""
+    """Processes that this process has started and not waited for."""
     return _children()
 
 
 class Watched(type(os.environ)):
-    """The environment while modules are imported: it knows what they have read that differs by worker."""
+    """The environment during imports: it records the variables read that differ by worker."""
 
-    read: set[str] = set()  # noqa: RUF012 - one for the process, as is the environment
+    read: set[str] = set()  # noqa: RUF012 - one for the process, like the environment
 
     def __getitem__(self, key: str) -> str:
         if isinstance(key, str) and is_of_a_worker(key):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -138,18 +139,18 @@ class Watched(type(os.environ)):
 
 
 def watch_environment(on: bool) -> None:
-    """Begins or ends to note what is read of the environment."""
+    """Begins or ends the record of variables that are read."""
     environment = os.environ
     plain = Watched.__base__
     environment.__class__ = Watched if on else plain  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shadowed(folder: str | None, before: frozenset[str]) -> str | None:
-    """A file in a script's folder that a plain start would import where something else is loaded already.
+    """Finds a file in a script's folder that a plain start would import instead of a loaded module.
 
     Args:
-        folder: the script's; None if the interpreter wouldn't look there.
-        before: modules that Python itself had loaded before any folder is looked at.
+        folder: the script's; None if the interpreter would not search it.
+        before: modules that Python itself had loaded before it searched any folder.
     """
     if not folder:
         return None
@@ -181,7 +182,7 @@ def _is_installed(name: str, folder: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a dotted name is a module, and not something in one; nothing is imported for that."""
+    """Whether a dotted name is a module, not an object in one; imports nothing."""
     path: list[str] | None = None
     for part in name.split("."):
         found = importlib.machinery.PathFinder.find_spec(part, path)

@@ -1,4 +1,4 @@
-"""What the kernel offers a process beyond Python's own calls.
+"""Kernel services for a process beyond Python's own calls.
 
 Owns prctl and the command line that others see of this process.
 """
@@ -15,25 +15,25 @@ _ARGUMENTS_BEGIN, _ARGUMENTS_END = 47, 48  # of /proc/self/stat, counted from 0
 
 
 def die_with_parent(parent: int) -> bool:
-    """Lets the kernel kill this process when its parent ends.
+    """Makes the kernel kill this process when its parent ends.
 
     Args:
-        parent: process that has to be the parent still.
+        parent: the expected parent process.
 
     Returns:
-        Whether it is; if not, it has ended before.
+        Whether it still is the parent; if not, it has ended before.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     return os.getppid() == parent
 
 
 def leave_no_core() -> None:
-    """From here on, no signal makes the kernel write this process's memory anywhere."""
+    """From here on, no signal makes the kernel write this process's memory to a file."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def show_command(words: list[str]) -> None:
-    """Lets `ps` and /proc show another command line, cut to the room that the first one had."""
+    """Makes `ps` and /proc show another command line, cut to the space of the original one."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     begin, end = (int(fields[index - 2]) for index in (_ARGUMENTS_BEGIN, _ARGUMENTS_END))

@@ -1,14 +1,14 @@
 """The fork server: imports once, and forks a worker for each request.
 
-    python -c "..." CONFIG       as `stub` starts it; its listening socket is descriptor 3, the folder 4
+    python -c "..." CONFIG       the command of `stub`; its listening socket is descriptor 3, the folder 4
 
-One thread, one loop. It has no state of the job: what a worker is to be comes with the request, and how it
-has ended goes to the stub that asked. A worker lives as long as the connection that asked for it. The server
-is its parent and alone waits for it, so a process id never names another process. If the server ends, the
-kernel ends its workers.
+One thread, one loop. The server has no state of the job: the request describes the worker, and the worker's
+end goes to the stub that asked. A worker lives as long as the connection that asked for it. The server is its
+parent and alone waits for it, so a process id never names another process. If the server ends, the kernel
+ends its workers.
 
-Invariant: while a request is accepted, this process has a single thread, no child but workers and no device
-open (`preload.residue`).
+Invariant: while a request is accepted, this process has a single thread, no child but workers and no open
+device (`preload.residue`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .worker import Request, Work, become
 LISTENER, FOLDER = 3, 4
 LOCK = "lock"
 _GRACE_S = 3.0
-"""After the last worker of a job has ended well, before the server does: another one may start late."""
+"""From the good end of a job's last worker to the server's end: another worker may start late."""
 _BEFORE = frozenset(sys.builtin_module_names) | {
     "site", "os", "io", "abc", "codecs", "encodings", "stat", "posixpath", "genericpath", "zipimport"
 }  # fmt: skip
@@ -44,7 +44,7 @@ class _Client:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.inbox = wire.Inbox(connection)
-        self.request: Mapping[str, Any] | None = None  # until it is met
+        self.request: Mapping[str, Any] | None = None  # until a worker is forked for it
         self.worker: int | None = None
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class _Client:
 
 
 class Server:
-    """The loop, and what it has to know of the world between two turns of it.
+    """The loop, and its state.
 
     Args:
         config: as `stub` writes it.
@@ -76,7 +76,7 @@ class Server:
         self._files: dict[str, int] = {}
         self._installed: list[object] = []
         self._clients: dict[int, _Client] = {}
-        self._dying: set[int] = set()  # killed, because nobody waits for them any more
+        self._dying: set[int] = set()  # killed, because their connections have ended
         self._round_is_fine = True
         self._used = False
         self._retired = False
@@ -87,10 +87,10 @@ class Server:
         for descriptor in (LISTENER, FOLDER):
             os.set_inheritable(descriptor, False)
 
-    # --- what is imported ---------------------------------------------------------------------------
+    # --- imports ------------------------------------------------------------------------------------
 
     def preload(self) -> None:
-        """Imports what the job needs; starts this process anew without a module that isn't fit for it."""
+        """Imports the job's modules; starts this process again without a module that isn't fit for it."""
         before = dict(os.environ)
         children = preload.child_count()
         preload.watch_environment(True)
@@ -99,7 +99,7 @@ class Server:
             preload.Watched.read.clear()
             try:
                 preload.load(name)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise any error
                 self._say(f"{name} can't be imported ahead: {type(error).__name__}: {_line(error)}")
             reason = preload.residue(children)
             if reason is None and preload.Watched.read:
@@ -138,7 +138,7 @@ class Server:
     # --- the loop -----------------------------------------------------------------------------------
 
     def serve(self) -> Work | None:
-        """Serves until it is time to end. Returns in each worker what it has to run, in the server None."""
+        """Serves until it is time to end. Returns in each worker its work, in the server None."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._since = time.monotonic()
@@ -163,7 +163,7 @@ class Server:
                         return work
 
     def _left_s(self) -> float | None:
-        """Seconds until the server has to end; None while it needn't."""
+        """Seconds until the server has to end; None while it must stay."""
         if self._dying or self._clients:
             return None
         if self._retired:
@@ -172,7 +172,7 @@ class Server:
         return None if wait_s is None else self._since + wait_s - time.monotonic()
 
     def _end(self) -> bool:
-        """Takes the socket away; False if somebody came in the last moment."""
+        """Removes the socket; False if a connection came in the last moment."""
         self._retire()
         with contextlib.suppress(BlockingIOError):
             self._accept()
@@ -180,7 +180,7 @@ class Server:
         return True
 
     def _leave_name(self) -> None:
-        """Removes the socket's name, if it is this server's still."""
+        """Removes the socket's name, if it is still this server's."""
         lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=FOLDER)
         try:
             for _ in range(100):
@@ -189,7 +189,7 @@ class Server:
                     break
                 time.sleep(0.01)
             else:
-                return  # a name without a server is in nobody's way
+                return  # a name without a server does no harm
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino == self._inode:
                     os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
@@ -216,7 +216,7 @@ class Server:
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"a request could not be understood: {error!r}", flush=True)
+            print(f"a request could not be parsed: {error!r}", flush=True)
             alive = False
         if not alive:
             self._drop(client)
@@ -233,19 +233,19 @@ class Server:
             wire.send(client.connection, {"what": "stopping", "running": running, "pid": os.getpid()})
 
     def _start(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
-        """Meets a request. In the new process it returns what that has to run, here None."""
+        """Forks a worker for a request. Returns its work in the new process, None here."""
         client.request = None
         try:
             return self._fork(client, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"a request could not be met: {error!r}", flush=True)
+            print(f"a request failed: {error!r}", flush=True)
             self._drop(client)
             return None
 
     def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
         if self._is_stale():
             self._retire()
-            self._drop(client)  # it will start another server
+            self._drop(client)  # the stub will start another server
             return None
         reason = self._refusal(message)
         if reason is not None:
@@ -274,7 +274,7 @@ class Server:
         return None
 
     def _become(self, request: Request, server: int) -> None:
-        """In the new process: lets go of what the server had open, and becomes what was asked for."""
+        """In the new process: closes the server's descriptors, and sets the worker up."""
         try:
             for client in self._clients.values():
                 client.close()
@@ -282,16 +282,16 @@ class Server:
             for descriptor in (FOLDER, self._wake, self._woken):
                 os.close(descriptor)
             become(request, server, self._changed)
-        except BaseException as error:  # noqa: BLE001 - nothing of the server may go on in this process
+        except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
             with contextlib.suppress(OSError):
                 os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())
             os._exit(1)
 
     def _refusal(self, message: Mapping[str, Any]) -> str | None:
-        """Why a plain start would be another thing than a forked process; None if it wouldn't."""
+        """Why a plain start would differ from a forked process; None if it would not."""
         path = preload.shadowed(message["script_folder"], _BEFORE)
         if path is not None:
-            return f"{path} has the name of a module that is imported ahead, and would be taken in its place"
+            return f"{path} has the name of a module that is imported ahead, and would be hidden by it"
         used = {int(number) for number in os.listdir("/proc/self/fd")}
         ours = {LISTENER, FOLDER, self._wake, self._woken, *self._clients}
         ours.update(number for client in self._clients.values() for number in client.inbox.descriptors)
@@ -302,7 +302,7 @@ class Server:
         return None
 
     def _is_stale(self) -> bool:
-        """Whether files that were imported, or what is installed, have changed since."""
+        """Whether imported files, or the installed packages, have changed since."""
         changed = _changed(self._script)
         if changed != self._script_changed:
             self._script_changed = changed
@@ -313,7 +313,7 @@ class Server:
         )
 
     def _retire(self) -> None:
-        """From here on nobody finds this server; it ends when its last worker has."""
+        """From here on no stub finds this server; it ends when its last worker has ended."""
         if not self._retired:
             self._retired = True
             self._leave_name()
@@ -345,7 +345,7 @@ class Server:
         return sum(client.worker is not None for client in self._clients.values())
 
     def _drop(self, client: _Client) -> None:
-        """Forgets a connection; its worker, if it runs, is killed with all that is in its group."""
+        """Forgets a connection; its worker, if it runs, is killed with its process group."""
         if client.worker is not None:
             _kill(client.worker, signal.SIGKILL, group=True)
             self._dying.add(client.worker)
@@ -356,7 +356,7 @@ class Server:
 
 
 def main() -> Work:
-    """Runs the server that the last argument describes. Returns in workers alone, what they have to run."""
+    """Runs the server that the last argument describes. Returns in workers alone, with their work."""
     config = json.loads(sys.argv[-1])
     processes.show_command(["ecemb-run", "server", config["shown"]])
     server = Server(config)
@@ -365,7 +365,7 @@ def main() -> Work:
     work = server.serve()
     if work is None:
         sys.stdout.flush()
-        os._exit(0)  # what imports want to do at the end is the workers' to do
+        os._exit(0)  # exit handlers of imported modules belong to the workers
     return work
 
 
@@ -391,7 +391,7 @@ def _changed(path: str | None) -> int | None:
 
 
 def _own_files() -> list[str]:
-    """Files of what was imported that a developer may change: neither Python's own nor installed ones."""
+    """Imported files that a developer may change: neither Python's own nor installed files."""
     skipped = (os.path.dirname(os.__file__) + os.sep, sys.base_prefix + os.sep)
     found: list[str] = []
     for module in list(sys.modules.values()):
@@ -402,7 +402,7 @@ def _own_files() -> list[str]:
 
 
 def _installed() -> list[object]:
-    """What is installed, by the names of what says so."""
+    """The installed packages, by the names of their metadata."""
     found: list[object] = []
     for folder in sys.path:
         if folder.endswith("-packages"):

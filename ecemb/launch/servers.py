@@ -1,8 +1,8 @@
-"""The fork servers of this user on this host: how they are found, started, and taken over.
+"""The fork servers of this user on this host: finding, starting and replacing them.
 
-Owns the files in `{arena_dir}/ecemb-{uid}/.warm`: `{name}.sock` for a server, `{name}.log` for what it says,
-and `lock`, which is held while a server is looked for and started. A socket is listened on before its server
-has begun to import, so that nobody has to wait for it to appear; a socket that nobody listens on is replaced.
+Owns the files in `{arena_dir}/ecemb-{uid}/.warm`: `{name}.sock` of a server, `{name}.log` with its output,
+and `lock`, which is held while a server is looked for and started. The socket listens before its server has
+begun to import, so clients need not wait for it to appear; a socket without a listener is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import folder
+from ..arena import private_files
 from . import identity
 from .command import Command
 
@@ -34,17 +34,17 @@ _LOCK_S = 60.0
 
 
 class Cold(Exception):
-    """A worker can't be forked, for the reason that it gives; a plain start will do."""
+    """A worker can't be forked, for the given reason; a plain start replaces it."""
 
 
 class Gone(Exception):
-    """The server has ended before it took the request on: it was about to, or this one made it."""
+    """The server ended before it accepted the request: it was about to end, or this request ended it."""
 
 
 @contextmanager
 def place_of(arena_dir: str) -> Generator[int, None, None]:
-    """A descriptor of the folder with the sockets, which is made if it is missing."""
-    with folder.opened(Path(os.path.abspath(arena_dir)), (LEVEL,), create=True) as place:
+    """A descriptor of the folder with the sockets; makes the folder if it is missing."""
+    with private_files.opened(Path(os.path.abspath(arena_dir)), (LEVEL,), create=True) as place:
         yield place
 
 
@@ -52,7 +52,7 @@ def connected(place: int, name: str) -> socket.socket | None:
     """A connection to the server of that name; None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(f"/proc/self/fd/{place}/{name}.sock")  # so that no folder's name is too long
+        connection.connect(f"/proc/self/fd/{place}/{name}.sock")  # a path that is never too long
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
@@ -63,7 +63,7 @@ def connected(place: int, name: str) -> socket.socket | None:
 
 
 def started(place: int, name: str, command: Command, numbers: list[int], blocked: Set[int]) -> socket.socket:
-    """A connection to the server of that name, which is started unless another process has done so."""
+    """A connection to the server of that name; starts the server unless another process has started it."""
     with locked(place):
         connection = connected(place, name)
         if connection is not None:
@@ -80,7 +80,7 @@ def started(place: int, name: str, command: Command, numbers: list[int], blocked
 
 
 def is_there(place: int, name: str) -> bool:
-    """Whether somebody listens by that name."""
+    """Whether a server listens under that name."""
     connection = connected(place, name)
     if connection is not None:
         connection.close()
@@ -89,7 +89,7 @@ def is_there(place: int, name: str) -> bool:
 
 @contextmanager
 def locked(place: int) -> Generator[None, None, None]:
-    """Holds the lock while the block lasts."""
+    """Holds the lock during the block."""
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
     try:
         deadline = time.monotonic() + _LOCK_S
@@ -107,7 +107,7 @@ def locked(place: int) -> Generator[None, None, None]:
 
 
 def start(place: int, name: str, command: Command, numbers: list[int], blocked: Set[int]) -> None:
-    """Starts a server in a session of its own; it listens when this returns."""
+    """Starts a server in a new session; it listens when this returns."""
     _sweep(place)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         umask = os.umask(0o177)
@@ -180,7 +180,7 @@ def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int]
 
 
 def _sweep(place: int) -> None:
-    """Removes sockets that nobody listens on; the caller holds the lock."""
+    """Removes sockets without a listener; the caller holds the lock."""
     for entry in os.listdir(place):
         name, _, suffix = entry.rpartition(".")
         if suffix == "sock" and not is_there(place, name):
@@ -188,7 +188,7 @@ def _sweep(place: int) -> None:
 
 
 def interpreter_options() -> list[str]:
-    """The interpreter's own options, as this process was started with them."""
+    """The interpreter's own options in this process's command line."""
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
     return flags[:-1] if flags[-1:] == ["-m"] else flags
 
@@ -199,7 +199,7 @@ def is_unbuffered() -> bool:
 
 
 def preloads(command: Command) -> object:
-    """What tells servers apart beyond the process that they stand in for."""
+    """The properties that distinguish servers beyond those of the process that they replace."""
     target = command.target
     if target is not None and not command.is_module:
         target = os.path.realpath(target)

@@ -1,8 +1,8 @@
-"""`ecemb-run`: what a launcher starts in place of `python`.
+"""`ecemb-run`: the command that a launcher starts in place of `python`.
 
 It asks the fork server of this job on this host for a worker, and starts that server if there is none; passes
-signals on; ends as the worker has ended. It imports the standard library alone, and little of that. Where a
-worker can't be forked it becomes the plain start instead, and says why in one line.
+signals on; ends like the worker. It imports only a few modules of the standard library. Where a worker can't
+be forked it becomes the plain start instead, and logs the reason in one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FORWARDED = frozenset(
     }
 )
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
-"""What Python ignores, and what a program that is started has to have at their default."""
+"""Signals that Python ignores, and that a started program must have at their default."""
 _LOOK_S = 1.0
 _START_S = 900.0
 _ATTEMPTS = 5
@@ -54,10 +54,10 @@ _DEBUGGERS = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "PYDEVD_", "D
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
-    """The console script. Doesn't return: it ends as its worker, or becomes it.
+    """The console script. Doesn't return: it ends like its worker, or becomes it.
 
     Args:
-        words: what was asked for; None for what follows this program's name.
+        words: the command line; None for the process's own, after the program's name.
     """
     numbers = _descriptors()
     try:
@@ -87,7 +87,7 @@ def _fail(line: str) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    """Once on a host, not once a worker."""
+    """Prints once per host, not once per worker."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"ecemb-run: {line}", file=sys.stderr, flush=True)
 
@@ -97,7 +97,7 @@ def _say(line: str) -> None:
 
 def _why_cold(command: Command) -> str | None:
     if command.cold:
-        return "as asked for"
+        return "as requested"
     if not sys.platform.startswith("linux"):
         return f"on {sys.platform} there is no fork server"
     if sys.gettrace() is not None or sys.getprofile() is not None or "pydevd" in sys.modules:
@@ -127,7 +127,7 @@ def _become_plain(command: Command) -> NoReturn:
 
 
 def _run_here(command: Command) -> NoReturn:
-    """Runs the script in this interpreter: another one would be without who watches this one."""
+    """Runs the script in this interpreter, because debuggers and coverage watch only this one."""
     from .worker import Work
 
     script_folder = _script_folder(command)
@@ -141,13 +141,13 @@ def _run_here(command: Command) -> NoReturn:
 
 
 def _run(command: Command, numbers: list[int]) -> int:
-    """Has the script run in a forked worker.
+    """Runs the script in a forked worker.
 
     Returns:
-        How that has ended, as `os.wait` says it.
+        The worker's status, as `os.wait` returns it.
 
     Raises:
-        Cold: it can't be; nothing of it has run.
+        Cold: the script can't run in a worker; no part of it has run.
     """
     reason = _why_cold(command)
     if reason is not None:
@@ -162,13 +162,13 @@ def _run(command: Command, numbers: list[int]) -> int:
         for number in signal.valid_signals()
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
-    heard = _FORWARDED | {signal.SIGIO}  # also what is ignored here: the script may ask for it
+    heard = _FORWARDED | {signal.SIGIO}  # also signals that are ignored here: the script may handle them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     try:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Gone):
                 return _ask(command, numbers, parent, ignored, blocked, heard)
-        raise Cold("the fork server ended each time that it was asked; its log may say why")
+        raise Cold("the fork server ended at every request; its log may say why")
     except Cold:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         raise
@@ -238,11 +238,11 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
     """Passes signals on until the worker has ended.
 
     Returns:
-        How it has ended, as `os.wait` says it.
+        The worker's status, as `os.wait` returns it.
 
     Raises:
-        Gone: the server has ended, or lets another one do it, before it took the request on.
-        Cold: the server won't do it.
+        Gone: the server has ended, or gave way to another server, before it accepted the request.
+        Cold: the server refused.
     """
     inbox = wire.Inbox(connection)
     connection.setblocking(False)
@@ -274,7 +274,7 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
                 if signal.getsignal(info.si_signo) == signal.SIG_IGN:
                     continue
                 _die_by(info.si_signo)
-            # A launcher signals the process group of what it has started; the worker's is another one.
+            # A launcher signals the process group of its child; the worker is in another group.
             group = info.si_pid == parent and "TORCHELASTIC_RUN_ID" in os.environ
             with contextlib.suppress(OSError):
                 wire.send(connection, {"what": "signal", "signal": info.si_signo, "group": group})
@@ -291,7 +291,7 @@ def _lost(place: int, name: str) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends as the worker has."""
+    """Ends like the worker."""
     if os.WIFSIGNALED(status):
         _die_by(os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
@@ -303,7 +303,7 @@ def _die_by(number: int) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    os._exit(128 + number)  # its first process survives any signal of a container
+    os._exit(128 + number)  # a container's first process survives any signal
 
 
 # --- servers, by hand -------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def _stand_by(command: Command) -> int:
     with place_of(command.arena_dir) as place, locked(place):
         name = identity.server_name(preloads(command), None)
         if is_there(place, name):
-            print("ecemb-run: a fork server waits already")
+            print("ecemb-run: a fork server already waits")
             return 0
         try:
             start(place, name, command, _descriptors(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
@@ -329,7 +329,7 @@ def _stand_by(command: Command) -> int:
 
 
 def _stop(command: Command) -> int:
-    """Lets all servers of this user end."""
+    """Ends all servers of this user."""
     found = 0
     with place_of(command.arena_dir) as place:
         for entry in sorted(os.listdir(place)):
@@ -356,7 +356,7 @@ def _stop(command: Command) -> int:
 
 
 def _script_folder(command: Command) -> str | None:
-    """What the interpreter puts first into sys.path; None if nothing."""
+    """The folder that the interpreter puts first into sys.path; None if there is none."""
     if getattr(sys.flags, "safe_path", False) or sys.flags.isolated:
         return None
     if command.is_module:
@@ -378,14 +378,14 @@ def _is_archive(path: str) -> bool:
 
 
 def _descriptors() -> list[int]:
-    """What this process was started with and passes on, in order."""
+    """The descriptors that this process was started with and passes on, in order."""
     found: list[int] = []
     try:
         numbers = os.listdir("/proc/self/fd")
     except OSError:
         return [0, 1, 2]
     for number in sorted(map(int, numbers)):
-        with contextlib.suppress(OSError):  # the one by which they were listed is closed
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             if os.get_inheritable(number):
                 found.append(number)
     return found

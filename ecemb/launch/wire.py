@@ -1,6 +1,6 @@
 """Messages between the command and its fork server, on a stream socket.
 
-A message is one JSON object behind its length; descriptors travel with its first byte. Nothing is ever
+A message is one JSON object after its length; descriptors travel with its first byte. Nothing is ever
 unpickled. Both ends check that the other is of the same user before a message is read.
 """
 
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 MOST_DESCRIPTORS = 250
-"""In one message; the kernel takes 253."""
+"""Descriptors in one message; the kernel takes 253."""
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
@@ -28,7 +28,7 @@ def check_peer(connection: socket.socket) -> None:
     """Returns if the process at the other end, or the one that made its listener, is this user's.
 
     Raises:
-        Foreign: it isn't.
+        Foreign: it belongs to another user.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
@@ -49,10 +49,10 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
 
 
 class Inbox:
-    """What has come on a connection.
+    """The bytes that have come on a connection.
 
     Attributes:
-        descriptors: that came and nobody has taken yet; the taker closes them.
+        descriptors: received descriptors that no caller has taken; the taker closes them.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -61,7 +61,7 @@ class Inbox:
         self.descriptors: list[int] = []
 
     def read(self) -> bool:
-        """Takes in what has come.
+        """Reads the bytes that have come.
 
         Returns:
             False once the other end is gone.
@@ -80,10 +80,10 @@ class Inbox:
         return bool(data)
 
     def take(self) -> dict[str, object] | None:
-        """The next whole message; None if there is none yet.
+        """The next complete message; None if there is none yet.
 
         Raises:
-            ValueError: what came is no message.
+            ValueError: the bytes are not a message.
         """
         if len(self._bytes) < _LENGTH.size:
             return None

@@ -1,8 +1,8 @@
-"""What a forked process makes of itself before it runs a script, and how it runs it.
+"""The forked process: its setup before it runs a script, and the run.
 
-Owns everything by which a process that was forked from a server could differ from one that the interpreter
-started: descriptors, environment, folder, signals, limits of its own, streams, seeds, `__main__`. The fork
-server's own stack is left before the script begins, and no frame of ours is in its tracebacks.
+Owns every property by which a process forked from a server could differ from one that the interpreter
+started: descriptors, environment, folder, signals, its own limits, streams, seeds, `__main__`. The fork
+server's own stack is left before the script begins, and no frame of ecemb's is in its tracebacks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from . import processes
 
 
 class Request:
-    """What a worker is to be; the stub's own properties, mostly.
+    """The description of a worker; mostly the stub's own properties.
 
     Args:
         message: as `stub` sends it.
-        descriptors: that came with it, in the order of the message's.
+        descriptors: the message's descriptors, in its order.
     """
 
     def __init__(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -52,10 +52,10 @@ class Request:
 
 
 def become(request: Request, server: int, changed: Mapping[str, str | None]) -> None:
-    """Turns a process that was just forked, with all signals blocked, into what was asked for.
+    """Turns a process that was just forked, with all signals blocked, into the requested worker.
 
     Args:
-        request: what was asked for. Its descriptors are closed.
+        request: the description. Its descriptors are closed.
         server: process that this one was forked from; all that it alone had open is closed already.
         changed: variables that imports have set, or removed (None), as they would have done here.
     """
@@ -101,7 +101,7 @@ def _take_descriptors(request: Request) -> None:
         os.fchdir(request.folder)
     finally:
         os.close(request.folder)
-    # Out of the way first: a number may be wanted that another one has still.
+    # First move descriptors away: a wanted number may still belong to another descriptor.
     above = 1 + max([*request.numbers, *request.descriptors, 2])
     moved = [_move(descriptor, above) for descriptor in request.descriptors]
     for number in {0, 1, 2} - set(request.numbers):
@@ -118,9 +118,9 @@ def _move(descriptor: int, least: int) -> int:
 
 
 def _open_streams(*, unbuffered: bool) -> None:
-    """Makes the standard streams as the interpreter would on what is open there now.
+    """Makes the standard streams for the present descriptors, as the interpreter would.
 
-    Log handlers that imports have made on a stream of the server go on with the one in its place.
+    Log handlers that imports have made on a stream of the server continue with the stream in its place.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, name)
@@ -162,8 +162,8 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _seed_anew() -> None:
-    """Seeds by chance whatever an import has seeded by chance; what is seeded by a constant stays."""
-    random.seed()  # what every fork does; but an import may have made it do otherwise
+    """Seeds each generator randomly that an import has seeded randomly; constant seeds stay."""
+    random.seed()  # every fork does so, unless an import has changed that
     modules = sys.modules
     if "numpy.random" in modules:
         modules["numpy.random"].seed()
@@ -174,11 +174,11 @@ def _seed_anew() -> None:
 
 
 class Work:
-    """A script that is to run as `__main__`.
+    """A script to run as `__main__`.
 
     Args:
         target: its path, or a module's name.
-        arguments: behind its name.
+        arguments: the words after its name.
         is_module: whether `target` is a module's name.
     """
 
@@ -192,7 +192,7 @@ class Work:
 
         Raises:
             SystemExit: the script's own, or 1 after it has raised.
-            KeyboardInterrupt: after the script's own was shown, so that this process ends by the signal.
+            KeyboardInterrupt: after the script's own was shown, so that the signal ends this process.
         """
         try:
             self._run()
@@ -231,7 +231,7 @@ class Work:
 
 
 def is_importable(path: str) -> bool:
-    """Whether modules can be imported from a path: then its `__main__` is what is run."""
+    """Whether modules can be imported from a path: then python runs its `__main__`."""
     for hook in sys.path_hooks:
         try:
             hook(path)
@@ -242,7 +242,7 @@ def is_importable(path: str) -> bool:
 
 
 def _show(error: BaseException) -> None:
-    """Shows what a script has raised as the interpreter would, without the frames that are ours."""
+    """Shows a script's error as the interpreter would, without ecemb's frames."""
     trace = error.__traceback__ = _without_ours(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):

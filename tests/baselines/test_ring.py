@@ -1,4 +1,4 @@
-"""Rotating parity: everybody keeps as much, and any r ranks may be lost."""
+"""Rotating parity: every rank keeps as much, and any r ranks may be lost."""
 
 from __future__ import annotations
 

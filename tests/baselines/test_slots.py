@@ -6,10 +6,10 @@ import itertools
 from pathlib import Path
 
 import pytest
-from kills import cut_off
 
 from baselines import slots as slots_
 from baselines.slots import Slots, Stamp
+from support.killed_child import cut_off
 
 
 def keep(slots: Slots, name: str, stamp: Stamp, content: list[int]) -> None:

@@ -13,14 +13,18 @@ import torch
 
 from baselines.check_n_run.policy import POLICIES
 from baselines.check_n_run.quantize_scheme import EXACT, Scheme
-from bench import check_n_run, check_n_run_quality, check_n_run_stall, check_n_run_volumes, tables
-from bench.check_n_run_access import LOCALITY, LONG, Law, Pattern, binned, patterns
-from bench.check_n_run_quality import Pair, moments, restore, trained
-from bench.check_n_run_stall import Block, Order, Told
-from bench.check_n_run_volumes import STATES, Look, Volumes, alone, checkpointed
-from bench.click_training import Model
-from bench.data_planted import draw
-from bench.result import Arguments, Row, WrongResult, document, write
+from bench.harness.result import Arguments, Row, WrongResult, document, write
+from bench.questions.check_n_run import quality as check_n_run_quality
+from bench.questions.check_n_run import question as check_n_run
+from bench.questions.check_n_run import stall as check_n_run_stall
+from bench.questions.check_n_run import volumes as check_n_run_volumes
+from bench.questions.check_n_run.access import LOCALITY, LONG, Law, Pattern, binned, patterns
+from bench.questions.check_n_run.quality import Pair, moments, restore, trained
+from bench.questions.check_n_run.stall import Block, Order, Told
+from bench.questions.check_n_run.volumes import STATES, Look, Volumes, alone, checkpointed
+from bench.report import pages, tables
+from bench.workloads.click_training import Model
+from bench.workloads.planted import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own
 WRITERS = (check_n_run_stall.SYNCHRONOUS, "DCP, asynchronous", "check-n-run intermittent, 4 bits, thread")
@@ -126,7 +130,7 @@ def test_what_is_wrong_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(check_n_run_volumes, "manifest_path", lambda name: f"{name}.other")
         with pytest.raises(WrongResult, match="store differs"):
             checkpointed(script, [], "full")
-    monkeypatch.setattr("bench.check_n_run_access.CLOSE", 1e-4)
+    monkeypatch.setattr("bench.questions.check_n_run.access.CLOSE", 1e-4)
     with pytest.raises(WrongResult, match="locality 2021: a bin's share is off"):
         patterns()
 
@@ -230,9 +234,9 @@ def test_ranks_waits_are_the_longest_and_their_work_is_added_up() -> None:
 def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:
     answer = document("check_n_run", Arguments(), rows)
     write(tmp_path / "check_n_run.json", answer)
-    page = tmp_path / "docs" / "measurements.md"
-    tables.write(tmp_path, page)
-    file, _, painted = tables.PICTURES["check_n_run"]
+    pages.write(tmp_path)
+    page = tmp_path / "results" / "check_n_run.md"
+    file, _, painted = pages.PICTURES["check_n_run"]
     written = page.read_text(encoding="utf-8")
     assert f"]({file})" in written and "_of_interval" not in written
     shown = {metric for sheet in tables.SHEETS["check_n_run"] for metric in sheet}

@@ -9,15 +9,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from click_files import criteo, movielens, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import clicks, data_criteo, data_movielens
-from bench.clicks import Format, Tally, lines, stream, take
-from bench.data_criteo import CRITEO
-from bench.data_movielens import MOVIELENS
-from bench.result import BadFile
+from bench.harness.result import BadFile
+from bench.workloads import clicks
+from bench.workloads import criteo as criteo_format
+from bench.workloads import movielens as movielens_format
+from bench.workloads.clicks import Format, Tally, lines, stream, take
+from bench.workloads.criteo import CRITEO
+from bench.workloads.movielens import MOVIELENS
+from support.click_files import criteo, movielens, written
 
 SIZE = {"steps": 10, "batch": 8, "held_out": 40}
 """120 samples."""
@@ -26,7 +28,7 @@ SIZE = {"steps": 10, "batch": 8, "held_out": 40}
 def test_a_line_of_criteo() -> None:
     integers = ["", "-1", "7", *["0"] * 10]
     line = "\t".join(["1", *integers, "68fd1e64", "", *["0000000a"] * 24])
-    sample = data_criteo.parse(line.encode())
+    sample = criteo_format.parse(line.encode())
     assert sample.click == 1.0
     assert sample.integers == [0.0, 0.0, math.log(8), *[0.0] * 10]
     assert sample.ids == [0x68FD1E64, -1, *[10] * 24]
@@ -52,12 +54,12 @@ def test_lines_that_are_none_of_criteo(place: int, field: str, said: str) -> Non
     fields = criteo(1)[0].split("\t")
     fields[place] = field
     with pytest.raises(ValueError, match=said):
-        data_criteo.parse("\t".join(fields).encode())
+        criteo_format.parse("\t".join(fields).encode())
 
 
 def test_a_line_of_movielens() -> None:
-    assert data_movielens.parse(b"196\t242\t3\t881250949") == (0.0, (1.0,), (196, 242))
-    assert data_movielens.parse(b"196\t242\t4\t881250949").click == 1.0
+    assert movielens_format.parse(b"196\t242\t3\t881250949") == (0.0, (1.0,), (196, 242))
+    assert movielens_format.parse(b"196\t242\t4\t881250949").click == 1.0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_line_of_movielens() -> None:
 )
 def test_lines_that_are_none_of_movielens(line: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        data_movielens.parse(line)
+        movielens_format.parse(line)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from bench import compare, compare_picture, compare_rows, tables
-from bench.compare import FULL, QUICK, RULES, Scale
-from bench.compare_rank import Order, learnable
-from bench.compare_rows import Told
-from bench.method import Account, Costs, Done, Life, Promise
-from bench.methods import METHODS, ScaledJob
-from bench.overhead_models import Batch
-from bench.result import Incomplete, WrongResult
-from bench.torchrun import LaunchFailed
+from baselines.method import Costs, Promise
+from bench.harness.result import Incomplete, WrongResult
+from bench.harness.torchrun import LaunchFailed
+from bench.methods.ledger import Account, Done, Life
+from bench.methods.registry import METHODS, ScaledJob
+from bench.questions.compare import families
+from bench.questions.compare import picture as compare_picture
+from bench.questions.compare import question as compare
+from bench.questions.compare import rows as compare_rows
+from bench.questions.compare.question import FULL, QUICK, RULES, Scale
+from bench.questions.compare.rank import Order, learnable
+from bench.questions.compare.rows import Told
+from bench.report import summary, tables
+from bench.report.headlines import Unknown
+from bench.workloads.models import Batch
 
 ORDER = Order(
     engine="sparse",
@@ -224,16 +230,39 @@ def test_each_method_has_its_own_rule() -> None:
     assert set(RULES.values()) < set(rules.values())
 
 
-def test_the_picture_has_a_number_for_each_method() -> None:
-    rows: list[Any] = []
-    for engine in ("sparse", "torchrec"):
-        for method in ("ecemb (4, 3)", "full files"):
-            labels = {"engine": engine, "method": method}
-            rows += [row.to_json() for row in compare_rows.rows_of(told(), told(), 1, labels)]
+def compared() -> list[dict[str, Any]]:
+    """Rows of two engines, with a control that is quieter on `sparse`."""
+    rows: list[dict[str, Any]] = []
+    for engine, noise in (("sparse", 3.0), ("torchrec", 30.0)):
+        for method, overhead in (("nothing", noise), ("ecemb (4, 3)", 10.0), ("full files", -2.0)):
+            labels = {"engine": engine, "method": method, "ranks": 4}
+            found = [row.to_json() for row in compare_rows.rows_of(told(), told(), 1, labels)]
+            for row in found:
+                if row["metric"] == families.OVERHEAD:
+                    row |= {"value": overhead, "low": overhead - 0.5, "high": overhead + 0.5}
+            rows += found
+    return rows
+
+
+def test_the_picture_names_the_families_of_the_quietest_engine() -> None:
+    rows = compared()
+    assert families.quiet_engine(rows) == "sparse" and families.noise_pct(rows, "sparse") == 3.5
+    assert families.noise_pct(rows, "none") == 0
     drawn = compare_picture.draw(rows)
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
-    assert {"1 ecemb (4, 3)", "2 full files", "engine sparse", "engine torchrec"} <= set(texts)
-    assert texts.count("1") >= 4 and drawn == compare_picture.draw(rows)
+    assert {"ecemb", "full checkpoints", "too small"} <= set(texts) and "live copies" not in texts
+    assert drawn == compare_picture.draw(rows)
+
+
+def test_overheads_below_the_controls_are_not_told() -> None:
+    documents = [{"question": "compare", "rows": compared()}]
+    shown = summary.methods(documents)
+    assert "| **ecemb**, commit in each step | 10 % (9.5 to 10) |" in shown
+    assert "| full checkpoints | cannot tell |" in shown and "| no protection | 0 |" in shown
+    assert "differs from itself by up to 3.5 %" in shown
+    assert "| no step may run again" in summary.choices(documents)
+    with pytest.raises(Unknown):
+        summary.methods([])
 
 
 def test_metrics_share_a_table() -> None:

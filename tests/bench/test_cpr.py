@@ -12,12 +12,17 @@ import torch
 
 from baselines.cpr.priority import PRIORITIES
 from baselines.cpr.setups import KAGGLE, sweeps
-from bench import click_training, cpr, cpr_overhead, cpr_picture, cpr_quality, tables
-from bench.click_training import Failure
-from bench.cpr_quality import PRODUCTIVE, SETTINGS, Pair, mean, slopes_of
-from bench.cpr_training import train
-from bench.data_planted import ROWS, draw
-from bench.result import Arguments, Row, WrongResult, document, write
+from bench.harness.result import Arguments, Row, WrongResult, document, write
+from bench.questions.cpr import overhead as cpr_overhead
+from bench.questions.cpr import picture as cpr_picture
+from bench.questions.cpr import quality as cpr_quality
+from bench.questions.cpr import question as cpr
+from bench.questions.cpr.quality import PRODUCTIVE, SETTINGS, Pair, mean, slopes_of
+from bench.questions.cpr.training import train
+from bench.report import pages
+from bench.workloads import click_training
+from bench.workloads.click_training import Failure
+from bench.workloads.planted import ROWS, draw
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +134,8 @@ def test_auc() -> None:
 def test_the_page_and_the_picture(rows: list[Row], tmp_path: Path) -> None:
     answer = document("cpr", Arguments(), rows)
     write(tmp_path / "cpr.json", answer)
-    page = tmp_path / "docs" / "results.md"
-    tables.write(tmp_path, page)
+    pages.write(tmp_path)
+    page = tmp_path / "results" / "cpr.md"
     written = page.read_text(encoding="utf-8")
     assert "](quality-against-pls.svg)" in written and "| published | formula |" in written
     assert "of_pair" not in written

@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import drift, drift_picture
-from bench.result import Arguments, Row, WrongResult
-from ecemb.code import Code
+from bench.harness.result import Arguments, Row, WrongResult
+from bench.questions.drift import picture as drift_picture
+from bench.questions.drift import question as drift
+from ecemb.coding.code import Code
 
 
 def chosen(rows: list[Row], metric: str, method: str) -> list[Row]:

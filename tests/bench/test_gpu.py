@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from bench import devices, gpu, gpu_kernels, gpu_step, overhead_rank
-from bench.devices import APART, CUDA
-from bench.gpu import Part
-from bench.overhead import Scale
-from bench.overhead_rank import BARE, PROTECTED
-from bench.ranks import RankFailed
-from bench.result import Arguments, Incomplete, Row, Unavailable, WrongResult, once
-from ecemb.code import Code
+from bench.harness import devices
+from bench.harness.devices import APART, CUDA
+from bench.harness.ranks import RankFailed
+from bench.harness.result import Arguments, Incomplete, Row, Unavailable, WrongResult, once
+from bench.questions.gpu import kernels as gpu_kernels
+from bench.questions.gpu import question as gpu
+from bench.questions.gpu import step as gpu_step
+from bench.questions.gpu.question import Part
+from bench.questions.overhead.question import Scale
+from bench.workloads import training_rank
+from bench.workloads.training_rank import BARE, PROTECTED
+from ecemb.coding.code import Code
 
 
 def test_kernels_run_interpreted() -> None:
@@ -29,7 +33,6 @@ def test_kernels_run_interpreted() -> None:
     assert {row.metric for row in rows} == {
         *("copy_gb_per_s", "multiply_add_gb_per_s", "multiply_add_over_copy"),
         *("fetch_ms", "fetch_over_copy", "put_gb_per_s", "put_over_copy"),
-        *("commit_ms", "commit_phase_ms", "device_over_host"),
     }
     assert all(row.value > 0 for row in rows)
 
@@ -110,13 +113,13 @@ def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes = {"/dev/shm": 5 << 30, "/disk": 40 << 30}
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free_bytes[folder]))
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/disk")
-    monkeypatch.setattr("ecemb.space.machine_limit", lambda: None)
+    monkeypatch.setattr("ecemb.arena.capacity.machine_limit", lambda: None)
     full = dataclasses.replace(gpu_step.FULL, device=APART)
     tables_bytes = 26 * 1_000_000 * 128 * 4 * 4 / 3
     assert tables_bytes / 4 > 0.8 * (5 << 30) > tables_bytes / 8
     scale = gpu_step.fitting(full, gpu_step.SHARED)  # in memory, though the disk would have all
     assert (scale.rows, scale.arena_dir) == (125_000, "/dev/shm")
-    monkeypatch.setattr("ecemb.space.machine_limit", lambda: SimpleNamespace(free_bytes=2 << 30))
+    monkeypatch.setattr("ecemb.arena.capacity.machine_limit", lambda: SimpleNamespace(free_bytes=2 << 30))
     assert gpu_step.fitting(full, gpu_step.SHARED).rows == 62_500
     free_bytes["/dev/shm"] = 64 << 20
     scale = gpu_step.fitting(full, gpu_step.SHARED)
@@ -126,12 +129,12 @@ def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_with_other_bits_fold_to_something_else() -> None:
     table = torch.rand(50, 3)
-    folded = overhead_rank.folded(table)
+    folded = training_rank.folded(table)
     assert folded.shape == (50,) and len(set(folded.tolist())) == 50
     other = table.clone()
     other[7, 1] = -other[7, 1]
     other[9] = other[9, [1, 0, 2]]
-    changed = folded != overhead_rank.folded(other)
+    changed = folded != training_rank.folded(other)
     assert changed.nonzero().flatten().tolist() == [7, 9]
 
 

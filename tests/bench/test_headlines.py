@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench import headlines
-from bench.result import Arguments, Row, document, once, summary
+from bench.harness.result import Arguments, Row, document, once, summary
+from bench.report import headlines
 
 WALL = {headlines.OURS: 4.0, headlines.FILES: 16.0}
 
@@ -47,7 +47,7 @@ def test_lines_say_ours_and_why() -> None:
     assert all(len(line) == len(headlines.HEADS) for line in lines)
     here = [line[2] for line in lines]
     read = "(nothing against itself: 1 %, -5 to 2 %"
-    assert here[0] == f"4 % {read}: too much to tell) / 8 % {read})"
+    assert here[0] == f"4 % {read}: cannot tell) / 8 % {read})"
     assert here[1] == f"75 % {read}) / 75 % {read})"
     assert here[3:5] == ["8.33 % -> 0.5 %, 8 % -> 0.6 %", "58 to 93 %"]
     assert "7x / 3.5x" in here

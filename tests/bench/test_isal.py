@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from bench import isal
-from ecemb.code import Code, multiply
+from bench.harness import isal
+from ecemb.coding.code import Code, multiply
 
 
 @pytest.fixture

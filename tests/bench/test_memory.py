@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bench import memory
-from bench.memory import MIB, Held, Scale
-from bench.result import Row, WrongResult
-from ecemb.code import Code
+from bench.harness.result import Row, WrongResult
+from bench.questions.memory import question as memory
+from bench.questions.memory.question import MIB, Held, Scale
+from ecemb.coding.code import Code
 
 CODE = Code(4, 3)
 SCALE = Scale(table_bytes=96 * MIB, batches=(2048, 8192), steps=2, timeout_s=120)

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from bench.method import Account, Costs, Failure, Promise, Training, account, live, total
+from baselines.method import Costs, Promise, Training, total
+from bench.methods.ledger import Account, account
+from bench.methods.life import Failure, live
 
 
 class Scripted:
-    """A method that begins where it is told to, and counts what it is told to."""
+    """A method that begins where it is asked to, and counts what it is asked to."""
 
     promise = Promise(bit_identical=False, steps_again=None)
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import overhead, overhead_rank
-from bench.overhead import QUICK, Scale, sparse_heavy
-from bench.overhead_rank import BARE, METHODS, PROTECTED, REPLICATION, Order
-from bench.result import Arguments, Row, WrongResult
-from ecemb.code import Code
+from bench.harness.result import Arguments, Row, WrongResult
+from bench.questions.overhead import question as overhead
+from bench.questions.overhead.question import QUICK, Scale, sparse_heavy
+from bench.workloads import training_rank
+from bench.workloads.training_rank import BARE, METHODS, PROTECTED, REPLICATION, Order
+from ecemb.coding.code import Code
 
 CODE = Code(4, 3)
 ORDER = Order(
@@ -77,7 +78,7 @@ def test_twins_stay_the_same_and_their_cost_is_told(
 
 def test_batches_are_the_same_again_and_skewed() -> None:
     order = dataclasses.replace(ORDER, rows=1000, batch=500)
-    first, again, other = (overhead_rank.draw(order, rank, 2) for rank in (0, 0, 1))
+    first, again, other = (training_rank.draw(order, rank, 2) for rank in (0, 0, 1))
     assert first[1].ids.equal(again[1].ids) and first[1].integers.equal(again[1].integers)
     assert not first[0].ids.equal(first[1].ids) and not first[0].ids.equal(other[0].ids)
     for table in range(order.tables):
@@ -90,12 +91,12 @@ def test_batches_are_the_same_again_and_skewed() -> None:
 
 
 def test_each_twin_has_each_place_equally_often() -> None:
-    turns = overhead_rank.turns(9, seed=1)
-    assert turns == overhead_rank.turns(9, seed=1)
+    turns = training_rank.turns(9, seed=1)
+    assert turns == training_rank.turns(9, seed=1)
     for at in range(0, 9, 3):
         for place in zip(*turns[at : at + 3], strict=True):
             assert set(place) == set(METHODS)
-    assert len(overhead_rank.turns(4, seed=1)) == 4
+    assert len(training_rank.turns(4, seed=1)) == 4
 
 
 ANSWER = {

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import performance, picture, tables
-from bench.result import Arguments, Row, document, once, summary, write
+from bench import RESULTS
+from bench.harness.result import Arguments, Row, document, once, summary, write
+from bench.questions.profile import picture
+from bench.report import figures, tables
 
 SPANS = (
     ("step", 0.0, 50.0),
@@ -30,47 +32,47 @@ def timeline(code: str, slower: float = 1) -> list[Row]:
 
 
 PROFILE = document("profile", Arguments(), [*timeline("(4, 3)"), *timeline("(4, 2)", 3)])
-WIRE = document(
-    "wire",
+COSTS = document(
+    "compare",
     Arguments(),
     [
-        summary("saved_pct", "%", [-1, 2, 3], network_gbit=1, packing="a"),
-        summary("saved_pct", "%", [-7], network_gbit=1, packing="b"),
-        once("pays", "0 or 1", 0, network_gbit=1, packing="a"),
+        summary("saved_pct", "%", [-1, 2, 3], network_gbit=1, method="a"),
+        summary("saved_pct", "%", [-7], network_gbit=1, method="b"),
+        once("pays", "0 or 1", 0, network_gbit=1, method="a"),
     ],
 )
 
 
 def test_the_page_has_the_figures_that_the_results_give() -> None:
-    documents = tables.load(tables.RESULTS)
-    for page in performance.PAGES:
+    documents = tables.load(RESULTS)
+    for page in figures.PAGES:
         written = page.read_text(encoding="utf-8")
-        assert written == performance.fill(written, documents), "run `python -m bench report`"
-    drawn = performance.PAGES[0].with_name(performance.PICTURE).exists()
-    assert drawn == bool(performance.of(documents, "profile")), "run `python -m bench report`"
+        assert written == figures.fill(written, documents), "run `python -m bench report`"
+    drawn = figures.PAGES[0].with_name(figures.PICTURE).exists()
+    assert drawn == bool(figures.of(documents, "profile")), "run `python -m bench report`"
 
 
 def test_figures_are_replaced_and_text_stays() -> None:
-    page = "before\n<!-- table: wire saved_pct pays -->\nold\n<!-- end -->\nafter\n"
-    filled = performance.fill(page, [WIRE])
-    assert filled.startswith("before\n<!-- table: wire saved_pct pays -->\n\n**`saved_pct`**, %\n")
+    page = "before\n<!-- table: compare saved_pct pays -->\nold\n<!-- end -->\nafter\n"
+    filled = figures.fill(page, [COSTS])
+    assert filled.startswith("before\n<!-- table: compare saved_pct pays -->\n\n**`saved_pct`**, %\n")
     assert "| 2 (-1 to 3) | -7 |" in filled
     assert "\n\nAll with network_gbit 1. Measured on " in filled
     assert filled.endswith("\n\n<!-- end -->\nafter\n")
-    assert performance.fill(filled, [WIRE]) == filled
+    assert figures.fill(filled, [COSTS]) == filled
 
 
 def test_what_is_not_measured_yet_is_said() -> None:
-    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- table: wire pays -->\n<!-- end -->\n"
-    filled = performance.fill(page, [])
+    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- table: compare pays -->\n<!-- end -->\n"
+    filled = figures.fill(page, [])
     assert filled.count("Not measured yet: `python -m bench ") == 2
-    assert "![One step of one rank](protected-step.svg)" in performance.fill(filled, [PROFILE])
+    assert "![One step of one rank](protected-step.svg)" in figures.fill(filled, [PROFILE])
 
 
 def test_results_without_what_the_page_shows() -> None:
-    page = "<!-- table: wire wire_ratio pays -->\n<!-- end -->\n"
-    with pytest.raises(tables.BadResult, match=r"answer to wire has no \['wire_ratio'\]: ask it again"):
-        performance.fill(page, [WIRE])
+    page = "<!-- table: compare recovery_s pays -->\n<!-- end -->\n"
+    with pytest.raises(tables.BadResult, match=r"answer to compare has no \['recovery_s'\]: ask it again"):
+        figures.fill(page, [COSTS])
 
 
 def test_the_picture_is_written_beside_the_page(tmp_path: Path) -> None:
@@ -78,11 +80,11 @@ def test_the_picture_is_written_beside_the_page(tmp_path: Path) -> None:
     page.parent.mkdir()
     page.write_text("<!-- picture: profile -->\n<!-- end -->\n")
     write(tmp_path / "profile.json", PROFILE)
-    performance.write(tmp_path, [page])
-    drawn = page.with_name(performance.PICTURE).read_text(encoding="utf-8")
-    performance.write(tmp_path, [page])
-    assert drawn == page.with_name(performance.PICTURE).read_text(encoding="utf-8")
-    assert sorted(path.name for path in page.parent.iterdir()) == ["performance.md", performance.PICTURE]
+    figures.write(tmp_path, [page])
+    drawn = page.with_name(figures.PICTURE).read_text(encoding="utf-8")
+    figures.write(tmp_path, [page])
+    assert drawn == page.with_name(figures.PICTURE).read_text(encoding="utf-8")
+    assert sorted(path.name for path in page.parent.iterdir()) == ["performance.md", figures.PICTURE]
 
 
 def test_the_picture_shows_the_first_codes_spans() -> None:

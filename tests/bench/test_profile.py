@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench import profile, tables
-from bench.profile import LEAST, MOVED, OWN, PASSES, PHASES, QUICK, STEP, TRAINING
-from bench.profile_rank import OURS, Span, steps_of
-from bench.result import Row, WrongResult
-from ecemb.code import Code
+from bench.harness.result import Row, WrongResult
+from bench.questions.profile import question as profile
+from bench.questions.profile.question import LEAST, MOVED, OWN, PASSES, PHASES, QUICK, STEP, TRAINING
+from bench.questions.profile.rank import OURS, Span, steps_of
+from bench.report import tables
+from ecemb.coding.code import Code
 
 
 @pytest.mark.parametrize("engine", ["sparse", "torchrec"])

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from click_files import criteo, written
 from torch import Tensor
 
 from bench import __main__ as command
-from bench import data_planted, quality, tables
-from bench.click_training import Failure, Model, train
-from bench.clicks import Clicks, Data, take
-from bench.data_criteo import CRITEO
-from bench.quality import Size, same, trained
-from bench.quality_coded import Coded
-from bench.quality_methods import IDENTICAL, UNDISTURBED, Nothing, Rollback, methods
-from bench.result import Arguments, Row, WrongResult, document, write
-from ecemb.code import Code
+from bench.harness.result import Arguments, Row, WrongResult, document, write
+from bench.questions.quality import question as quality
+from bench.questions.quality.coded import Coded
+from bench.questions.quality.methods import IDENTICAL, UNDISTURBED, Nothing, Rollback, methods
+from bench.questions.quality.question import Size, same, trained
+from bench.report import pages, tables
+from bench.workloads import planted
+from bench.workloads.click_training import Failure, Model, train
+from bench.workloads.clicks import Clicks, Data, take
+from bench.workloads.criteo import CRITEO
+from ecemb.coding.code import Code
 from ecemb.errors import CodeError
+from support.click_files import criteo, written
 
 SMALL = Size(steps=12, batch=32, held_out=400, seeds=2)
 
@@ -146,12 +148,12 @@ def check(rows: list[Row]) -> None:
 
 def test_the_answer_on_planted_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "QUICK", SMALL)
-    monkeypatch.setattr(data_planted, "ROWS", (500, 3, 40, 2000))
+    monkeypatch.setattr(planted, "ROWS", (500, 3, 40, 2000))
     rows = quality.run(Arguments(quick=True))
     check(rows)
     assert {row.labels["data"] for row in rows} == {quality.PLANTED}
     write(tmp_path / "quality.json", document("quality", Arguments(), rows))
-    page = tables.render(tables.load(tmp_path))
+    page = pages.render(tables.load(tmp_path))["results/quality.md"]
     assert "check-n-run, 2 bits" in page and "`auc_lost`" in page
 
 
@@ -183,7 +185,7 @@ def test_a_model_learns_what_is_in_a_file(data: Data) -> None:
 def test_what_is_asked_of_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert command.OF_DATA["quality"] == tuple(quality.FORMATS)
     for words, said in (
-        (["wire", "--data", "criteo", "x"], "wire is not asked of data in the format 'criteo': []"),
+        (["drift", "--data", "criteo", "x"], "drift is not asked of data in the format 'criteo': []"),
         (["quality", "--data", "netflix", "x"], "format 'netflix': ['criteo', 'movielens']"),
         (["quality", "--data", "criteo"], "--data: expected 2 arguments"),
         (["quality", "--data", "movielens", str(tmp_path / "u.data")], "No such file or directory"),

@@ -7,10 +7,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from bench import quantization, quantization_picture, quantization_rivals, tables
-from bench.quantization_rivals import FBGEMM, SCIKIT_LEARN, TORCH, TORCHAO, scikit_learn
-from bench.quantization_tables import MET, trained
-from bench.result import Arguments, Row, WrongResult, document
+from bench.harness.result import Arguments, Row, WrongResult, document
+from bench.questions.quantization import picture as quantization_picture
+from bench.questions.quantization import question as quantization
+from bench.questions.quantization import rivals as quantization_rivals
+from bench.questions.quantization.rivals import FBGEMM, SCIKIT_LEARN, TORCH, TORCHAO, scikit_learn
+from bench.questions.quantization.tables import MET, trained
+from bench.report import pages
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_trained_rows_are_trained() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_table_and_dimension(rows: list[Row]) -> None:
-    file, _, draw = tables.PICTURES["quantization"]
+    file, _, draw = pages.PICTURES["quantization"]
     drawn = draw(document("quantization", Arguments(), rows)["rows"])
     assert draw is quantization_picture.draw and file.endswith(".svg")
     assert drawn == draw(document("quantization", Arguments(), rows)["rows"])

@@ -1,4 +1,4 @@
-"""Ranks are real processes with torchrun's environment; what ends them too early is told."""
+"""Ranks are real processes with torchrun's environment; what ends them too early is reported."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.ranks import Line, RankFailed, Ranks
+from bench.harness.ranks import Line, RankFailed, Ranks
 
 
 def say_where(line: Line, word: str) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    line.tell([word, os.getpid(), *(os.environ[name] for name in names)])
+    line.send([word, os.getpid(), *(os.environ[name] for name in names)])
     line.await_end()
 
 
@@ -25,11 +25,11 @@ def fail(line: Line, how: str) -> None:
         if how == "raise":
             raise ValueError("wrong on purpose")
         os._exit(3)
-    line.tell("fine")
+    line.send("fine")
 
 
 def fail_late(line: Line) -> None:
-    line.tell("fine")
+    line.send("fine")
     raise ValueError("wrong after all")
 
 

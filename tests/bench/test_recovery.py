@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_recovery, recovery, recovery_wire
-from bench.devices import APART
-from bench.recovery import MIB, PHASES, QUICK, TOTAL, Case, Life, Scale
-from bench.recovery_rank import BARE, PROTECTED
-from bench.result import Arguments, Incomplete, Row, WrongResult, once
-from bench.torchrun import LaunchFailed
-from ecemb.code import Code
-from ecemb.header import Constants, Header, State
-from ecemb.placement import Placement
+from bench.harness.devices import APART
+from bench.harness.result import Arguments, Incomplete, Row, WrongResult, once
+from bench.harness.torchrun import LaunchFailed
+from bench.questions.gpu import recovery as gpu_recovery
+from bench.questions.recovery import question as recovery
+from bench.questions.recovery import wire as recovery_wire
+from bench.questions.recovery.question import MIB, PHASES, QUICK, TOTAL, Case, Life, Scale
+from bench.questions.recovery.rank import BARE, PROTECTED
+from ecemb.arena.header import Constants, Header, State
+from ecemb.coding.code import Code
+from ecemb.coding.placement import Placement
 
 CASE = Case("memory", Code(4, 3), 2 * MIB, 1)
 SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=200.0, device=APART)

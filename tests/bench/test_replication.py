@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
 
-from bench.replication import Replication, distinct, joined, split
+from baselines.live_copies import Replication, joined, split
+from baselines.rows import distinct
+from support.processes import run_ranks
 
 
 def test_tables_that_lie_side_by_side_are_joined() -> None:

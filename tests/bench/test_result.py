@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from bench import __main__ as command
-from bench.result import Arguments, Row, document, once, summary, table, write
+from bench.harness.result import Arguments, Row, document, once, summary, table, write
 
 ROWS = [
     summary("update_ns_per_row", "ns", [3.0, 1.0, 2.5], kernel="cpu", r=2),
@@ -72,9 +72,9 @@ def test_the_command_asks_the_question_and_writes_the_answer(
         asked.append(arguments)
         return ROWS
 
-    module = ModuleType("bench.weather")
+    module = ModuleType("bench.questions.weather.question")
     monkeypatch.setattr(module, "run", run, raising=False)
-    monkeypatch.setitem(sys.modules, "bench.weather", module)
+    monkeypatch.setitem(sys.modules, "bench.questions.weather.question", module)
     monkeypatch.setitem(command.QUESTIONS, "weather", "whether it rains")
     command.main(["weather", "--quick", "--seed", "3", "--json", str(tmp_path / "raw.json")])
     assert asked == [Arguments(quick=True, seed=3)]

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
 
-from bench import scaling
-from bench.result import Row, WrongResult
-from bench.scaling import CODE, Scale
-from bench.scaling_rank import AGREEMENT, DELTAS, EMPTY, counting
-from ecemb.code import Code
-from ecemb.placement import Placement
+from bench.harness.result import Row, WrongResult
+from bench.questions.scaling import question as scaling
+from bench.questions.scaling.question import CODE, Scale
+from bench.questions.scaling.rank import AGREEMENT, DELTAS, EMPTY, counting
+from ecemb.coding.code import Code
+from ecemb.coding.placement import Placement
+from support.processes import run_ranks
 
 SCALE = Scale(ranks=(5,), rows=4000, batch=200, steps=1, timeout_s=120)
 

@@ -15,16 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baselines.cpr.emulation import emulate
-from baselines.cpr.job import Job as CprJob
+from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import Costs, Policy
+from bench import RESULTS
 from bench import __main__ as command
-from bench import performance, simulate, simulate_checks, simulate_methods, simulate_picture, tables
-from bench.result import Arguments, BadFile, Row, WrongResult
-from bench.simulate_faults import Fault, drawn, episodes, read, replayed, sets_by_size
-from bench.simulate_training import Method, train
-from ecemb.code import Code
-from ecemb.odds import Odds
-from ecemb.placement import Placement
+from bench.harness.result import Arguments, BadFile, Row, WrongResult
+from bench.questions.simulate import checks as simulate_checks
+from bench.questions.simulate import methods as simulate_methods
+from bench.questions.simulate import picture as simulate_picture
+from bench.questions.simulate import question as simulate
+from bench.questions.simulate.faults import Fault, drawn, episodes, read, replayed, sets_by_size
+from bench.questions.simulate.training import Method, train
+from bench.report import figures, tables
+from ecemb.coding.code import Code
+from ecemb.coding.placement import Placement
+from ecemb.planning.data_loss import Odds
 
 JOB = replace(simulate.JOB, hosts=32, rack_hosts=4, mtbf_h=1.0)
 FULL = Method("full", "all", 0.0, 0.5, 0.5, interval_h=2.0, save_h=0.25)
@@ -65,7 +70,7 @@ def test_saves_count_when_they_are_written() -> None:
 
 def test_nobody_goes_back_until_memory_is_not_enough() -> None:
     odds = Odds(Placement.ranks(3, 2, 6), range(6))
-    live = Method("live", "nobody", 0.0, 0.1, 0.5, odds=odds, durable_interval_h=4.0, durable_h=2.0)
+    live = Method("live", "none", 0.0, 0.1, 0.5, odds=odds, durable_interval_h=4.0, durable_h=2.0)
     once = train(live, [Fault(10.0, (0,)), Fault(11.0)], 20.0, hosts=6, ranks=6)
     assert (once.trained_h, once.again_h, once.unrecoverable) == (pytest.approx(19.4), 0, 0)
     both = train(live, [Fault(10.0, (0,)), Fault(10.25, (1,))], 20.0, hosts=6, ranks=6)
@@ -320,8 +325,8 @@ def test_the_cells_of_the_map_are_counted(rows: list[Row]) -> None:
 
 
 def test_what_is_said_of_the_map_is_in_its_cells() -> None:
-    said = performance.PAGES[1].read_text(encoding="utf-8")
-    (document,) = performance.of(tables.load(tables.RESULTS), "simulate")
+    said = figures.PAGES[1].read_text(encoding="utf-8")
+    (document,) = figures.of(tables.load(RESULTS), "simulate")
     panels: dict[str, list[tuple[str, str]]] = {}
     for row in document["rows"]:
         if row["metric"] == "best_ettr":
@@ -354,7 +359,7 @@ def test_the_map_is_a_picture(rows: list[Row]) -> None:
 
 def test_the_option_is_for_simulations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["wire", "--trace", "x"], "wire is not asked of a trace; simulate is"),
+        (["drift", "--trace", "x"], "drift is not asked of a trace; simulate is"),
         (
             ["simulate", "--quick", "--trace", str(tmp_path / "none")],
             "No such file or directory; give the path",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import start
-from bench.result import Arguments
+from bench.harness.result import Arguments
+from bench.questions.start import question as start
 
 
 def test_ranks_start_and_recover_and_the_stores_values_are_small() -> None:

@@ -1,4 +1,4 @@
-"""All questions in turn: files are named as in bench/results, and one that fails is told at the end."""
+"""All questions in turn: files are named as in bench/results, and one that fails is reported at the end."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: py
 
 def test_a_folder_is_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["wire", "--json-dir", "there"])
-    assert "--json-dir is for all and report; for wire: --json FILE" in capsys.readouterr().err
+        command.main(["drift", "--json-dir", "there"])
+    assert "--json-dir is for all and report; for drift: --json FILE" in capsys.readouterr().err
 
 
 def test_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
-    suite.ask([suite.Asked("a", ("wire",))], tmp_path, 0, quick=False)
+    suite.ask([suite.Asked("a", ("drift",))], tmp_path, 0, quick=False)
     assert [path.name for path in tmp_path.iterdir()] == ["a.log"]

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from bench import RESULTS
 from bench import __main__ as command
-from bench import tables, web
-from bench.result import Arguments, document, once, summary, write
+from bench.harness.result import Arguments, document, once, write
+from bench.harness.result import summary as summarized
+from bench.report import pages, summary, tables
+from bench.report.html import html
 
 ROWS = [
     once("arena_over_tables", "ratio", 1.34, code="(4, 3)", bound=1.3633),
-    summary("kernel_rows_per_s", "rows/s", [3e6, 1e6, 2e6], row_bytes=2 << 20, kernel="cpu"),
+    summarized("kernel_rows_per_s", "rows/s", [3e6, 1e6, 2e6], row_bytes=2 << 20, kernel="cpu"),
     once("kernel_rows_per_s", "rows/s", 12.34567, row_bytes=2 << 20, kernel="num|py"),
     once("kernel_rows_per_s", "rows/s", 5, row_bytes=100, kernel="cpu"),
 ]
@@ -23,29 +26,42 @@ DOCUMENT = document("memory", Arguments(seed=7), ROWS) | {
 }
 
 
-def test_the_page_is_what_the_results_give() -> None:
-    written = tables.PAGE.read_text(encoding="utf-8")
-    documents = tables.load(tables.RESULTS)
-    assert written == tables.render(documents), "run `python -m bench report`"
+PAGE = "results/memory.md"
+
+
+def test_the_pages_are_what_the_results_give() -> None:
+    documents = tables.load(RESULTS)
+    made = pages.render(documents)
+    for name, text in made.items():
+        assert (pages.DOCS / name).read_text(encoding="utf-8") == text, "run `python -m bench report`"
+    there = {f"{pages.FOLDER}/{path.name}" for path in (pages.DOCS / pages.FOLDER).glob("*.md")}
+    assert there == set(made) - {pages.SUMMARY}
     answered = {document["question"] for document in documents}
-    for question, (file, *_) in tables.PICTURES.items():
-        drawn = tables.PAGE.with_name(file).exists()
+    for question, (file, *_) in pages.PICTURES.items():
+        drawn = (pages.DOCS / pages.FOLDER / file).exists()
         assert drawn == (question in answered), "run `python -m bench report`"
 
 
-def test_a_section_has_its_questions_docstring_and_the_numbers() -> None:
-    page = tables.render([DOCUMENT])
-    assert page.startswith(tables.HEAD)
-    title, explanation = tables.asked("memory")
+def test_the_summary_is_one_screen_and_answers_each_question() -> None:
+    documents = tables.load(RESULTS)
+    text = pages.render(documents)[pages.SUMMARY]
+    assert len(text.splitlines()) < 50
+    for question in {one["question"] for one in documents}:
+        answer = summary.answer(question, documents)
+        assert answer and f"({pages.FOLDER}/{question}.md) | {answer} |" in text
+
+
+def test_a_page_has_the_numbers_then_its_questions_docstring() -> None:
+    made = pages.render([DOCUMENT])
+    title, explanation = pages.asked("memory")
     assert title.endswith("?")
     assert (
-        page[len(tables.HEAD) :]
-        == f"""
-## {title}
+        made[PAGE]
+        == f"""# {title}
 
-{explanation}
+{pages.MARK}
 
-Measured on A chip, 2 cores, 3 GiB, Linux 6; python 3.11, torch 2.9; commit 0123456789ab-dirty, seed 7.
+[What the columns mean](#definitions) is below the tables.
 
 **`arena_over_tables`**, ratio
 
@@ -59,39 +75,54 @@ Measured on A chip, 2 cores, 3 GiB, Linux 6; python 3.11, torch 2.9; commit 0123
 | :-- | --: | --: |
 | 2 MiB | 2,000,000 (1,000,000 to 3,000,000) | 12.35 |
 | 100 | 5 |  |
+
+Measured on A chip, 2 cores, 3 GiB, Linux 6; python 3.11, torch 2.9; commit 0123456789ab-dirty, seed 7.
+
+## Definitions
+
+{explanation}
 """
     )
+    assert set(made) == {PAGE, pages.SUMMARY} and f"[{title}]({PAGE}) | an arena" in made[pages.SUMMARY]
 
 
 def test_a_question_that_was_answered_twice_is_explained_once() -> None:
-    page = tables.render([DOCUMENT, DOCUMENT | {"date": "2025-11-21"}])
-    assert page.count(tables.asked("memory")[0]) == 1
+    page = pages.render([DOCUMENT, DOCUMENT | {"date": "2025-11-21"}])[PAGE]
+    assert page.count(pages.asked("memory")[0]) == 1
     assert page.count("Measured on A chip") == 1
     assert page.count("Measured on 2025-11-21 on A chip") == 1
 
 
-def test_the_command_writes_the_page_and_one_for_browsers(tmp_path: Path) -> None:
+def test_the_command_writes_the_pages_and_one_file_for_browsers(tmp_path: Path) -> None:
     write(tmp_path / "memory.json", DOCUMENT)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "weather.md").write_text("not asked any more")
     for _ in range(2):
         command.main(["report", "--json-dir", str(tmp_path)])
-        assert (tmp_path / "results.md").read_text(encoding="utf-8") == tables.render([DOCUMENT])
+        for name, text in pages.render([DOCUMENT]).items():
+            assert (tmp_path / name).read_text(encoding="utf-8") == text
         browsed = (tmp_path / "results.html").read_text(encoding="utf-8")
         assert '<td style="text-align:left">1.3633</td>\n<td style="text-align:right">1.34</td>' in browsed
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["memory.json", "results.html", "results.md"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert names == ["memory.json", "results", "results.html", "results.md", "results/memory.md"]
 
 
-def test_a_page_for_browsers_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "a.svg").write_text("<svg/>")
-    page = "# Results\n<!-- made -->\n\n## One & two\n\n![A picture](a.svg)\n\n| a |\n| --: |\n| 1 |\n"
-    browsed = web.html(page, tmp_path)
-    assert "<title>ecemb: Results</title>" in browsed and "made" not in browsed
-    assert '<a href="#s1">One &amp; two</a>' in browsed and '<h2 id="s1">One &amp; two</h2>' in browsed
-    assert 'src="data:image/svg+xml;base64,PHN2Zy8+"' in browsed and "a.svg" not in browsed
+def test_a_file_for_browsers_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for name in ("a.svg", "results/b.svg"):
+        (tmp_path / name).write_text("<svg/>")
+    made = {
+        "all.md": "# Results\n<!-- made -->\n\n![A picture](a.svg) and [more](results/one.md)\n",
+        "results/one.md": "# One & two\n\n![A picture](b.svg)\n\n| a |\n| --: |\n| 1 |\n",
+    }
+    browsed = html(made, tmp_path)
+    assert "made" not in browsed and "one.md" not in browsed
+    assert '<a href="#s2">One &amp; two</a>' in browsed and '<h1 id="s2">One &amp; two</h1>' in browsed
+    assert browsed.count('src="data:image/svg+xml;base64,PHN2Zy8+"') == 2 and ".svg" not in browsed
 
 
 def test_a_quick_answer_says_so() -> None:
-    assert "A quick run, not for quoting. Measured on" in tables.render([DOCUMENT | {"quick": True}])
+    assert "A quick run, not for quoting. Measured on" in pages.render([DOCUMENT | {"quick": True}])[PAGE]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +134,7 @@ def test_a_quick_answer_says_so() -> None:
 )
 def test_a_document_that_makes_no_sense(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(tables.BadResult, match=complaint):
-        tables.render([DOCUMENT | change])
+        pages.render([DOCUMENT | change])
 
 
 def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:

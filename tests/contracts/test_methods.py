@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from kills import Moments
-from processes import RankFailed, launch
-from torchrec_methods import FAILURE, STEPS
-from torchrec_runs import forked
-from trainings import bags
 
 import ecemb
-from bench.method import Failure, Promise, Training, account, live
-from bench.methods import METHODS, Place
+from baselines.method import Promise, Training
+from bench.methods.ledger import account
+from bench.methods.life import Failure, live
+from bench.methods.registry import METHODS, Place
 from ecemb.adapters.fbgemm import INSTALL
+from support.guarded_training import bags
+from support.killed_child import Moments
+from support.processes import RankFailed, launch
+from support.torchrec.methods_worker import FAILURE, STEPS
+from support.torchrec.runs import forked
 
 RANKS = 3
 NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name or "(6, " in name}
@@ -46,7 +48,7 @@ class Cut:
         rank: which.
         end: line, counted from
         step: this one's body on; None: from the start on.
-        with_memory: its machine's memory is lost, too.
+        with_memory: its machine's memory is lost as well.
     """
 
     rank: int
@@ -164,7 +166,7 @@ def check_costs(costs: dict[str, Any]) -> None:
 def on_torchrec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of what the methods have come to, tried one after the other, a life of the job each."""
     folder = tmp_path_factory.mktemp("torchrec")
-    forked(folder, RANKS, len(ON_TORCHREC), "torchrec_methods.py", str(folder), *ON_TORCHREC)
+    forked(folder, RANKS, len(ON_TORCHREC), "methods_worker.py", str(folder), *ON_TORCHREC)
     return folder
 
 

@@ -1,6 +1,6 @@
 """Where a worker is: a small mapped file per process, which outlives it.
 
-The worker stores; whoever kills it, itself included, reads after its death where it was. A store is
+The worker stores; the process that kills it, itself included, reads after its death where it was. A store is
 one 8-byte word, so that a kill leaves the old value or the new one.
 """
 
@@ -133,7 +133,7 @@ class Board:
 
         Args:
             event: index of the plan's event.
-            lost: whether its rank's memory goes, too.
+            lost: whether its rank's memory goes as well.
             away: put that aside, so that it may come back.
             phase: of the thread that the event came to; None for what the board says.
         """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from bench.harness.result import commit
 from failures.draws import Lengths
 from failures.driver import ROOT, Death, Digests, Outcome, differences, run
 from failures.hosts import SCENARIOS, Unexpected
@@ -22,8 +23,6 @@ from failures.matrix import MAIN, Chain, Chains, cells, hits
 from failures.namespaces import NotPossible
 from failures.plan import Exact, Plan, Sabotage, Setting, Victim
 from failures.report import Results, Tally
-
-from bench.result import commit
 
 PARITY = "stripe classes whose parity is wrong"  # one of the digests
 

@@ -14,13 +14,14 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb import rendezvous
+from ecemb.group import rendezvous
 
 STEPS = 12
 
@@ -35,8 +36,13 @@ def slow(seconds: float) -> None:
 
 def train(folder: Path, silence_s: float) -> None:
     start = int(os.environ["DETECTION_FIRST"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    watch = rendezvous.Watch  # the rendezvous keeps its deadline: starts take long on a busy machine
-    rendezvous.Watch = lambda links, index, names, _, **rest: watch(links, index, names, silence_s, **rest)
+    detector_type = rendezvous.FailureDetector
+
+    def detector(links: Any, index: int, names: Any, _: float, **rest: Any) -> Any:
+        return detector_type(links, index, names, silence_s, **rest)
+
+    # The rendezvous keeps its own deadline: a start takes long on a busy machine.
+    rendezvous.FailureDetector = detector
     ecemb.init_process_group("gloo", job="detection", arena_dir=folder)
     rank = dist.get_rank()
     torch.manual_seed(1)

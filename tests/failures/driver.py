@@ -49,7 +49,7 @@ class Death:
         step: the step that it was in last; -1 before the first of that start.
         what: that died: its "process", or with it its "memory", or it with "torchrun"; or nothing, if
             it was an "exception".
-        place: the line at which it killed itself; empty if somebody else did.
+        place: the line at which it killed itself; empty if another process did.
         recovery_s: from then until all ranks had committed their next step; None if they never did.
     """
 
@@ -110,7 +110,7 @@ def differences(reference: Digests, digests: Digests) -> list[str]:
 
 
 def run(plan: Plan, stop: threading.Event | None = None) -> Outcome:
-    """Run a plan to its end, or until somebody says stop."""
+    """Run a plan to its end, or until a process says stop."""
     return follow(Job(plan), stop)
 
 
@@ -160,7 +160,7 @@ class Job:
         ranks, restarts = self.plan.setting.ranks, max(0, len(self.plan.events) - first)
         restarts = MANY if self.plan.soak else restarts
         options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        torchrun = ["forked", "failures.preload"]
+        torchrun = ["support.forked_torchrun", "failures.preload"]
         if not self.plan.forked:
             torchrun = ["torch.distributed.run", "--standalone"]
         script = str(Path(__file__).with_name("worker.py"))
@@ -173,7 +173,7 @@ class Job:
         return self.process.poll() is not None
 
     def watch(self) -> None:
-        """Look once: at the time that has passed, and whether somebody is to be killed now."""
+        """Look once: at the time that has passed, and whether a process is to be killed now."""
         now = time.monotonic()
         boards = self._look()
         start = max((board.get("start") for board in boards), default=-1)
@@ -210,7 +210,7 @@ class Job:
         self.kill({board: victims[board.known_rank].lost for board in here}, event)
 
     def kill(self, victims: dict[Board, bool], event: Timed) -> None:
-        """End processes, and write it down; of those that are True, the memory goes, too."""
+        """End processes, and write it down; of those that are True, the memory goes as well."""
         fell_together([(b, lost, None) for b, lost in victims.items()], self._start, away=event.away)
 
     def _kill_agent(self, event: Timed, boards: list[Board], victims: dict[int, Victim]) -> None:
@@ -325,7 +325,7 @@ def lost_steps(boards: list[Board], back: int = 0) -> list[str]:
 
     Args:
         boards: of all starts.
-        back: so many steps may be run again: those since a checkpoint.
+        back: this many steps may be run again: those since a checkpoint.
     """
     found: list[str] = []
     for start in sorted({board.get("start") for board in boards}):

@@ -18,16 +18,16 @@ import time
 from pathlib import Path
 
 import torch
+
+import ecemb
+from ecemb.group.collectives import Transport
 from failures.plan import Plan
 from failures.trace import Opened, Trace
 from failures.worker import train
 
-import ecemb
-from ecemb.transport import Transport
-
 
 def held(folder: Path) -> float:
-    """The step past which the driver lets nobody go."""
+    """The step past which the driver lets no worker go."""
     try:
         return int((folder / "hold").read_text())
     except FileNotFoundError:

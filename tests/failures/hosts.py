@@ -27,14 +27,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ecemb.arena.arena import Arena
+from ecemb.arena.header import Constants, State
+from ecemb.arena.scan import Directory
 from failures.driver import ROOT, Digests, differences
 from failures.namespaces import INTERFACE, Namespaces, NotPossible
 from failures.plan import Plan, Setting
 from failures.trace import Trace
-
-from ecemb.arena import Arena
-from ecemb.directory import Directory
-from ecemb.header import Constants, State
 
 POLL_S = 0.01
 REACH_S = 600.0  # at most: a start, and the training up to a step
@@ -100,7 +99,7 @@ class Hosts:
         hosts: how many agents make up the job.
         timeout_s: what the workers pass to `init_process_group`.
         endpoint: of the rendezvous.
-        saves: after so many steps each, a checkpoint is saved, from which starts may resume; 0 for none.
+        saves: after this many steps each, a checkpoint is saved, from which starts may resume; 0 for none.
     """
 
     def __init__(
@@ -472,7 +471,7 @@ def scenario_restarted() -> Result:
 
 
 def scenario_lost_and_restarted() -> Result:
-    """One host is gone with its memory, and the processes of another, too."""
+    """One host is gone with its memory, and the processes of another as well."""
     with Hosts() as job:
         agents = _started(job)
         seats = by_host(job.reach(12))
@@ -557,7 +556,7 @@ def scenario_too_many() -> Result:
 
 
 def scenario_store() -> Result:
-    """The host of the rendezvous' store is gone with its memory: all agents fail, and are launched anew."""
+    """The host of the rendezvous' store is gone with its memory: all agents fail, and are launched again."""
     with Hosts() as job:
         agents = _started(job)
         seats = by_host(job.reach(12))
@@ -646,8 +645,8 @@ def scenario_fewer() -> Result:
 def scenario_cut_off() -> Result:
     """A host with an address of its own is cut off: a hang, then the timeout, then a new host.
 
-    Cut-off workers end, too. When the link is back, the host waits as a spare, and takes the next lost one's
-    place: its old arenas count for nothing.
+    Cut-off workers end as well. When the link is back, the host waits as a spare, and takes the next lost
+    one's place: its old arenas count for nothing.
     """
     timeout_s = 8
     with Namespaces(4) as net, Hosts(timeout_s=timeout_s, endpoint=f"{net.address(1)}:29500") as job:

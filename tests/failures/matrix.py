@@ -36,9 +36,11 @@ OTHERS = (
     STOCK,
     # More ranks than blocks in a stripe.
     Setting(4, 3, 2, "SGD", workers=2, window=2, overlap=True),
+    Setting(4, 3, 2, "SGD", workers=2, window=3, overlap=True, abortable=False),
     Setting(6, 6, 4, "Adagrad"),
     Setting(5, 4, 2, "SparseAdam", workers=2),
     Setting(4, 4, 2, "SparseAdam", window=3),
+    Setting(4, 4, 2, "SparseAdam", window=3, abortable=False),
     Setting(4, 4, 2, "Adagrad", overlap=True),
     Setting(4, 4, 2, "Adagrad", apart=True),
     Setting(4, 4, 2, "Adagrad", fabric=True),
@@ -52,14 +54,14 @@ Who = Literal["all", "processes", "one process", "one", "torchrun"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What the job does when somebody dies, or how.
+    """What the job does when a process dies, or how.
 
     Attributes:
         name: in the table.
         when: "fresh" start, "first", some or "last" "step", a "recovery", or the "end".
         phase: of `board.PHASES`; None for any.
         how: "line": at a line of code. "torn": inside a kernel. "raise": an exception instead of a death.
-            "outside": at any moment, killed by somebody else. "torchrun": that is killed, with all workers.
+            "outside": at any moment, killed by another process. "torchrun": that is killed, with all workers.
         needs: what the failure before a recovery has to leave behind.
         who: which of the columns make sense.
     """
@@ -195,7 +197,7 @@ class Chains:
         seed: of all choices.
         lengths: may grow between two runs.
         wanted: the cells; each is covered at least once.
-        forked: workers are forked (`forked.py`), but for those of `STOCK`, which are torchrun's commands.
+        forked: workers are forked (`forked_torchrun`), except those of `STOCK`, which torchrun starts.
     """
 
     def __init__(self, seed: int, lengths: Lengths, wanted: Sequence[Cell], *, forked: bool = True) -> None:
@@ -284,7 +286,7 @@ class Chains:
 
 
 def _fits(step: Cell, recovery: Cell) -> bool:
-    """Whether a failure in a step leaves behind what one in recovery needs, and what it takes away, too."""
+    """Whether a failure in a step leaves behind what one in recovery needs, and also takes away."""
     row, needs = ROW[recovery.row], ROW[recovery.row].needs
     if recovery.memory and _unmade(row):
         most = recovery.setting.ranks if recovery.refused else recovery.setting.tolerated
@@ -297,7 +299,7 @@ def _fits(step: Cell, recovery: Cell) -> bool:
 
 
 def _unmade(row: Row) -> bool:
-    """Whether a newcomer may have no memory yet when somebody dies there."""
+    """Whether a replacement rank may have no memory yet when a process dies there."""
     return row.when == "recovery" and (row.phase is None or row.phase in UNMADE)
 
 
@@ -387,7 +389,8 @@ class _Draw:
         if row.when != "step":
             return None
         self._step += 1
-        window = 1 if row.phase in EACH_STEP else self._setting.window
+        each = [phase for phase in EACH_STEP if phase != "heads" or self._setting.abortable]
+        window = 1 if row.phase in each else self._setting.window
         while (self._step % ABORT_EVERY == ABORT_EVERY - 1) != (row.phase == "aborting") or (
             self._step % window != window - 1
         ):

@@ -55,7 +55,7 @@ class Namespaces:
         return ["ip", "netns", "exec", self._names[host]]
 
     def cut(self, host: int) -> None:
-        """Take a host's link down: nothing arrives, and nobody is told."""
+        """Take a host's link down: nothing arrives, and no host is notified."""
         self._bridge("link", "set", f"host{host}", "down")
 
     def mend(self, host: int) -> None:

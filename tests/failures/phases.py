@@ -6,10 +6,10 @@ this start of the job, lines of code are counted with `sys.settrace`, and the wo
 the chosen one: a real SIGKILL, after removing its arena's file where its memory is to be lost. Where the plan
 expects every rank to refuse, `Worker.refused` compares the survivors' bytes.
 
-No death depends on how fast the machine is. Whoever is to die with another is waited for, and is held where
-the job would otherwise go on or end without it; all victims are stopped before the first of them is killed,
-as torchrun ends the others as soon as it sees that. A phase that turns out shorter than the plan's line ends
-the worker at its end, or in the next step that has it.
+No death depends on how fast the machine is. The process that is to die with another is waited for, and is
+held where the job would otherwise go on or end without it; all victims are stopped before the first of them
+is killed, as torchrun ends the others as soon as it sees that. A phase that turns out shorter than the plan's
+line ends the worker at its end, or in the next step that has it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,19 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+import ecemb
+from ecemb import guard
+from ecemb.arena import arena
+from ecemb.group import rendezvous
+from ecemb.kernels.cpu import Cpu
+from ecemb.local import journal, rank_memory
+from ecemb.recovery import execute, parity_check, rebuild
+from ecemb.startup import create, opening
+from ecemb.step import transaction
 from failures import refusals, sabotage
 from failures.board import BESIDE, PHASES, STARTING, Board, fell_together, memory_of
 from failures.plan import TIMED_STEPS, Exact, Plan, Refused, Timed
-
-import ecemb
-from ecemb import (
-    arena,
-    guard,
-    journal,
-    memory,
-    opening,
-    rebuild,
-    recovery,
-    rendezvous,
-    stripes,
-    transaction,
-)
-from ecemb.kernels.cpu import Cpu
 
 # The environment's variables that name the run's folder, the first start of this torchrun, and where
 # arenas lie.
@@ -166,7 +161,7 @@ class Worker:
                 self.save("start", course.lines, course.calls)
 
     def leave(self) -> None:
-        """A phase ends: whoever was to die later in it dies at the latest now, if it doesn't come again."""
+        """A phase ends: a process that was to die later in it dies now, if the phase doesn't come again."""
         course = self.course
         if course is None or not self._is_here(course, phase := course.phases[-1]):
             return
@@ -176,13 +171,13 @@ class Worker:
             self.die("its end")
 
     def hold(self, *phases: str) -> None:
-        """The job would go on, or end: whoever is to die in these phases with another stays here."""
+        """The job would go on, or end: the process that is to die in these phases with another stays here."""
         event = self.event
         if event is not None and event.phase in phases and self.board.known_rank in event.ranks[1:]:
             self._stay()
 
     def remove(self) -> None:
-        """Arenas are removed as the job closes: nobody who is to lose its memory goes past this."""
+        """Arenas are removed as the job closes: no rank that is to lose its memory goes past this."""
         event = self.event
         if event is None or event.phase != "closing" or not any(victim.lost for victim in event.victims):
             return
@@ -201,13 +196,13 @@ class Worker:
         self.turn("between steps")
 
     def committed(self, steps: int) -> None:
-        """A step has ended, and so many are committed."""
+        """A step has ended, and this many are committed."""
         self.board.set("committed", steps)
         self.board.went_on()
         self.turn("between steps")
 
     def begin(self, step: int) -> None:
-        """A step has begun: some steps after that in which somebody is killed from outside, wait for it."""
+        """A step has begun: some steps after that in which a process is killed from outside, wait for it."""
         self._begin(self.main, step)
         self.board.set("step", step)
         self.turn("in the body")
@@ -358,7 +353,7 @@ def install() -> Worker:
     """Wrap everything; once, before ecemb is used."""
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
-    stripes.CHUNK_WORDS = rebuild.CHUNK_WORDS = CHUNK_WORDS
+    parity_check.CHUNK_WORDS = rebuild.CHUNK_WORDS = CHUNK_WORDS
     if worker.plan.sabotage is not None:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)
@@ -414,15 +409,15 @@ def _watch_start(worker: Worker) -> None:
     _wrap(guard, "open_memory", opened)
     _wrap(arena.Arena, "_fill", filled)
     around(opening, "join", "joining")
-    _wrap(opening, "fill", turning("going live"))
-    around(opening._Initial, "write", "filling")
-    around(recovery, "_encode", "encoding")
+    _wrap(create, "fill", turning("going live"))
+    around(create.InitialContent, "write", "filling")
+    around(execute, "_encode", "encoding")
     _wrap(opening, "recover", turning("restoring"))
-    around(memory.RankMemory, "decide", "deciding")
+    around(rank_memory.RankMemory, "decide", "deciding")
     around(journal.RowJournal, "undo", {"deciding": "undoing"})
-    around(recovery, "rebuild_lost", "rebuilding")
-    around(recovery, "copy_replicated", "copying replicated state")
-    around(recovery, "_verify", "verifying")
+    around(execute, "rebuild_lost", "rebuilding")
+    around(execute, "copy_replicated", "copying replicated state")
+    around(execute, "_verify", "verifying")
 
 
 def _watch_steps(worker: Worker) -> None:
@@ -472,8 +467,8 @@ def _watch_steps(worker: Worker) -> None:
     _wrap(transaction.Transactions, "phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
     around(transaction.Transactions, "_restore_step", {"commit": "aborting"})
-    around(memory.RankMemory, "prepare", "prepare")
-    around(memory.RankMemory, "apply", {"deciding": "redoing"})
+    around(rank_memory.RankMemory, "prepare", "prepare")
+    around(rank_memory.RankMemory, "apply", {"deciding": "redoing"})
     _wrap(guard.Guard, "close", closed)
     around(torch.Tensor, "backward", "backward")
     for optimizer in (*guard_optimizers(), torch.optim.Adam):

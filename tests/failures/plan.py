@@ -19,7 +19,7 @@ TIMED_STEPS = 8  # within so many all deaths that come from outside have come
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings end with equal bits, whatever the last five attributes are.
+    """What is trained. Runs of equal settings end with equal bits, whatever `workers` to `fabric` are.
 
     Attributes:
         ranks: number of ranks.
@@ -33,6 +33,7 @@ class Setting:
         overlap: whether it is decided beside the next one's first step.
         apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
         fabric: whether deltas go through a device's memory, over a group of their own.
+        abortable: whether steps can be aborted; then some are, which changes what is trained.
     """
 
     ranks: int
@@ -46,6 +47,7 @@ class Setting:
     overlap: bool = False
     apart: bool = False
     fabric: bool = False
+    abortable: bool = True
 
     @property
     def plain(self) -> Setting:
@@ -66,6 +68,7 @@ class Setting:
         options += ", overlap" if self.overlap else ""
         options += ", images" if self.apart else ""
         options += ", fabric" if self.fabric else ""
+        options += "" if self.abortable else ", not abortable"
         return f"code ({self.n}, {self.k}){options}" + (f", {self.device}" if self.device != "cpu" else "")
 
 
@@ -81,7 +84,7 @@ class Victim:
 class Exact:
     """The first victim kills the others and itself at a line of code, or inside a kernel.
 
-    It waits there for those that have not begun yet; in "starting", the others wait for it, too.
+    It waits there for those that have not begun yet; in "starting", the others wait for it as well.
 
     Attributes:
         victims: the first one is the one that finds the line.
@@ -109,7 +112,7 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Somebody else kills the victims, some time after one of them was seen somewhere.
+    """Another process kills the victims, some time after one of them was seen somewhere.
 
     Attributes:
         victims: who.
@@ -130,14 +133,14 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """Nobody is killed: more memory is gone than the code survives, and every rank must say so.
+    """No worker is killed: more memory is gone than the code survives, and every rank must say so.
 
     When all have, the survivors' bytes are compared with those before, and the memory that was put
     aside is brought back: the start after this one goes on.
 
     Attributes:
         lost: the ranks whose memory is gone.
-        unless: "fresh": with no arena LIVE, the job may begin anew instead; "finished": it may be over.
+        unless: "fresh": with no arena LIVE, the job may begin again instead; "finished": it may be over.
     """
 
     lost: tuple[int, ...]
@@ -156,9 +159,9 @@ class Plan:
         setting: what is trained.
         events: who is killed when.
         sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
-        forked: workers are forked from torchrun's agent (`forked.py`), and not started as commands.
+        forked: workers are forked from torchrun's agent (`forked_torchrun.py`), and not started as commands.
         soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
-        saves: after so many steps each, a checkpoint is saved, from which a start resumes that could not
+        saves: after this many steps each, a checkpoint is saved, from which a start resumes that could not
             recover; 0: never.
     """
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ecemb.kernels import contract
 from failures import worker  # noqa: F401
-from forked import end_with_parent
+from support.forked_torchrun import end_with_parent
 
-from ecemb import kernels
-
-kernels.get("cpu")  # compiled once, here
+contract.get_kernels("cpu")  # compiled once, here
 end_with_parent()

@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ecemb.arena.header import NONE, WORDS, WORDS_OFFSET
 from failures.board import AWAY, Board
-
-from ecemb.header import NONE, WORDS, WORDS_OFFSET
 
 ALL_SAY_SO_S = 240.0
 _POLL_S = 0.01

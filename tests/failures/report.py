@@ -6,11 +6,10 @@ import dataclasses
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from bench.harness.result import Arguments, Row, document, write
 from failures.driver import Outcome
 from failures.matrix import MAIN, ROLES, ROWS, Cell, Chain
 from failures.plan import Setting
-
-from bench.result import Arguments, Row, document, write
 
 WIDTH = 15
 
@@ -110,7 +109,7 @@ class Results:
         half = WIDTH * len(counts)
         lines = [
             "",
-            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers (forked.py): runs that ended bit-identical",
+            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers: runs that ended bit-identical",
             "/ runs, and the longest time from the kill until every rank had committed its next step (after",
             f"a second failure, too, if one came before that). r: more than {r} losses, refused by all;",
             "the time is until the last one had; the survivors' bytes were the same afterwards, and the",

@@ -1,8 +1,8 @@
 """Recovery with a part left out, or a step without one of its rules, to see that it is noticed.
 
 Installed in workers under test, by patching. Each part of recovery must be one whose absence lets
-training go on and end as if nothing were wrong. The rules are protocol.md's, section 3; `test_rules.py`
-breaks them, too, at exact moments.
+training go on and end as if nothing were wrong. The rules are those of docs/protocol.md, 1.1; `test_rules.py`
+breaks them as well, at exact moments.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from failures.plan import Sabotage
 
-from ecemb import recovery
-from ecemb.journal import RowJournal
-from ecemb.memory import RankMemory
-from ecemb.rankstate import RankState
-from ecemb.replicated import ReplicatedState
-from ecemb.transaction import Transactions
-from ecemb.transport import Transport
+from ecemb.group.collectives import Transport
+from ecemb.local.journal import RowJournal
+from ecemb.local.rank_memory import RankMemory
+from ecemb.recovery import execute
+from ecemb.state.rank_state import RankState
+from ecemb.state.replicated import ReplicatedState
+from ecemb.step.transaction import Transactions
+from failures.plan import Sabotage
 
 Patch = tuple[Any, str, Callable[..., Any]]
 """An object, the name of one of its functions, and another function in place of that."""
@@ -73,12 +73,12 @@ def _no_replicated() -> None:
 
 
 def _no_rebuild() -> None:
-    recovery.rebuild_lost = lambda *args: 0
-    recovery._verify = lambda *args: None
+    execute.rebuild_lost = lambda *args: 0
+    execute._verify = lambda *args: None
 
 
 def no_agreement(transport: type[Transport] = Transport) -> list[Patch]:
-    """Parity is changed without knowing that everybody has prepared."""
+    """Parity is changed without knowing that all ranks have prepared."""
     vote = transport.vote
 
     def not_asked(self: Transport, yes: bool, what: str) -> list[bool]:

@@ -20,13 +20,14 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from bench.harness.result import Arguments, Row, document, once, summary, write
 from failures.board import PHASES, STARTING, Board
 from failures.driver import Job, Outcome, differences, follow, run
 from failures.plan import Plan, Setting, Timed, Victim
 
-from bench.result import Arguments, Row, document, once, summary, write
-
 SOAKED = Setting(6, 6, 4, "Adagrad", steps=10**7)
+IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True, abortable=False)
+"""With fewer exchanges; a failure takes back steps."""
 MARGIN_STEPS = 500  # from the furthest step seen to the last one: nobody has passed that when it is fixed
 TRAINING_S = (0.3, 3.0)  # from the first step of a start to the kill
 STARTING_S = 0.5  # from a phase of a start to the kill, at most
@@ -42,9 +43,10 @@ class Soak(Job):
     Args:
         seed: of all choices.
         seconds: how long to kill.
+        setting: what is trained.
     """
 
-    def __init__(self, seed: int, seconds: float) -> None:
+    def __init__(self, seed: int, seconds: float, setting: Setting = SOAKED) -> None:
         self._random = random.Random(seed)
         self._events: dict[int, Timed] = {}
         self._kinds: dict[int, str] = {}
@@ -52,7 +54,8 @@ class Soak(Job):
         self._stopped: tuple[Board, float] | None = None
         self._until = time.monotonic() + seconds
         self.steps = -1
-        super().__init__(Plan(SOAKED, forked=True, soak=True))
+        self._setting = setting
+        super().__init__(Plan(setting, forked=True, soak=True))
 
     def watch(self) -> None:
         super().watch()
@@ -91,7 +94,7 @@ class Soak(Job):
         starting = kind == "while starting"
         if not starting:  # training has begun, so what was lost is rebuilt
             self._lost = set()
-        ranks, r = SOAKED.ranks, SOAKED.tolerated
+        ranks, r = self._setting.ranks, self._setting.tolerated
         count = 1 if kind == "stopped" else self._random.randint(1, r)
         losing = kind == "memory" or (kind in ("while starting", "torchrun") and self._random.random() < 0.5)
         victims: list[Victim] = []
@@ -164,6 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=15.0, help="how long to kill; the reference comes after"
     )
+    parser.add_argument(
+        "--windows", action="store_true", help="train in windows, with overlap and without aborts"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
     args = parser.parse_args(arguments)
@@ -171,7 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed: {seed} (repeat with --seed {seed})", flush=True)
     here = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")}
-    job = Soak(seed, 60 * args.minutes)
+    setting = IN_WINDOWS if args.windows else SOAKED
+    job = Soak(seed, 60 * args.minutes, setting)
     outcome = follow(job)
     left = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")} - here
     alarms = outcome.folder / "alarms"
@@ -185,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong: list[str] = []
     if not outcome.problem:
         print(f"{outcome.starts} starts, {job.steps} steps; now without any failure", flush=True)
-        reference = run(Plan(dataclasses.replace(SOAKED, steps=job.steps), forked=True, soak=True))
+        reference = run(Plan(dataclasses.replace(setting, steps=job.steps), forked=True, soak=True))
         wrong = differences(reference.digests, outcome.digests) or [reference.problem]
         wrong = [text for text in wrong if text]
         problems += wrong[:6]
@@ -194,11 +201,12 @@ def main(arguments: list[str] | None = None) -> int:
     kinds, recoveries = job.kinds(outcome), _recoveries(outcome)
     identical = not wrong and not outcome.problem
     print(
-        f"\n{SOAKED.ranks} ranks, {SOAKED.code}: {len(outcome.deaths)} deaths in {outcome.starts - 1} events"
+        f"\n{setting.ranks} ranks, {setting.code}: {len(outcome.deaths)} deaths "
+        f"in {outcome.starts - 1} events"
     )
     print("events: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
     print("died: " + ", ".join(f"{w} {n}" for w, n in Counter(d.what for d in outcome.deaths).items()))
-    print(f"steps: {job.steps}, lost: {'see below' if outcome.problem else 0}; bit-identical: {identical}")
+    print(f"steps: {job.steps}; bit-identical: {identical}")
     if recoveries:
         print(
             f"recovery: {statistics.median(recoveries):.1f} s in the middle, {max(recoveries):.1f} s at most"

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb import watch
+from ecemb.group import failure_detector
 
 
 def train(folder: Path, how: str) -> None:
-    watch.WAIT_S = 2.0
+    failure_detector.WAIT_S = 2.0
     ecemb.init_process_group("gloo", job="straggler", arena_dir=folder)
     rank = dist.get_rank()
     torch.manual_seed(1)

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from failures.driver import ROOT
-from failures.hosts import _free_port
-from holders import Holder, holding
 
 import ecemb
-from ecemb.watch import EXIT_UNDECIDED
+from ecemb.group.failure_detector import EXIT_UNDECIDED
+from failures.driver import ROOT
+from failures.hosts import _free_port
+from support.arena_holders import Holder, holding
 
 DEADLINE_S = 120.0
 SILENCE_S = 4.0
@@ -94,7 +94,7 @@ def _ended(holder: Holder) -> float:
         return time.monotonic()
     first = r"(2 \(host .*\) died|[0134] \(host .*\) ended by an exception \(see its log\))"
     assert re.match(
-        rf"PeerFailure: rank {first}; ending this process|rank {first}; this rank ends, too", text
+        rf"PeerFailure: rank {first}; ending this process|rank {first}; this rank ends as well", text
     ), text
     return when
 

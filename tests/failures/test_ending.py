@@ -1,4 +1,4 @@
-"""How a real job ends by an exception: torchrun names the first error, and isn't kept restarting in vain."""
+"""How a real job ends by an exception: torchrun names the first error, and stops restarting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from failures.driver import ROOT
 
 DEADLINE_S = 600.0

@@ -16,6 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from bench.questions.gpu.question import KILLS
+from ecemb.arena.header import WORDS
 from failures import board as board_module
 from failures import phases
 from failures.board import AWAY, NAMES, PHASES, Board, fell_together, memory_of
@@ -25,9 +28,6 @@ from failures.driver import ROOT, Death, differences, lost_steps, run
 from failures.matrix import ATTEMPTS, MAIN, ROW, ROWS, UNMADE, Cell, Chains, cells, hits
 from failures.plan import ABORT_EVERY, Exact, Plan, Refused
 from failures.refusals import contents
-
-from bench.gpu import KILLS
-from ecemb.header import WORDS
 
 RECOVERY = ("rebuilding", "verifying", "copying replicated state", "creating an arena")
 
@@ -121,7 +121,7 @@ def test_victims_that_have_not_begun_are_waited_for_and_not_for_ever(
 
 
 def test_memory_that_is_to_be_lost_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else whoever has not made it yet would live on without a loss: the cell would not be met."""
+    """Else the process that has not made it yet would live on without a loss: the cell would not be met."""
     (tmp_path / "boards").mkdir()
     board = Board.create(tmp_path / "boards", 1)
     board.set("worker", 2)
@@ -142,7 +142,7 @@ def test_memory_that_is_to_be_lost_is_waited_for(tmp_path: Path, monkeypatch: py
 def test_victims_are_all_stopped_before_the_first_of_them_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun ends the others as soon as it sees one of them dead, however slow whoever kills them is."""
+    """torchrun ends the others as soon as it sees one of them dead, however slow their killer is."""
     script = "import time\nwhile True: time.sleep(3600)"
     victims = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
     boards = [Board.create(tmp_path, process.pid) for process in victims]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from failures.hosts import SCENARIOS, Hosts, Unexpected, by_host, main
 from failures.namespaces import Namespaces, NotPossible
 from failures.trace import Opened, Trace

@@ -16,14 +16,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from ecemb.arena.arena import Arena
+from ecemb.errors import InconsistentArenas
+from ecemb.local.journal import RowJournal
+from ecemb.local.rank_memory import RankMemory
 from failures import sabotage
 from failures.sabotage import Patch
-from simulation import Killed, Machines, Rank, Wires, job_of
-
-from ecemb.arena import Arena
-from ecemb.errors import InconsistentArenas
-from ecemb.journal import RowJournal
-from ecemb.memory import RankMemory
+from support.simulation import Killed, Machines, Rank, Wires, job_of
 
 DONE = 2  # steps before the one in which rank VICTIM dies
 VICTIM = 2
@@ -79,7 +79,7 @@ def one_dies_before_it_has_prepared(machines: Machines, without: Sequence[Patch]
 
 
 def test_nobody_commits_what_another_has_not_prepared(machines: Machines) -> None:
-    """The agreement (3.6): whoever commits a step knows that every rank has prepared it."""
+    """The agreement (3.6): the process that commits a step knows that every rank has prepared it."""
     one_dies_before_it_has_prepared(machines)
 
 

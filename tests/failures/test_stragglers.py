@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from failures.driver import ROOT
 
 DEADLINE_S = 300.0

@@ -24,16 +24,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from failures import phases
-from failures.observer import SOAK_TIMEOUT_S, Observer
-from failures.plan import ABORT_EVERY, Plan, Setting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ecemb
-from ecemb import opening, stripes
 from ecemb.adapters import sparse as sparse_tables
-from ecemb.transport import Fabric
+from ecemb.group.collectives import Fabric
+from ecemb.recovery import parity_check
+from ecemb.startup import opening
+from failures import phases
+from failures.observer import SOAK_TIMEOUT_S, Observer
+from failures.plan import ABORT_EVERY, Plan, Setting
 
 USERS, ITEMS, BATCH = 997, 1301, 24
 OPTIMIZERS = {
@@ -144,7 +145,7 @@ def train(
         sparse_tables.is_apart = lambda tensor: True
     if setting.fabric:  # NCCL refuses ranks that share a device
         group = dist.new_group(backend="gloo")
-        opening._fabric = lambda session, *_: Fabric(group, torch.device("cpu"), session.patience_s)
+        opening.fabric = lambda session, *_: Fabric(group, torch.device("cpu"), session.patience_s)
     guard = ecemb.protect(
         model,
         optimizers=[sparse, dense],
@@ -152,6 +153,7 @@ def train(
         state=[schedule, progress],
         window=setting.window,
         overlap=setting.overlap,
+        abortable=setting.abortable,
         failure_domain=failure_domain,
         parity_backend="nccl" if setting.fabric else "gloo",
         resume=checkpoints,
@@ -190,7 +192,8 @@ def train(
                     model.users.weight[rows] *= 0.5
             schedule.step()
             progress.add(loss.item(), negatives.sum().item())
-            if step.number % ABORT_EVERY == ABORT_EVERY - 1 and rank == step.number // ABORT_EVERY % ranks:
+            turn, due = divmod(step.number, ABORT_EVERY)
+            if setting.abortable and due == ABORT_EVERY - 1 and rank == turn % ranks:
                 step.abort()
         say(guard, step.number)
         if checkpoints is not None and (step.number + 1) % saves == 0:
@@ -245,8 +248,8 @@ def own_digests(*stateful: Any) -> dict[str, str]:
 def parity(guard: ecemb.Guard) -> dict[str, str]:
     """The parity kept here, after comparing all of it with the rows. All ranks."""
     guard._drain()  # the last step may be on its way beside, on the wires that are used here
-    memory, longest = guard._memory, stripes.longest_block(guard._memory)
-    wrong = stripes.compare(memory, guard._transport, 0, longest, "comparing parity with rows")
+    memory, longest = guard._memory, parity_check.longest_block(guard._memory)
+    wrong = parity_check.compare(memory, guard._transport, 0, longest, "comparing parity with rows")
     return {
         "parity": hashlib.sha256(memory.arena.region("parity").tobytes()).hexdigest(),
         "stripe classes whose parity is wrong": str([one.stripe_class for one in wrong]),

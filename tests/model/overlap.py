@@ -124,7 +124,7 @@ class Overlapped(Program):
         return [Move(f"undoes half of its rows of step {me.behind.t}", 0, None, new)]
 
     def do_failed_before_end(self, me: Rank, i: int, life: Life) -> list[Move]:
-        label, _, entry = next(journal for journal in me.journals if journal.label == me.behind.t)
+        label, _, entry, _ = next(journal for journal in me.journals if journal.label == me.behind.t)
         new = me._replace(rows=undone(me.rows, entry, label), pc="ended")
         return [Move(f"undoes its rows of step {label}, ends", 0, None, new)]
 

@@ -4,11 +4,11 @@ Rows are not bytes but sets of applied transactions: bit 2(t - 1) is transaction
 it is t aborted and committed empty. XOR of two sets is their delta, applying one twice takes it back: missing
 and double application both show. A transaction stands in them twice: once in the row that all transactions
 change, and once, `ROW` bits above, in a row that no other one does. `TORN` is the instant between two values,
-and what nobody has written: whatever reads it has garbage.
+and what no rank has written: whatever reads it has garbage.
 
 A process crashes by never moving again, so a program needs no transitions for that. Messages are sent
-together with the store before them: nobody can see a message before receiving it, and whoever doesn't receive
-it just doesn't move. A store and the sends before the next one are therefore one transition.
+together with the store before them: no rank can see a message before receiving it, and a rank that doesn't
+receive it just doesn't move. A store and the sends before the next one are therefore one transition.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ecemb.header import NONE
-from ecemb.plan import RecoveryPlan
+from ecemb.arena.header import NONE
+from ecemb.recovery.plan import RecoveryPlan
 
 TORN = -1
 NOTHING = 0
@@ -59,21 +59,49 @@ def undone(rows: int, entry: int, t: int) -> int:
 
 
 class Journal(NamedTuple):
-    """A row journal: the transaction that its label names, its count, and the rows as they were before."""
+    """A row journal: the transaction that its label names, its count, and the rows as they were before.
+
+    In a window the count says of how many steps it has rows, the first of which is `first`.
+    """
 
     label: int = NONE
     count: int = 0
     entry: int = TORN
+    first: int = 0
+
+    def over(self, rows: int, *, half: bool = False) -> int:
+        """Rows after the old records are copied back over them; `half`: while they are."""
+        entry = TORN if half else self.entry
+        if not self.first:
+            return undone(rows, entry, self.label)
+        own = (1 << 2 * self.count) - 1 << ROW + 2 * (self.first - 1)
+        saved = SHARED | own
+        return rows & ~saved | entry & saved
+
+
+class Wave(NamedTuple):
+    """A dissemination that a thread is in.
+
+    Attributes:
+        number: how many statuses this life had before its status.
+        round: the one whose message comes next.
+        fold: of all that this rank has heard and said.
+    """
+
+    number: int
+    round: int
+    fold: Any
 
 
 class Thread(NamedTuple):
-    """A thread of a rank's process: where it is, in which transaction, and what it has told the others."""
+    """A thread of a rank's process: where it is, in which transaction, and what it has sent to the others."""
 
     pc: str = ""
     t: int = 0
     sent: int = 0
     said: tuple[tuple[int, int], ...] = ()
     old: int = TORN
+    wave: Wave | None = None
 
 
 class Rank(NamedTuple):
@@ -94,6 +122,7 @@ class Rank(NamedTuple):
     parity_saved: tuple[int, ...] = ()
     parity: tuple[int, ...] = ()
     slots: tuple[Any, Any] = (None, None)
+    room: int = 0  # the largest window that this rank's journal has room for; 0: it has never run out
     # What only the checks may look at: the arena's name, the starts in which it joined and opened, and
     # whether it has ever been whole.
     name: int = 0
@@ -107,16 +136,27 @@ class Rank(NamedTuple):
     sent: int = 0
     said: tuple[tuple[int, int], ...] = ()
     old: int = TORN
+    wave: Wave | None = None
     armed: int = 0
     behind: Thread = Thread()
+    # What only a process has that follows the next protocol: the number of statuses that have ended, what it
+    # has said, dense state, the window's size, rows and dense state when the step began, and whether it ended
+    # by a peer's death.
+    number: int = 0
+    log: tuple[tuple[tuple[str, int, int], Any], ...] = ()
+    dense: int = 0
+    window: int = 0
+    began: tuple[int, int] = (0, 0)
+    read: tuple[tuple[Any, int], ...] = ()  # messages taken by source, if they don't say what they are
+    quiet: bool = False
 
     def stopped(self) -> Rank:
         """The arena, without its process."""
-        return self._replace(pc="", t=0, sent=0, said=(), old=TORN, armed=0, behind=Thread())
+        return self._replace(**_NO_PROCESS)
 
     def swapped(self) -> Rank:
         """The same rank, with the other thread in the place of the main one."""
-        main = Thread(self.pc, self.t, self.sent, self.said, self.old)
+        main = Thread(self.pc, self.t, self.sent, self.said, self.old, self.wave)
         return self._replace(**self.behind._asdict(), behind=main)
 
     def journalled(self, at: int, **words: int) -> Rank:
@@ -130,6 +170,11 @@ class Rank(NamedTuple):
             return 0, change(t, attempt)
         said = self.behind.said if self.behind.t == t else self.said
         return said[attempt - 1] if len(said) >= attempt else None
+
+
+_NO_PROCESS: dict[str, Any] = {
+    name: Rank._field_defaults[name] for name in Rank._fields[Rank._fields.index("pc") :]
+}
 
 
 class Life(NamedTuple):

@@ -63,6 +63,33 @@ class Rules:
     fill_of_donor: bool = True
     other_format_stops: bool = True
     kept_until_superseded: bool = True
+    # the next protocol's: agreement
+    failed_before_first_round: bool = True
+    rounds_finished_first: bool = True
+    failed_to_all_rounds: bool = True
+    failed_sent_on: bool = True
+    failed_at_once: bool = True
+    owed_rounds_first: bool = True
+    mark_for_sizes: bool = True
+    no_to_all_rounds: bool = True
+    no_sent_on: bool = True
+    undo_before_prepared: bool = True
+    no_ends_undecided: bool = True
+    count_not_label: bool = True
+    kind_in_messages: bool = True
+    count_in_messages: bool = True
+    kind_or_count_in_messages: bool = True
+    window_in_fold: bool = True
+    halved_window_kept: bool = True
+    # and slices
+    slices_with_stripes: bool = True
+    slots_by_label: bool = True
+    slots_by_arena: bool = True
+    slice_label_last: bool = True
+    slices_before_prepared: bool = True
+    slices_before_next_body: bool = True
+    slices_before_live: bool = True
+    all_fetch_slices: bool = True
 
     def without(self, *names: str) -> Rules:
         """These rules, with some switched off."""
@@ -70,6 +97,28 @@ class Rules:
 
 
 ALL = Rules()
+
+HEARD = (
+    "failed_before_first_round",
+    "rounds_finished_first",
+    "failed_to_all_rounds",
+    "failed_sent_on",
+    "failed_at_once",
+    "owed_rounds_first",
+    "mark_for_sizes",
+    "no_to_all_rounds",
+    "no_sent_on",
+    "count_not_label",
+    "kind_in_messages",
+    "count_in_messages",
+    "kind_or_count_in_messages",
+    "window_in_fold",
+    "halved_window_kept",
+)
+"""Rules of the next protocol without which a start reads no more of an arena than with them."""
+
+BUDGETS = ("crashes", "losses", "cuts", "aborts", "relaunches", "fails", "shortages", "choices")
+"""What may happen so often in a search, by the fields of its `Config`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +134,18 @@ class Config:
         losses: ranks whose memory goes, in all.
         cuts: hosts that are cut off in all; each may come back at any later start, with what it had.
         aborts: votes to abort, in all.
-        relaunches: how often the job is launched anew, with a new store.
+        relaunches: how often the job is launched again, with a new store.
         overlap: whether a step is decided beside the next one's body.
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
+        rounds: whether ranks agree by dissemination, as in the next protocol; what follows is of that one.
+        abortable: whether each step has a status, and each rank all of dense state; else slices.
+        window: steps of a transaction at most.
+        saves: steps after which all ranks drain an open window.
+        fails: exceptions, in all, but for those that follow from another.
+        shortages: how often a journal runs out in a window, in all.
+        choices: how often a rank can take a smaller window only, in all.
     """
 
     n: int = 3
@@ -105,14 +161,19 @@ class Config:
     close: bool = False
     fresh: bool = False
     skew: bool = False
+    rounds: bool = False
+    abortable: bool = True
+    window: int = 1
+    saves: tuple[int, ...] = ()
+    fails: int = 0
+    shortages: int = 0
+    choices: int = 0
 
     def __str__(self) -> str:
         job = f"N={self.size} n={self.n} k={self.k}, {self.steps} steps"
-        counts = [
-            f"{getattr(self, name)} {name}"
-            for name in ("crashes", "losses", "cuts", "aborts", "relaunches")
-            if getattr(self, name)
-        ]
-        options = (("overlap", "overlap"), ("close", "close"), ("fresh", "fresh start"))
+        counts = [f"{getattr(self, name)} {name}" for name in BUDGETS if getattr(self, name)]
+        if self.rounds:
+            job += f", windows of {self.window}, {'' if self.abortable else 'not '}abortable"
+        options = (("overlap", "overlap"), ("saves", "saves"), ("close", "close"), ("fresh", "fresh start"))
         words = [text for name, text in options if getattr(self, name)]
         return ", ".join([job, *counts, *words, *(["clocks apart"] if self.skew else [])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from .next_protocol import NEXT, NEXT_FULL, NEXT_QUICK
 from .rules import Config
 from .search import Result, search
 from .starts import Starts
@@ -74,24 +75,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(prog="python tests/model", description=__doc__)
     parser.add_argument(
-        "--rule", choices=[e.rule for e in ENTRIES], help="print this rule's counterexample only"
+        "--rule",
+        choices=sorted({e.rule for e in (*ENTRIES, *NEXT)}),
+        help="print this rule's counterexample only",
     )
-    parser.add_argument("--table", action="store_true", help="print the table of docs/protocol.md only")
+    parser.add_argument(
+        "--table", action="store_true", help="print the tables of rules in docs/protocol.md only"
+    )
     parser.add_argument("--quick", action="store_true", help="search only what `make test` searches")
     args = parser.parse_args(arguments)
     if args.table:
-        for line in table():
-            print(line, flush=True)
+        for entries in (ENTRIES, NEXT):
+            for line in table(entries):
+                print(line, flush=True)
         return 0
     fine = True
     if args.rule is None:
-        for config in QUICK if args.quick else FULL:
+        for config in (*QUICK, *NEXT_QUICK) if args.quick else (*FULL, *NEXT_FULL):
             result = search(config)
             print(report(config, result), flush=True)
             for line in result.trace:
                 print(f"    {line}")
             fine = fine and result.complete
-    for entry in ENTRIES:
+    for entry in (*ENTRIES, *NEXT):
         if args.rule in (None, entry.rule):
             fine = explain(entry) and fine
     return 0 if fine else 1

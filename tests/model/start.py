@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ecemb.header import NONE, State
-from ecemb.placement import Placement
+from ecemb.arena.header import NONE, State
+from ecemb.coding.placement import Placement
 
 from .rank import (
     CREATED,
@@ -22,7 +22,6 @@ from .rank import (
     Life,
     Move,
     Rank,
-    undone,
 )
 from .rules import Rules
 
@@ -145,7 +144,7 @@ class Start(abc.ABC):
                 return me._replace(pc=what, t=index)
             if what == "undo":
                 me = me._replace(armed=self._newest(me) if order.index(what) == index else 1 - me.armed)
-                label, count, _ = me.journals[me.armed]
+                label, count = me.journals[me.armed][:2]
                 if (label > t or not rules.committed_voids_journals) and (count or self._voids(label)):
                     return me._replace(pc=what if count else "void", t=index)
             if what == "redo" and me.committed < t:
@@ -166,12 +165,12 @@ class Start(abc.ABC):
         return [Move(f"prepared := {t}", 0, None, self._decide(me._replace(prepared=t), life, me.t + 1))]
 
     def do_undo(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(rows=undone(me.rows, TORN, me.journals[me.armed].label), pc="undo_end")
+        new = me._replace(rows=me.journals[me.armed].over(me.rows, half=True), pc="undo_end")
         return [Move("undoes half of its rows", 0, None, new)]
 
     def do_undo_end(self, me: Rank, i: int, life: Life) -> list[Move]:
-        label, _, entry = me.journals[me.armed]
-        new = me._replace(rows=undone(me.rows, entry, label))
+        label = me.journals[me.armed].label
+        new = me._replace(rows=me.journals[me.armed].over(me.rows))
         new = new._replace(pc="void") if self._voids(label) else self._decide(new, life, me.t + 1)
         return [Move("undoes its rows", 0, None, new)]
 
@@ -219,7 +218,7 @@ class Start(abc.ABC):
         return {p: values.pop() if fine else TORN for p, values in told.items()}
 
     def do_verify(self, me: Rank, i: int, life: Life) -> list[Move]:
-        """Everybody stands on T, and what was lost is rebuilt."""
+        """All ranks stand on T, and what was lost is rebuilt."""
         lost = life.plan.lost
         if i in lost:
             new = me._replace(committed=life.plan.transaction, pc="newcomer_prepare")

@@ -15,11 +15,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from ecemb.arena.classify import classify
+from ecemb.arena.header import NONE, Constants, Header, State
+from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, InconsistentArenas, JobFinished
-from ecemb.header import NONE, Constants, Header, State
-from ecemb.judgement import classify
-from ecemb.placement import Placement
-from ecemb.plan import RecoveryPlan, plan_recovery, plan_resume
+from ecemb.recovery.plan import RecoveryPlan, plan_recovery, plan_resume
 
 from .rank import Broken
 from .rules import ALL, Rules
@@ -46,7 +46,7 @@ class Starts:
         crashes: how often the job's processes die, any of them at any moment each time.
         losses: hosts whose memory goes, in all.
         cuts: hosts that are cut off in all; each comes back at any later start, or never.
-        relaunches: how often the job is launched anew, with a new store.
+        relaunches: how often the job is launched again, with a new store.
         resumes: how many starts may begin from the checkpoint, which is of transaction `SAVED`.
         formats: how many arenas are met by an ecemb of another format.
         tombstones: how many hosts hold a tombstone of an earlier run; each comes into the job at any start.
@@ -163,7 +163,7 @@ class StartsModel:
         self._decisions: dict[object, Decision] = {}
 
     def initial(self) -> World:
-        """No arena yet, or all ranks LIVE; nobody runs."""
+        """No arena yet, or all ranks LIVE; no rank runs."""
         c = self.config
         old = Arena(0, State.FINISHED, OLD, OLD, OLD, c.steps, c.steps)
         world = World(
@@ -221,7 +221,7 @@ class StartsModel:
                 yield Next(f"a host with {_named(arena)} is there", world._replace(others=others))
         if world.relaunches:
             yield Next(
-                "the job is launched anew, with a new store",
+                "the job is launched again, with a new store",
                 world._replace(relaunches=world.relaunches - 1, started=0, finished=False),
             )
         yield from self._start(world, resume=False)
@@ -424,7 +424,7 @@ class StartsModel:
     def _forgotten(
         self, world: World, found: tuple[Arena, ...], outcome: RecoveryPlan | str, survivors: frozenset[Arena]
     ) -> bool:
-        """Whether nothing that is seen shows what this start would need to know, and nobody could tell."""
+        """Whether nothing that is seen shows what this start would need to know, and no rank could know."""
         if isinstance(outcome, RecoveryPlan) and not outcome.begins:
             if world.closed and outcome.transaction < self.config.steps:
                 return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ecemb.header import State
+from ecemb.arena.header import State
 
 from .rank import (
     CLOSED,
@@ -138,7 +138,7 @@ class Program(Start):
         return [Move(self.exchanged, heads(t, attempt), who, new)]
 
     def _heard(self, me: Rank, inbox: tuple[int, ...]) -> Rank:
-        """Nobody aborts the transaction."""
+        """No rank aborts the transaction."""
         if self.rules.inbox_before_prepared:
             return me._replace(inbox=inbox, inbox_label=me.t, pc="prepare")
         return me._replace(pc="prepare")
@@ -293,7 +293,7 @@ class Program(Start):
 
     def _armed(self, me: Rank) -> bool:
         """Whether rows of the transaction in flight are saved, and not yet committed."""
-        label, count, _ = me.journals[me.armed]
+        label, count = me.journals[me.armed][:2]
         return bool(count) and label == me.t > me.committed
 
     def do_failed(self, me: Rank, i: int, life: Life) -> list[Move]:

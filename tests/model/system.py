@@ -15,6 +15,10 @@ The search is made smaller in these ways, each of which leaves every verdict as 
 - With overlap, a move that no crash could tell from none is taken before all others: it changes nothing that
   a later start reads, its thread has no other choice but to fail, and moves of other ranks, and of the other
   thread, commute with it. The states between lives are the same as without this: compared for N=2 and N=3.
+- Where ranks agree in rounds, such a move is taken together with the failures of its thread, which say more
+  or less than later ones, but commute with the moves of others. The states between lives, and how lives end,
+  are the same as without this: compared for N=2, 3 and 4. In the last life the order of ranks decides which
+  row journal a step takes, and where a body is when its process ends; no verdict depends on either.
 - Generations are only compared. Where no arena is away, all are members of the last one, and it is named 1.
 """
 
@@ -24,16 +28,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ecemb.arena.classify import classify
+from ecemb.arena.header import NONE, Constants, Header, State
+from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, JobFinished
-from ecemb.header import NONE, Constants, Header, State
-from ecemb.judgement import classify
-from ecemb.placement import Placement
-from ecemb.plan import RecoveryPlan, plan_recovery
-from ecemb.roster import Report, Worker, assign
+from ecemb.group.assignment import Report, Worker, assign
+from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .overlap import Overlapped
-from .rank import CREATED, NOTHING, READY, TORN, Broken, Journal, Life, Rank, change, undone
-from .rules import ALL, Config, Rules
+from .rank import CREATED, NOTHING, READY, Broken, Journal, Life, Rank, change
+from .rounds import Rounds, is_over
+from .rules import ALL, BUDGETS, HEARD, Config, Rules
 from .step import Program
 
 Ids = tuple[int, ...]
@@ -53,6 +58,11 @@ class Rest(NamedTuple):
     cuts: int = 0
     aborts: int = 0
     relaunches: int = 0
+    fails: int = 0
+    shortages: int = 0
+    choices: int = 0
+    short: int = 0  # the smallest window that a journal had no room for in an earlier life
+    short_now: int = 0  # and in this one
     started: int = 0  # generation, as far as this store was told; the rules say whether it was
     marked: int = 0  # the start that told it
     proposed: int = 0  # the last start's generation, as far as this store was told
@@ -83,11 +93,16 @@ class Model:
         self.config = config
         self.rules = rules
         self.placement = Placement.ranks(config.n, config.k, config.size)
-        kind = Overlapped if config.overlap else Program
-        self.program = kind(self.placement, config.steps, rules, config.close, config.aborts > 0)
+        given = (self.placement, config.steps, rules, config.close, config.aborts > 0)
+        self.program: Program
+        if config.rounds:
+            self.program = Rounds(*given, config)
+        else:
+            self.program = Overlapped(*given) if config.overlap else Program(*given)
         self.size = config.size
-        self._exact = rules != ALL  # then nothing is forgotten: what is read depends on the rules
-        self._hurries = config.overlap and not self._exact  # to take moves that no crash could tell from none
+        heard = HEARD if config.rounds else ()
+        self._exact = rules.without(*heard) != ALL.without(*heard)  # then what is read depends on the rules
+        self._hurries = (config.overlap or config.rounds) and not self._exact  # see the module's docstring
         self._values: list[Any] = []
         self._names: dict[Any, int] = {}
         self._moves: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
@@ -104,16 +119,9 @@ class Model:
         return found
 
     def initial(self) -> Ids:
-        """No arena yet, or all ranks LIVE at transaction 0; nobody runs."""
+        """No arena yet, or all ranks LIVE at transaction 0; no rank runs."""
         c = self.config
-        rest = Rest(
-            crashes=c.crashes,
-            losses=c.losses,
-            cuts=c.cuts,
-            aborts=c.aborts,
-            relaunches=c.relaunches,
-            decided=(0,) * c.steps,
-        )
+        rest = Rest(**{name: getattr(c, name) for name in BUDGETS}, decided=(0,) * c.steps)
         if c.fresh:
             return (*[self.name(Rank())] * self.size, self.name(rest))
         ranks = [
@@ -144,6 +152,7 @@ class Model:
         said, told = [rank.sent for rank in ranks], [rank.behind.sent for rank in ranks]
         life = self._life(rest.life)
         found: list[Next] = []
+        moved = False
         for i in range(size):
             key = (state[i], i, life)
             moves = self._moves.get(key)
@@ -153,8 +162,7 @@ class Model:
                 if need and any((told if behind else said)[p] < need for p in who):
                     continue
                 if isinstance(new, str):
-                    found.append(Next(text, state, new))
-                    continue
+                    return [Next(text, state, new)]
                 try:
                     after = new if isinstance(new, int) else self._with_others(new, ranks)
                     if after is None:
@@ -166,20 +174,39 @@ class Model:
                             continue
                         rest_after = self.name(changed)
                 except Broken as error:
-                    found.append(Next(text, state, str(error)))
-                    continue
+                    return [Next(text, state, str(error))]
                 found.append(Next(text, (*state[:i], after, *state[i + 1 : size], rest_after)))
+                moved = moved or event != "fail" or not self.config.rounds
                 if alone and not event and self._death(after) == self._death(state[i]):
-                    return [found[-1]]
-            if found and not rest.crashes:
+                    if not self.config.rounds:
+                        return [found[-1]]
+                    return [found[-1], *self._failing(state, rest, i, moves, behind)]
+            if moved and not rest.crashes:
                 return found
-        if not found and not any(rank.pc in ("failed", "failed_end", "ended") for rank in ranks):
+        if not moved and self.config.rounds:
+            stuck = {i: (rank.pc, rank.behind.pc) for i, rank in enumerate(ranks) if not is_over(rank)}
+            if stuck and not any(rank.quiet for rank in ranks):
+                return [Next("nobody can move", state, f"deadlock: {stuck}")]
+        elif not found and not any(rank.pc in ("failed", "failed_end", "ended") for rank in ranks):
             if not all(rank.pc == "done" for rank in ranks):
                 waiting = {i: rank.pc for i, rank in enumerate(ranks)}
                 return [Next("nobody can move", state, f"deadlock: {waiting}")]
         if rest.crashes:
             found.append(Next("all processes end", self._ended(state, rest)))
         return found
+
+    def _failing(
+        self, state: Ids, rest: Rest, i: int, moves: Sequence[tuple[Any, ...]], behind: bool
+    ) -> list[Next]:
+        """How a thread of rank i may fail instead of its only move."""
+        if not rest.fails:
+            return []
+        after = self.name(rest._replace(fails=rest.fails - 1))
+        return [
+            Next(text, (*state[:i], new, *state[i + 1 : self.size], after))
+            for text, _, _, new, event, other, _ in moves
+            if event == "fail" and other == behind
+        ]
 
     def _compiled(self, rank: Rank, i: int, life: Life | None) -> list[tuple[Any, ...]]:
         assert life is not None
@@ -211,7 +238,8 @@ class Model:
 
     def _ended(self, state: Ids, rest: Rest) -> Ids:
         dead = [self._death(name) for name in state[:-1]]
-        after = rest._replace(running=False, life=None, crashes=rest.crashes - 1)
+        short = min((one for one in (rest.short, rest.short_now) if one), default=0)
+        after = rest._replace(running=False, life=None, crashes=rest.crashes - 1, short=short, short_now=0)
         ranks: list[Rank] = [self._values[name] for name in dead]
         if not (after.others or after.cuts or self._exact) and _all_members(ranks):
             names = dict.fromkeys(("joined", "gid", "opened", "name", "since", "changed", "fill"), 1)
@@ -227,7 +255,7 @@ class Model:
         return found
 
     def _dead(self, rank: Rank) -> Rank:
-        """A rank without its process, and without what nobody can read any more."""
+        """A rank without its process, and without what no rank can read any more."""
         rank = rank.stopped()
         if rank.state == NOTHING:
             return Rank(whole=rank.whole)
@@ -440,8 +468,18 @@ class Model:
     def _heard(self, event: str, rest: Rest, i: int, rank: Rank, ranks: Sequence[Rank]) -> Rest | None:
         """What the checks and the store make of an event; None if it can't happen."""
         assert rest.life is not None
-        if event == "fail":
+        if event == "fail" and not self.config.rounds:
             return rest if rest.crashes else None
+        if event == "fail":
+            return rest._replace(fails=rest.fails - 1) if rest.fails else None
+        if event == "choose":
+            return rest._replace(choices=rest.choices - 1) if rest.choices else None
+        if event == "short":
+            if not rest.shortages:
+                return None
+            if 0 < rest.short <= rank.window:
+                raise Broken(f"no progress: rank {i} runs out in a window of {rank.window}, as before")
+            return rest._replace(shortages=rest.shortages - 1, short_now=rank.window)
         if event == "abort":
             return rest._replace(aborts=rest.aborts - 1) if rest.aborts else None
         if event == "mark":
@@ -462,7 +500,8 @@ class Model:
             if rest.closed:
                 raise Broken(f"trained after close: rank {i} begins step {rank.t}")
             live = [p for p, other in enumerate(ranks) if other.state == State.LIVE]
-            behind = [p for p in live if ranks[p].prepared < rank.t - self.program.row_journals]
+            last = rank.committed if self.config.rounds else rank.t - self.program.row_journals
+            behind = [p for p in live if ranks[p].prepared < last]
             if behind:
                 raise Broken(f"split: rank {i} begins step {rank.t}, ranks {behind} may go back behind it")
             if not rank.behind.pc:
@@ -478,8 +517,8 @@ class Model:
         return rest._replace(finished=True)
 
     def _decided(self, i: int, rank: Rank, rest: Rest) -> Rest:
-        t = rank.committed
-        if t:
+        first = 1 if self.config.rounds else max(1, rank.committed)
+        for t in range(first, rank.committed + 1):
             variant = _standing(rank) >> 2 * (t - 1) & 3
             known = rest.decided[t - 1]
             if variant not in (1, 2):
@@ -498,15 +537,18 @@ class Model:
             raise Broken(f"rows: rank {i} stands on step {t}, and its rows don't")
         if any(value != right for value in rank.parity):
             raise Broken(f"parity: rank {i} stands on step {t}, and its parity is not the code of the rows")
-        if rank.slots[t % 2 if self.rules.slots_alternate else 0] != (t, right):
+        named = [slot for slot in rank.slots if slot and slot[0] == t]
+        if not self.config.rounds:
+            named = [rank.slots[t % 2 if self.rules.slots_alternate else 0]]
+        if named != [(t, right)]:
             raise Broken(f"dense state: rank {i} stands on step {t}, and has no such dense state")
 
 
 def _standing(rank: Rank) -> int:
     """A rank's rows without what the step has changed that begins before the last one is decided."""
-    label, count, entry = rank.journals[rank.armed]
-    if rank.sent >= READY and rank.behind.sent and count and label == rank.t > rank.committed:
-        return undone(rank.rows, entry, label)
+    journal = rank.journals[rank.armed]
+    if rank.sent >= READY and rank.behind.sent and journal.count and journal.label == rank.t > rank.committed:
+        return journal.over(rank.rows)
     return rank.rows
 
 
@@ -514,12 +556,12 @@ def _forgotten(rank: Rank) -> Rank:
     """A rank without row journals that change nothing, and without rows that will be undone in any case."""
     rows = rank.rows
     for at in sorted((0, 1), key=lambda at: -rank.journals[at].label):
-        label, count, entry = rank.journals[at]
-        after = undone(rows, entry, label) if count and label > rank.committed else rows
+        journal = rank.journals[at]
+        after = journal.over(rows) if journal.count and journal.label > rank.committed else rows
         if after == rows:
             rank = rank.journalled(at, **Journal()._asdict())
-        elif label > rank.prepared:
-            rank = rank._replace(rows=undone(rank.rows, TORN, label))
+        elif journal.label > rank.prepared:
+            rank = rank._replace(rows=journal.over(rank.rows, half=True))
         rows = after
     return rank
 

@@ -84,7 +84,7 @@ ENTRIES = (
         "heads_from_all",
         "The exchange waits for the heads of all ranks, not only of those that it has deltas from.",
         "N > n: a rank that is no neighbour of the one that aborts prepares and votes, the others run the "
-        "second attempt: everybody waits for ever.",
+        "second attempt: all wait forever.",
         "deadlock",
         _four(crashes=0, aborts=1),
     ),
@@ -97,7 +97,7 @@ ENTRIES = (
     ),
     Entry(
         "no_undo_after_prepared",
-        "Whoever has prepared undoes nothing by itself.",
+        "A rank that has prepared undoes nothing by itself.",
         "One gives up waiting for the votes and undoes, another has all votes and has committed: the arenas "
         "contradict each other, and every start refuses.",
         "false refusal",
@@ -128,7 +128,7 @@ ENTRIES = (
     Entry(
         "committed_after_apply",
         "`committed` is stored when parity stands on t.",
-        "A crash between the two: nobody redoes the parity, which stays behind the rows.",
+        "A crash between the two: no rank redoes the parity, which stays behind the rows.",
         "parity",
         _two(),
     ),
@@ -165,28 +165,31 @@ ENTRIES = (
     Entry(
         "all_decided_before_rebuild",
         "Barrier between undo and redo, and the rebuild.",
-        "A newcomer is rebuilt from a survivor that still has to undo or redo: garbage.",
+        "A replacement rank is rebuilt from a survivor that still has to undo or redo: garbage.",
         "parity",
         _two(losses=1),
     ),
     Entry(
         "rebuilding_is_lost",
         "REBUILDING counts as lost.",
-        "A crash in the rebuild: the newcomer's arena, which holds nothing, takes part in the decision.",
+        "A crash in the rebuild: the replacement rank's arena, which holds nothing, takes part in the "
+        "decision.",
         "false refusal",
         _two(losses=1),
     ),
     Entry(
         "live_last",
         "LIVE is the last store of a rebuild.",
-        "A crash between the two: the newcomer's arena, which holds nothing, is taken for a survivor's.",
+        "A crash between the two: the replacement rank's arena, which holds nothing, is taken for a "
+        "survivor's.",
         "half-rebuilt",
         _two(losses=1),
     ),
     Entry(
         "all_live_before_training",
         "Barrier between recovery and training.",
-        "Nothing: whoever trains ahead can't prepare without the heads of all, which they send after their "
+        "Nothing: a rank that trains ahead can't prepare without the heads of all, which they send after "
+        "their "
         "recovery. It would be needed if heads and votes came from neighbours only.",
         "",
         _three(losses=1),
@@ -211,8 +214,8 @@ ENTRIES = (
     Entry(
         "stale_is_lost",
         "An arena whose `joined` is below the highest `opened` counts as lost.",
-        "A host is cut off, its rank is rebuilt elsewhere, and it comes back: two arenas of one rank, and "
-        "nobody can tell which one counts.",
+        "A host is cut off, its rank is rebuilt elsewhere, and it comes back: two arenas of one rank, "
+        "and no rule can tell which one counts.",
         "false refusal",
         _two(cuts=1),
     ),
@@ -234,14 +237,15 @@ ENTRIES = (
     Entry(
         "generation_by_clock",
         "A generation's number is at least the clock's: a new store has not counted.",
-        "A rank joins alone and is cut off, the job is launched anew, its first start takes the same number, "
+        "A rank joins alone and is cut off, the job is launched again, its first start takes the same "
+        "number, "
         "and the host comes back: one generation with two ids, which every start refuses.",
         "false refusal",
         _two(crashes=2, cuts=1, relaunches=1),
     ),
     Entry(
         "store_counts_generations",
-        "It is higher than every number that was given out over the same store, too.",
+        "It is higher than every number that was given out over the same store.",
         "A rank joins alone and is cut off, the clock of the next start's leader is behind, and the host "
         "comes back: it has joined a higher number than the one that the others have opened.",
         "false refusal",
@@ -263,7 +267,7 @@ ENTRIES = (
     ),
     Entry(
         "mark_tells_generation",
-        "The mark in the store is the generation that was opened, and staleness goes by it, too.",
+        "The mark in the store is the generation that was opened, and staleness goes by it as well.",
         "A host is cut off, the job goes on without it, all other memory is lost, and it comes back: it "
         "looks like the only survivor, and the job goes back to where it was cut off.",
         "stale",
@@ -271,15 +275,16 @@ ENTRIES = (
     ),
     Entry(
         "rebuilding_is_evidence",
-        "A REBUILDING arena, too, tells that the job had started.",
-        "All memory but a newcomer's is lost, and the store is new: the job silently begins again at step 0.",
+        "A REBUILDING arena also shows that the job had started.",
+        "All memory but a replacement rank's is lost, and the store is new: the job silently begins "
+        "again at step 0.",
         "restart from 0",
         _two(losses=2, relaunches=1),
     ),
     # abort
     Entry(
         "abort_stops_prepare",
-        "Whoever has an abort among its heads prepares nothing.",
+        "A rank that has an abort among its heads prepares nothing.",
         "All have prepared without the aborting rank's deltas, which is lost: the step goes forward on some.",
         "parity",
         _two(losses=1, aborts=1),
@@ -294,7 +299,8 @@ ENTRIES = (
     Entry(
         "attempt_in_heads",
         "Heads carry the attempt: the second needs second heads from all ranks.",
-        "Nothing: deltas of the second attempt are sent after the undo, too, and whoever has not undone has "
+        "Nothing: deltas of the second attempt are sent after the undo as well, and a rank that has not "
+        "undone has "
         "not prepared. It lets a rank that is out of step be noticed.",
         "",
         _two(losses=1, aborts=1),
@@ -340,7 +346,7 @@ ENTRIES = (
     Entry(
         "settled_before_undo",
         "An exception undoes nothing while the other thread is at work on the step before.",
-        "The rows of that step are undone, too, and then it is prepared.",
+        "The rows of that step are undone as well, and then it is prepared.",
         "rows",
         _two(steps=2, overlap=True),
     ),
@@ -377,14 +383,14 @@ ENTRIES = (
     ),
     Entry(
         "initial_beside_rebuilding",
-        "INIT and prepared counts as a survivor's beside a REBUILDING arena of its fill, too.",
+        "INIT and prepared counts as a survivor's beside a REBUILDING arena of its fill as well.",
         "The first rank that was LIVE is lost while another one is rebuilt: the last survivor doesn't count.",
         "false refusal",
         Starts(n=3, k=1, size=3, steps=1, crashes=2, losses=2, fresh=True),
     ),
     Entry(
         "prepared_is_evidence",
-        "An INIT arena that was prepared with a transaction above 0 tells that the job had started.",
+        "An INIT arena that was prepared with a transaction above 0 shows that the job had started.",
         "A resume is killed before its first LIVE, nothing else is left, and the next launch passes no "
         "`resume=`: the job silently begins again at step 0.",
         "restart from 0",
@@ -431,7 +437,7 @@ ENTRIES = (
     Entry(
         "barrier_before_finished",
         "Barrier before FINISHED.",
-        "One rank says that the job is finished while another is in the last step, which nobody will end.",
+        "One rank marks the job as finished while another is in the last step, which no rank will end.",
         "closed early",
         _two(crashes=0, close=True),
     ),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from check_n_run_lives import Life, is_right
 
 from baselines import pace
 from baselines.check_n_run import background
@@ -17,6 +16,7 @@ from baselines.check_n_run.background import Background
 from baselines.check_n_run.recovery import CheckNRun
 from baselines.check_n_run.store import Folder
 from baselines.check_n_run.writing import CheckpointFailed, write
+from support.check_n_run.training import Life, is_right
 
 
 def test_a_limited_checkpoint_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from check_n_run_lives import ROWS, Life, is_right, state
 
 from baselines.check_n_run import writing
 from baselines.check_n_run.manifest import SUFFIX, NotWhole, OtherFormat, manifest_of, newest, text_of
@@ -18,6 +17,7 @@ from baselines.check_n_run.restoring import Damaged, read, whole
 from baselines.check_n_run.retention import kept, leftovers
 from baselines.check_n_run.store import Folder, Store, store_at
 from baselines.check_n_run.writing import CheckpointFailed
+from support.check_n_run.training import ROWS, Life, is_right, state
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -27,11 +27,11 @@ class Killed(BaseException):
 
 
 class Dying(Store):
-    """A store whose user is killed after so many writes and removals.
+    """A store whose user is killed after this many writes and removals.
 
     Args:
         store: the real one.
-        left: so many.
+        left: this many.
     """
 
     def __init__(self, store: Store, left: int) -> None:
@@ -201,7 +201,7 @@ def test_a_torn_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("change", [('"policy"', '"strategy"'), ('"format": 1', '"format": 2')])
 def test_another_versions_manifest_is_not_skipped(change: tuple[str, str], tmp_path: Path) -> None:
-    """The training would begin anew, and remove it in time."""
+    """The training would begin again, and remove it in time."""
     store = somewhere()
     life = Life(store, tmp_path, "full")
     life.save()

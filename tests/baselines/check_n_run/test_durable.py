@@ -1,6 +1,6 @@
 """Check-N-Run below parity: what `guard.save` stores comes back after a full loss, in any number of ranks.
 
-TorchRec's tables, under torchrun, are in tests/adapters/test_torchrec_checkpoint.py.
+TorchRec's tables, under torchrun, are in tests/scenarios/test_torchrec_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from check_n_run_lives import DIM, ROWS, Life, changed, state
-from kills import cut_off
-from processes import launch
-from raised import refused
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainings import bags, initialise, whole_tables
 
 from baselines.check_n_run import durable
 from baselines.check_n_run.buffer import Buffer
@@ -34,6 +29,11 @@ from baselines.check_n_run.restoring import chain, last_chain
 from baselines.check_n_run.store import Folder, store_at
 from ecemb.checkpoint import CheckpointReader, DifferentialWriter, Piece
 from ecemb.errors import CheckpointFailed, CheckpointMismatch, ConfigurationError
+from support.check_n_run.training import DIM, ROWS, Life, changed, state
+from support.guarded_training import bags, initialise, whole_tables
+from support.killed_child import cut_off
+from support.processes import launch
+from support.refusals import refused
 
 COLUMNS = [["weight", "float32", DIM], ["sum", "float32", 1]]
 RUNS = {"weight": 7, "sum": 11}
@@ -310,7 +310,7 @@ def test_a_target_is_of_one_training(tmp_path: Path) -> None:
 
 
 def test_what_others_have_written_is_not_overlooked(tmp_path: Path) -> None:
-    """Training would begin anew."""
+    """Training would begin again."""
     (tmp_path / "dcp" / "step-000000000002").mkdir(parents=True)
     (tmp_path / "dcp" / "step-000000000002" / ".metadata").touch()
     for ask in (lambda tier: tier.newest(), lambda tier: tier.prepare(0, {})):
@@ -329,7 +329,7 @@ def test_what_others_have_written_is_not_overlooked(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_base_is_gone_is_not_overlooked(tmp_path: Path) -> None:
-    """Training would begin anew, and its first save would remove it."""
+    """Training would begin again, and its first save would remove it."""
     target = somewhere()
     job = Job(target, tmp_path, policy="one_shot")
     for _ in range(2):
@@ -436,7 +436,7 @@ def life(folder: Path, _: Barrier, saves: Sequence[int], end: int) -> dict[str, 
     guard._saver.drain()
     with refused(ConfigurationError, "another DurableTier", "make one"):
         guard.save(DurableTier(folder / "store", folder / "memory"))
-    guard._saver.note()  # as after a repair
+    guard._saver.mark_all_dirty()  # as after a repair
     assert {key: one.count() for key, one in tier._touched.items()} == {
         key: len(held) for key, held in tier._shards.items()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from check_n_run_kills import kills
+from support.check_n_run.kills import kills
 
 
 def test_what_was_whole_comes_back_after_a_kill(tmp_path: Path, seed: int) -> None:

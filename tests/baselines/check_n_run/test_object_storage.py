@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from check_n_run_stores import check_objects
 
 from baselines.check_n_run.durable import DurableTier
 from baselines.check_n_run.store import Store, store_at
 from ecemb.checkpoint import Piece
+from support.check_n_run.stores import check_objects
 
 WHY = "is not installed, and doesn't fit constraints.txt: botocore wants python-dateutil < 3"
 server = pytest.importorskip("moto.server", reason=f"moto {WHY}")
@@ -28,7 +28,7 @@ ROWS, DIM = 6, 3
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
-    """Of s3fs, for a server that lives as long as these tests; keys are anybody's."""
+    """Of s3fs, for a server that lives as long as these tests; any user may access keys."""
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()

@@ -8,7 +8,7 @@ from baselines.check_n_run.policy import POLICIES, intermittent, policy_of
 
 
 def run(name: str, size: float, count: int) -> list[tuple[str, ...]]:
-    """What each of so many checkpoints stands on, if each differential one grows by `size`."""
+    """What each of this many checkpoints stands on, if each differential one grows by `size`."""
     policy = policy_of(name)
     needs: list[tuple[str, ...]] = []
     sizes: list[float] = []

@@ -89,7 +89,7 @@ def torch_finds(given: Tensor, scheme: Scheme) -> Tensor:
 
 
 def torch_ends(values: np.ndarray, bins: int) -> bool:
-    """Whether torch's search comes to an end: it goes on for ever where a step changes no bound."""
+    """Whether torch's search comes to an end: it goes on forever where a step changes no bound."""
     span = np.ptp(values, axis=1)
     return bool(((span == 0) | (span / bins > np.spacing(np.abs(values).max(axis=1)))).all())
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torchrec_jobs
-import trainings
-from processes import run_ranks
-from torchrec_jobs import assert_same
 
 from baselines.check_n_run.recovery import CheckNRun
-from bench.method import Training
+from baselines.method import Training
+from support import guarded_training
+from support.processes import run_ranks
+from support.torchrec import checkpoint_runs
+from support.torchrec.checkpoint_runs import assert_same
 
 
-def whole(script: trainings.Training) -> dict[str, list[Any]]:
+def whole(script: guarded_training.Training) -> dict[str, list[Any]]:
     """Tables and the head, with their optimizer state, put together from all ranks."""
-    found: dict[str, list[Any]] = dict(trainings.whole_tables(script))
+    found: dict[str, list[Any]] = dict(guarded_training.whole_tables(script))
     for number, parameter in enumerate(script.model.head.parameters()):
         state = script.dense.state[parameter]
         found |= {f"head {number} {name}": value.tolist() for name, value in state.items()}
@@ -28,7 +28,7 @@ def whole(script: trainings.Training) -> dict[str, list[Any]]:
 
 def life(folder: Path, end: int) -> tuple[int, int, dict[str, list[Any]], dict[str, list[Any]]]:
     """Where it begins, how many losses it knows then, and what there is then and in the end."""
-    script = trainings.bags(device="cpu")
+    script = guarded_training.bags(device="cpu")
     method = CheckNRun(folder / "store", folder / "memory", policy="intermittent", every=1, process=False)
     begin = method.prepare(
         Training(script.model, [script.sparse, script.dense], script.tables, [script.progress])
@@ -52,7 +52,7 @@ def test_ecembs_own_tables(tmp_path: Path) -> None:
 
 def test_tables_of_torchrec_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="TorchRec is not installed")
-    run = partial(torchrec_jobs.run, "torchrec_check_n_run_worker.py")
+    run = partial(checkpoint_runs.run, "check_n_run_worker.py")
     saved = run(3, "first", tmp_path, 2)
     fewer = run(2, "second", tmp_path, 4)
     assert_same(fewer["begins"], saved["ends"])

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lone_trainings import QUIET, OnBags, OnTorchRec, equal
-from torchrec_models import one_rank
 
 import ecemb
 from baselines.check_n_run.codec import schemes_of
@@ -22,7 +20,9 @@ from baselines.check_n_run.quantize_scheme import EXACT, Scheme
 from baselines.check_n_run.recovery import CheckNRun
 from baselines.check_n_run.restoring import whole
 from baselines.check_n_run.store import store_at
-from bench.method import Training
+from baselines.method import Training
+from support.one_rank_training import QUIET, OnBags, OnTorchRec, equal
+from support.torchrec.models import one_rank
 
 pytestmark = QUIET
 

@@ -1,4 +1,4 @@
-"""Objects are there as a whole or not at all, in a folder and over fsspec."""
+"""Objects are there whole or not at all, in a folder and over fsspec."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from check_n_run_stores import check_objects
 
 from baselines.check_n_run.store import Folder, Remote, Store, store_at
+from support.check_n_run.stores import check_objects
 
 TARGETS: dict[str, Callable[[Path], str]] = {
     "path": str,

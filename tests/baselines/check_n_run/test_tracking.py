@@ -1,4 +1,4 @@
-"""One bit a row: what was touched is what is told, in any order and with repeats."""
+"""One bit a row: what was touched is what is reported, in any order and with repeats."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lone_trainings import QUIET, OnBags, equal, lose
-from torchrec_models import one_rank
 
 from baselines.cpr.controller import Cpr
 from baselines.full.writers import complete
 from baselines.interval import MEASURED
+from support.one_rank_training import QUIET, OnBags, equal, lose
+from support.torchrec.models import one_rank
 
 pytestmark = QUIET
 DAY = timedelta(days=1)

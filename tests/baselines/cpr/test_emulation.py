@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from baselines.cpr.emulation import Arrivals, emulate, emulate_runs, failure_hours
-from baselines.cpr.job import Job
+from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import Costs, Policy
 from baselines.cpr.pls import expected_pls_of_job
 
 # Everything in 10 hours: by hand.
-JOB = Job(total_h=10, mtbf_h=5, servers=4)
+JOB = CprJob(total_h=10, mtbf_h=5, servers=4)
 COSTS = Costs(save_h=0.25, recover_h=0.5)
 FULL, PARTIAL = Policy("full", 4), Policy("partial", 4)
 
@@ -45,7 +45,7 @@ def test_partial_recovery_forgets_what_the_server_trained_since_the_save() -> No
     assert outcome.pls == pytest.approx((1 + 2 + 3) / 40)
     assert outcome.overhead == pytest.approx((3 * 0.5 + 2 * 0.25) / 10)
     assert outcome.trained_again_h == 0
-    job = Job(10, 5, servers=4, servers_lost=3)
+    job = CprJob(10, 5, servers=4, servers_lost=3)
     assert emulate(COSTS, job, PARTIAL, [1, 6, 7], "progress").pls == pytest.approx(3 * 6 / 40)
 
 
@@ -74,7 +74,7 @@ def test_on_the_clock_training_again_is_struck_too() -> None:
 
 
 def test_failures_come_as_often_as_they_should(seed: int) -> None:
-    job = Job(total_h=100, mtbf_h=2.5, servers=4)
+    job = CprJob(total_h=100, mtbf_h=2.5, servers=4)
     rng = np.random.default_rng(seed)
     hours = list(failure_hours(job, "progress", rng))
     assert len(hours) == 40 and hours == sorted(hours) and hours[0] >= 0 and hours[-1] <= 100
@@ -85,7 +85,7 @@ def test_failures_come_as_often_as_they_should(seed: int) -> None:
 
 @pytest.mark.parametrize("arrivals", ["progress", "clock"])
 def test_the_pls_is_the_formulas_in_a_job_of_any_length(arrivals: Arrivals, seed: int) -> None:
-    job = Job(total_h=56, mtbf_h=28, servers=8, servers_lost=2)
+    job = CprJob(total_h=56, mtbf_h=28, servers=8, servers_lost=2)
     costs = Costs(save_h=0.001, recover_h=0.001)
     for interval_h in (3, 44.8, 89.6):
         runs = emulate_runs(
@@ -98,7 +98,7 @@ def test_the_pls_is_the_formulas_in_a_job_of_any_length(arrivals: Arrivals, seed
 
 
 def test_the_interval_of_confidence_holds_the_truth_19_times_in_20(seed: int) -> None:
-    job = Job(total_h=56, mtbf_h=7, servers=8)
+    job = CprJob(total_h=56, mtbf_h=7, servers=8)
     expected = expected_pls_of_job(job, 10)
     hits = 0
     for n in range(100):
@@ -118,7 +118,7 @@ def test_one_seed_is_one_result() -> None:
 
 
 def test_a_job_that_cannot_end_is_given_up() -> None:
-    job = Job(total_h=10, mtbf_h=0.1, servers=4)
+    job = CprJob(total_h=10, mtbf_h=0.1, servers=4)
     with pytest.raises(RuntimeError, match=r"recovery='full'.* has not ended .*within 1000 times"):
         emulate_runs(COSTS, job, FULL, arrivals="clock", runs=2, seed=0)
 

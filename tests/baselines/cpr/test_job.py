@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from baselines.cpr.job import Job
+from baselines.cpr.job import CprJob
 
-JOB = Job(total_h=56, mtbf_h=28, servers=8)
+JOB = CprJob(total_h=56, mtbf_h=28, servers=8)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_with_many_saves_it_is_half_an_interval(seed: int) -> None:
 def test_times_are_above_zero(name: str, value: float) -> None:
     times = {"total_h": 56.0, "mtbf_h": 28.0} | {name: value}
     with pytest.raises(ValueError, match=f"{name} is a number above 0; it is"):
-        Job(servers=8, **times)
+        CprJob(servers=8, **times)
 
 
 @pytest.mark.parametrize(("servers", "lost"), [(8, 0), (8, 9), (0, 1), (-1, 1)])
 def test_servers_that_fail_are_some_of_them(servers: int, lost: int) -> None:
     with pytest.raises(ValueError, match="servers_lost"):
-        Job(56, 28, servers, lost)
+        CprJob(56, 28, servers, lost)
 
 
 def test_an_interval_is_above_zero() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baselines.cpr.job import Job
+from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import (
     Costs,
     Policy,
@@ -15,7 +15,7 @@ from baselines.cpr.overhead import (
     expected_overhead_of_job,
 )
 
-JOB = Job(total_h=56, mtbf_h=28, servers=8)
+JOB = CprJob(total_h=56, mtbf_h=28, servers=8)
 COSTS = Costs(save_h=0.1, recover_h=0.09)
 
 

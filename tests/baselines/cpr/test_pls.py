@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from baselines.cpr.job import Job
+from baselines.cpr.job import CprJob
 from baselines.cpr.pls import PlsAccount, expected_pls, expected_pls_of_job, interval_for_pls
 
-JOB = Job(total_h=56, mtbf_h=28, servers=8)
+JOB = CprJob(total_h=56, mtbf_h=28, servers=8)
 
 
 def test_the_papers_interval() -> None:
@@ -20,7 +20,7 @@ def test_the_papers_interval() -> None:
 @pytest.mark.parametrize("lost", [1, 2, 8])
 @pytest.mark.parametrize("target", [0.001, 0.02, 0.2])
 def test_interval_and_pls_are_each_others_inverse(lost: int, target: float) -> None:
-    job = Job(56, 28, 8, lost)
+    job = CprJob(56, 28, 8, lost)
     assert expected_pls(job, interval_for_pls(job, target)) == pytest.approx(target)
 
 
@@ -43,7 +43,7 @@ def test_losing_all_servers_at_the_end_without_a_save_loses_everything() -> None
 
 def test_over_many_failures_it_is_what_the_formula_says(seed: int) -> None:
     rng = random.Random(seed)
-    job = Job(total_h=1000, mtbf_h=0.1, servers=16, servers_lost=3)
+    job = CprJob(total_h=1000, mtbf_h=0.1, servers=16, servers_lost=3)
     interval_h = 7.0
     account = PlsAccount(job.total_h, job.servers)
     events = sorted(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baselines.cpr.priority import PRIORITIES, SHARE, Mfu, RowPriority, Scar, Ssu, large_tables
-from bench.data_planted import KAGGLE_ROWS
+from bench.workloads.planted import KAGGLE_ROWS
 
 ALL = pytest.mark.parametrize("make", PRIORITIES.values(), ids=PRIORITIES.keys())
 

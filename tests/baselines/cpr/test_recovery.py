@@ -18,12 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from kills import cut_off
-from lone_trainings import QUIET, OnBags, OnTorchRec, equal, lose
-from processes import RankFailed, launch
 from torch import Tensor
-from torchrec_models import one_rank
-from trainings import bags
 
 import ecemb
 from baselines import slots
@@ -31,7 +26,14 @@ from baselines.cpr import recovery, saved, saving
 from baselines.cpr.priority import PRIORITIES
 from baselines.cpr.recovery import PartialRecovery
 from baselines.cpr.saved import Mark, SavedRank
-from bench.method import Failure, Training, account, live
+from baselines.method import Training
+from bench.methods.ledger import account
+from bench.methods.life import Failure, live
+from support.guarded_training import bags
+from support.killed_child import cut_off
+from support.one_rank_training import QUIET, OnBags, OnTorchRec, equal, lose
+from support.processes import RankFailed, launch
+from support.torchrec.models import one_rank
 
 pytestmark = QUIET
 VARIANTS = (None, *PRIORITIES)
@@ -221,7 +223,7 @@ FAILURE = Failure(step=6, ranks=(1,))
 
 
 def copied(script: Any) -> dict[str, Any]:
-    """In numpy's arrays: tensors can't be had from a process that has ended."""
+    """In numpy's arrays: tensors are not available from a process that has ended."""
     found = {f"rows {i}": weight.detach().clone() for i, weight in enumerate(script.weights)}
     found |= {f"head {name}": value.detach().clone() for name, value in script.model.head.named_parameters()}
     found["torch"] = torch.get_rng_state()

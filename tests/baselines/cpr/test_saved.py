@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kills import cut_off
 from torch import Tensor
 
 from baselines import pace
 from baselines.cpr import saved
 from baselines.cpr.saved import ROWS, Mark, SavedRank, SavesLost
+from support.killed_child import cut_off
 
 NUMBERS = torch.arange(6).reshape(6, 1).expand(6, 3)
 

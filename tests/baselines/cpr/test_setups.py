@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from baselines.cpr.emulation import emulate_runs
-from baselines.cpr.job import Job
+from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import Policy, expected_overhead
 from baselines.cpr.setups import (
     EMULATED,
@@ -142,7 +142,7 @@ def test_where_failures_are_close_overhead_draws_failures_of_its_own() -> None:
 def test_a_longer_job_comes_closer_to_the_formula() -> None:
     errors: list[float] = []
     for total_h in (56, 560, 5600):
-        job = Job(total_h, EMULATED.mtbf_h, EMULATED.servers)
+        job = CprJob(total_h, EMULATED.mtbf_h, EMULATED.servers)
         setting = replace(sweeps(KAGGLE)[0], job=job)
         point = evaluate(setting, arrivals="progress", runs=2, seed=0)
         errors.append(abs(point.partial.overhead_of_job / point.partial.overhead - 1))

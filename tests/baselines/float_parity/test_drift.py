@@ -14,7 +14,7 @@ AT = (0, 100, 1000)
 
 
 def drift(optimizer: str, dtype: str, r: int = 1, k: int = 3, at: tuple[int, ...] = AT) -> list[np.ndarray]:
-    """Rebuilt rows' errors after so many steps, when r ranks are lost."""
+    """Rebuilt rows' errors after this many steps, when r ranks are lost."""
     tables = Tables(k, optimizer)
     sums = Sums(tables, vandermonde(r, k), dtype)
     found = []

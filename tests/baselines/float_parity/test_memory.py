@@ -1,4 +1,4 @@
-"""A rank's file: it outlives the process, and is nobody else's."""
+"""A rank's file: it outlives the process, and belongs to one user."""
 
 from __future__ import annotations
 

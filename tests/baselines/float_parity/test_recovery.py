@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RankFailed, run_ranks
 from torch import Tensor
-from trainings import Training as Script
-from trainings import bags
 
 import ecemb
 from baselines.float_parity import FloatParity
 from baselines.float_parity.live import LiveParity
-from bench.method import Failure, Training
+from baselines.method import Training
+from bench.methods.life import Failure
+from support.guarded_training import Training as Script
+from support.guarded_training import bags
+from support.processes import RankFailed, run_ranks
 
 RANKS, STEPS, CUT = 3, 7, 4
 """Rank 1 dies in step `CUT`."""
@@ -210,7 +211,7 @@ def test_there_is_no_transaction(tmp_path: Path) -> None:
 
 
 def dies_again(folder: Path, with_memory: bool) -> None:
-    """Rank 1 dies in its recovery, when all sums have to be made anew."""
+    """Rank 1 dies in its recovery, when all sums have to be made again."""
     encode = LiveParity.encode
 
     def cut_off(self: LiveParity, keepers: list[int]) -> None:

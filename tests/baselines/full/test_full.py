@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kills import cut_off
-from lone_trainings import QUIET, OnBags, OnTorchRec, equal
 from torch import nn
-from torchrec_models import one_rank
 
 import ecemb
 from baselines import pace
 from baselines.full import CheckpointUnreadable, FullRecovery, writers
 from baselines.interval import MEASURED, Interval
+from baselines.method import Training
 from baselines.state import TrainingState
 from baselines.young import young
-from bench.method import Training
+from support.killed_child import cut_off
+from support.one_rank_training import QUIET, OnBags, OnTorchRec, equal
+from support.torchrec.models import one_rank
 
 pytestmark = QUIET
 WRITERS = {"files": writers.Files, "dcp": writers.Dcp, "dcp async": writers.AsyncDcp}

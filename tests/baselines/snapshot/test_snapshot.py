@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
 from torch import nn
 
+from baselines.method import Training
 from baselines.ring import Ring
 from baselines.slots import Slots, Stamp
 from baselines.snapshot import Coded, Copies, SnapshotRecovery, SnapshotsLost
 from baselines.snapshot.plan import SHARED, Move, Plan, own, parity, plan, plan_coded
 from baselines.snapshot.redundancy import Redundancy
-from bench.method import Training
+from support.processes import run_ranks
 
 
 def held(stamp: Stamp, ranks: int, copies: int) -> list[list[tuple[str, Stamp]]]:

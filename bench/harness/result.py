@@ -1,0 +1,247 @@
+"""The one form of every measurement: what a row is, and what is written around the rows.
+
+    {"question", "commit", "machine", "versions", "seed",
+     "rows": [{"metric", "value", "unit", "low", "high", "repeats", ...labels}]}
+
+A rival is a row with the same metric and another label (`kernel`, `method`). All rows of one file
+come from one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bench.harness.isal import IsalUnavailable, load
+
+Label = str | int | float
+
+FIXED = ("metric", "value", "unit", "low", "high", "repeats")
+"""A row's keys besides its labels."""
+
+PACKAGES = (
+    "ecemb",
+    "torch",
+    "numpy",
+    "llvmlite",
+    "numba",
+    "galois",
+    "zfec",
+    "torchrec",
+    "fbgemm-gpu-cpu",
+    "scikit-learn",
+    "torchao",
+    "triton",
+)
+
+
+class WrongResult(Exception):
+    """What was to be timed computes something else than it should; nothing was timed."""
+
+
+class Incomplete(Exception):
+    """Some of what was to be measured wasn't, and the rest was; the message says what, and why.
+
+    Args:
+        rows: Of the rest.
+        why: The message.
+    """
+
+    def __init__(self, rows: list[Row], why: str) -> None:
+        super().__init__(why)
+        self.rows = rows
+
+
+class Unavailable(Exception):
+    """What is to be measured isn't on this machine, and nothing was; the message says what, and a way out."""
+
+
+class BadFile(Exception):
+    """A file that was given can't be used, as a trace or as data; the message names it, why, and what can."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What every question is asked with.
+
+    Attributes:
+        quick: Small sizes and few repeats: shows that it works, its numbers are not for quoting.
+        seed: Of every random choice.
+        engine: Of the tables, if the question is asked of one.
+        setting: The only one to be measured, or "" for all.
+        trace: Faults of a real cluster, if the question can be asked of one.
+        data: A format of clicks and a file of it, if the question can be asked of one.
+    """
+
+    quick: bool = False
+    seed: int = 0
+    engine: str = ""
+    setting: str = ""
+    trace: Path | None = None
+    data: tuple[str, Path] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity.
+
+    Attributes:
+        metric: Its name, with the unit where it has one (`update_ns_per_row`).
+        value: The median of the repeats.
+        unit: Of value, low and high; "ratio" when there is none.
+        low: The smallest of the repeats.
+        high: The largest of the repeats.
+        repeats: How many there were.
+        labels: What distinguishes this row from others of its metric.
+    """
+
+    metric: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    repeats: int
+    labels: dict[str, Label] = field(default_factory=dict[str, Label])
+
+    def __post_init__(self) -> None:
+        taken = sorted(set(self.labels) & set(FIXED))
+        if taken:
+            raise ValueError(f"{self.metric}: labels {taken} have the name of a row's own key")
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.metric}: the value {self.value} is not within {self.low}..{self.high}")
+
+    def to_json(self) -> dict[str, Label]:
+        return {key: getattr(self, key) for key in FIXED} | self.labels
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Row:
+        """The row that `to_json` gave."""
+        labels = {key: value for key, value in fields.items() if key not in FIXED}
+        return cls(**{key: fields[key] for key in FIXED}, labels=labels)
+
+
+def summary(metric: str, unit: str, samples: Sequence[float], **labels: Label) -> Row:
+    """Returns the row of repeated measurements: their median, smallest and largest."""
+    return Row(metric, statistics.median(samples), unit, min(samples), max(samples), len(samples), labels)
+
+
+def once(metric: str, unit: str, value: float, **labels: Label) -> Row:
+    """Returns the row of what is counted or computed, and doesn't spread."""
+    return Row(metric, value, unit, value, value, 1, labels)
+
+
+def by_metric(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of each metric together, in the order in which metrics first come."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    return sorted(rows, key=lambda row: metrics.index(row.metric))
+
+
+def commit() -> str:
+    """Returns the hash of the checked-out commit, with "-dirty" when files differ from it.
+
+    Files of bench/results don't count: a measurement doesn't depend on the results of another.
+    """
+    try:
+        shown = _git("rev-parse", "HEAD")
+        changed = _git(
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results"
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{shown}-dirty" if changed else shown
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def machine() -> dict[str, Label]:
+    """Returns what the numbers depend on: processor, cores that we may use, memory, system, GPU if any."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return {
+        "processor": _first_field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        **({"gpu": cuda.get_device_name()} if cuda is not None and cuda.is_available() else {}),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of Python and of each package at hand; what is missing is left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    with contextlib.suppress(IsalUnavailable):
+        found["isal"] = load().version
+    return found
+
+
+def document(question: str, arguments: Arguments, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the whole of what is written for one run."""
+    return {
+        "question": question,
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "seed": arguments.seed,
+        **({"quick": True} if arguments.quick else {}),
+        "rows": [row.to_json() for row in rows],
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a run's document as JSON, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows as text: one table for each metric, its labels as columns."""
+    blocks: list[str] = []
+    for metric in dict.fromkeys(row.metric for row in rows):
+        chosen = [row for row in rows if row.metric == metric]
+        labels = list(dict.fromkeys(label for row in chosen for label in row.labels))
+        cells = [[*labels, chosen[0].unit, "low", "high", "repeats"]]
+        for row in chosen:
+            numbers = (f"{x:.4g}" for x in (row.value, row.low, row.high))
+            named = (str(row.labels.get(label, "")) for label in labels)
+            cells.append([*named, *numbers, str(row.repeats)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < len(labels) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in cells
+        ]
+        blocks.append("\n".join([metric, *("  " + line for line in lines)]))
+    return "\n\n".join(blocks)
+
+
+def _first_field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None

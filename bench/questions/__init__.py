@@ -1,0 +1,1 @@
+"""Questions of `python -m bench`, a folder for each: `question.py` answers it."""

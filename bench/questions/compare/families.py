@@ -1,0 +1,61 @@
+"""The six families of methods, the noise of the measurement, and the engine on which it is smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+CONTROL = "nothing"
+"""The method without protection: its overhead against its own twin is the noise of the measurement."""
+OVERHEAD = "overhead_wall_pct"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods that survive failures in the same way.
+
+    Attributes:
+        name: for reading.
+        shown: the method that stands for the family.
+        colour: of its marks.
+    """
+
+    name: str
+    shown: str
+    colour: str
+
+
+FAMILIES = (
+    Family("ecemb", "ecemb (4, 3)", "#c2185b"),
+    Family("live copies", "ecemb copies x2", "#1f5fa8"),
+    Family("snapshots in memory", "snapshots x2", "#12807a"),
+    Family("full checkpoints", "full files", "#6b4fa0"),
+    Family("partial recovery (CPR)", "cpr vanilla", "#8a6d00"),
+    Family("Check-N-Run", "check-n-run intermittent", "#4d6b1f"),
+)
+"""ecemb first. Parity of floats is none of these: its rows may come back with rounding errors."""
+
+
+def of_methods(rows: Rows, engine: str) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Method -> metric -> row, on one engine and the smallest number of ranks."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    ranks = min(row["ranks"] for row in rows)
+    for row in rows:
+        if row["engine"] == engine and row["ranks"] == ranks:
+            found.setdefault(row["method"], {})[row["metric"]] = row
+    return found
+
+
+def noise_pct(rows: Rows, engine: str) -> float:
+    """The largest overhead, up or down, that the control shows on an engine; 0 without a control."""
+    row = of_methods(rows, engine).get(CONTROL, {}).get(OVERHEAD)
+    return 0.0 if row is None else max(abs(row[key]) for key in ("value", "low", "high"))
+
+
+def quiet_engine(rows: Rows) -> str:
+    """The engine on which the control shows least."""
+    engines = dict.fromkeys(row["engine"] for row in rows)
+    return min(engines, key=lambda engine: noise_pct(rows, engine))

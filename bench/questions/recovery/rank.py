@@ -1,0 +1,288 @@
+"""One rank: a training script for torchrun, with ecemb or without it.
+
+Ranks that are victims kill themselves inside a step, once in each life of the job but the last. Every rank
+leaves its marks, the moments at which it had done each part of its start, in a file. The script imports
+what it needs only in `main`: imports are a part of what is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.harness.devices import ARENA, CUDA, begin, settle
+from bench.harness.guarded_job import GuardedJob
+from bench.harness.job_file import JobFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    import ecemb
+
+DIM = 64
+RECORD_BYTES = 2 * 4 * DIM
+"""Of one row: its weights and Adagrad's sums, float32."""
+TABLES = 2
+BARE, PROTECTED = "torchrun alone", "ecemb"
+"""Methods."""
+PARTS = ("agree", "kernels", "attach", "decide", "rebuild", "replicated", "verify", "restore")
+"""Parts of `ecemb.protect` in a recovery, in their order, as `guard.recovery.seconds` names them."""
+_POLL_S = 0.002
+_PIECE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Order(GuardedJob, JobFile):
+    """What the ranks are to do.
+
+    Attributes:
+        method: `BARE` or `PROTECTED`.
+        folder: Where marks are left.
+        rows: Of all tables of a rank.
+        batch: Samples a rank takes in a step.
+        steps: Of a life that ends with a kill, the killed one included; and of the last life.
+        kills: How many lives end with one.
+        victims: Ranks that are killed, all at once.
+        with_memory: Their arenas go with them.
+        device: Where tables are, one of `devices`; without ecemb, in this process's memory.
+    """
+
+    method: str
+    folder: str
+    rows: int
+    batch: int
+    steps: int
+    kills: int
+    victims: tuple[int, ...]
+    with_memory: bool
+    device: str = ARENA
+
+    def file(self, life: int, what: object) -> Path:
+        """A file of the folder: marks of a rank in a life of the job, say."""
+        return Path(self.folder, f"{life}.{what}.json")
+
+    def leave(self, life: int, what: object, content: object) -> None:
+        """Writes such a file, whole."""
+        path = self.file(life, what)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        partial.replace(path)
+
+
+def process_began() -> float:
+    """When this process was made, on time.monotonic(), to a hundredth of a second."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
+
+
+def main(path: str) -> None:
+    """Trains as the order in the file `path` says."""
+    marks = {"process": process_began(), "interpreter": time.monotonic()}
+    order = Order.read(path)
+    import torch
+
+    marks["import torch"] = time.monotonic()
+    if order.method == PROTECTED:
+        import ecemb
+
+        marks["import ecemb"] = time.monotonic()
+        ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
+    else:
+        join(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    marks["process group"] = time.monotonic()
+    Training(order, marks).run()
+    torch.distributed.destroy_process_group()
+
+
+def join(life: int) -> None:
+    """The process group of a start without ecemb.
+
+    Not by `init_process_group("gloo")` alone: in torchrun's store it would find addresses of the life before.
+    """
+    import torch.distributed as dist
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=ranks)
+
+
+class Training:
+    """What comes after the process group: model, guard, steps, and death."""
+
+    def __init__(self, order: Order, marks: dict[str, float]) -> None:
+        import torch.distributed as dist
+
+        self.order, self.marks = order, marks
+        self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.guard: ecemb.Guard | None = None
+
+    def run(self) -> None:
+        """One life of the job."""
+        order = self.order
+        self._build()
+        self.marks["model"] = time.monotonic()
+        if order.method == PROTECTED:
+            self._protect()
+        last = self.life == order.kills
+        begin = self.guard.next_step if self.guard is not None else 0
+        for number in range(begin, begin + order.steps):
+            self._step(number, dies=not last and number == begin + order.steps - 1)
+            if number == begin:
+                self.marks["first step"] = time.monotonic()
+                self._tell()
+        order.leave(self.life, f"end.{self.rank}", {"digest": self._digest()})
+        if self.guard is not None:
+            self.guard.close()
+
+    def _build(self) -> None:
+        """The model and its optimizers. Tables without ecemb are zeros that nothing has touched yet."""
+        import torch
+        from torch import nn
+
+        device = begin(self.order.device) if self.order.method == PROTECTED else None
+        torch.manual_seed(self.order.seed)
+        rows = self.order.rows // TABLES
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device=device or "meta")
+            for _ in range(TABLES)
+        )
+        self.on = torch.device(device or "cpu")
+        self.head = nn.Linear(DIM, 1, device=self.on)
+        self.sparse: Optimizer = torch.optim.Adagrad(self.tables.parameters(), lr=0.1)
+        self.dense: Optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        if self.order.method == BARE:
+            for table in self.tables:
+                torch.utils.swap_tensors(table.weight, nn.Parameter(untouched(rows)))
+                self.sparse.state[table.weight]["sum"] = untouched(rows)
+
+    def _protect(self) -> None:
+        from torch import nn
+
+        import ecemb
+
+        began = self.marks["model"]
+        self.guard = ecemb.protect(
+            nn.ModuleList([self.tables, self.head]),
+            optimizers=[self.sparse, self.dense],
+            tables={str(at): table for at, table in enumerate(self.tables)},
+            code=ecemb.Code(n=self.order.n, k=self.order.k),
+            failure_domain="rank",
+        )
+        for part in PARTS:
+            began += self.guard.recovery.seconds.get(part, 0.0)
+            self.marks[part] = began
+        self.marks["rest of protect"] = time.monotonic()
+
+    def _step(self, number: int, *, dies: bool) -> None:
+        if self.guard is None:
+            self._train(number, dies=dies)
+            return
+        with self.guard.step():
+            self._train(number, dies=dies)
+
+    def _train(self, number: int, *, dies: bool) -> None:
+        import torch
+        import torch.distributed as dist
+
+        generator = torch.Generator().manual_seed((self.order.seed * 1000 + number) * self.ranks + self.rank)
+        size = (self.order.batch, 1)
+        self.sparse.zero_grad()
+        self.dense.zero_grad()
+        pooled = sum(
+            table(torch.randint(table.num_embeddings, size, generator=generator).to(self.on))
+            for table in self.tables
+        )
+        (self.head(pooled).square().mean() / self.ranks).backward()
+        for parameter in self.head.parameters():
+            dist.all_reduce(parameter.grad)
+        self.sparse.step()
+        if dies and self.rank in self.order.victims:
+            self._die()
+        self.dense.step()
+
+    def _tell(self) -> None:
+        """Leaves this life's marks, and what else is to be known of its start."""
+        told: dict[str, Any] = {"pid": os.getpid(), "marks": self.marks, "lost": []}
+        if self.guard is not None:
+            report = self.guard.recovery
+            told |= {"kind": report.kind, "lost": report.lost, "step": report.step}
+            told["rebuild_s"] = report.seconds.get("rebuild", 0.0)
+            if report.lost:
+                from bench.questions.recovery import wire as recovery_wire
+
+                told["wire"] = recovery_wire.measure(self.order.job, self.order.arena_dir, report.lost)
+            if self.life and self.order.device != ARENA:
+                told["copy_s"] = copied_s(self.order.rows * RECORD_BYTES, self.order.device, self.on)
+        self.order.leave(self.life, self.rank, told)
+
+    def _die(self) -> None:
+        """By a SIGKILL, once the parent watches the other ranks."""
+        while not self.order.file(self.life, "watched").exists():
+            time.sleep(_POLL_S)
+        if self.order.with_memory and self.order.method == PROTECTED:
+            from ecemb.arena.scan import arenas
+
+            for one in arenas(self.order.arena_dir):
+                if one.job == self.order.job and one.pid == os.getpid():
+                    one.path.unlink()
+        self.order.leave(self.life, f"killed.{self.rank}", time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _digest(self) -> str:
+        """A hash of all that was trained."""
+        tensors = [table.weight.detach() for table in self.tables]
+        tensors += [self.sparse.state[table.weight]["sum"] for table in self.tables]
+        return digest([*tensors, *(parameter.detach() for parameter in self.head.parameters())])
+
+
+def copied_s(size: int, device: str, on: torch.device) -> float:
+    """How long ranks take to copy `size` bytes each from pinned memory to the device at once. All ranks."""
+    import torch
+    import torch.distributed as dist
+
+    piece = min(size, _PIECE_BYTES)
+    held = torch.ones(piece, dtype=torch.uint8, pin_memory=device == CUDA)
+    there = held.to(on, copy=True)
+    settle(device)
+    dist.barrier()
+    began = time.perf_counter()
+    for at in range(0, size, piece):
+        left = min(piece, size - at)
+        there[:left].copy_(held[:left], non_blocking=True)
+    settle(device)
+    return time.perf_counter() - began
+
+
+def untouched(rows: int) -> Tensor:
+    """Zeros that take no memory, and no time, before they are used; then by the page of 4 KiB."""
+    import mmap
+
+    import numpy as np
+    import torch
+
+    memory = mmap.mmap(-1, max(1, rows * DIM * 4))
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # which would fill 2 MiB for each row
+    return torch.from_numpy(np.frombuffer(memory, np.float32, rows * DIM).reshape(rows, DIM))
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """A hash of the tensors' bytes."""
+    total = hashlib.blake2b()
+    for tensor in tensors:
+        total.update(tensor.cpu().numpy().data.cast("B"))
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

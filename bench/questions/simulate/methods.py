@@ -1,0 +1,267 @@
+"""What each way of surviving failures costs a job: from what was measured, published or, else, chosen.
+
+Owns: `Costs`, where each number says where it is from, and `methods`, the ways that are compared.
+
+Must not know: when faults come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from baselines.cpr import job as cpr_job
+from baselines.cpr import overhead as cpr
+from baselines.young import young
+from bench import RESULTS
+from bench.harness.result import Row
+from bench.questions.simulate.training import Method
+from ecemb.coding.code import Code
+from ecemb.errors import PlacementError
+from ecemb.planning.cost import MONTH_H, Job, host_recovery_s, losses_per_month, placed
+from ecemb.planning.data_loss import Odds
+
+LONGEST_H = 24.0
+"""Between durable saves under a method that survives in memory (chosen)."""
+PLS_TARGET = 0.1
+"""CPR's (recalled from its emulation)."""
+CPR_TOTAL_H = MONTH_H
+"""Of training, which CPR's interval doesn't depend on."""
+CHECK_N_RUN_H = 0.5
+"""Between saves (published); Young's interval instead, where that is shorter (chosen)."""
+CHECK_N_RUN_CHANGED = 0.26
+"""Of the rows, in half an hour (published); not less in a shorter time (chosen)."""
+CHECK_N_RUN_LESS = 6.0
+"""Times that it writes less than full saves (published: 6 to 17)."""
+CHECK_N_RUN_STORED_LESS = 2.5
+"""Times that it stores, and reads to come back, less than full saves (published: 2.5 to 8)."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One number that the simulation stands on.
+
+    Attributes:
+        value: Itself.
+        unit: Of it.
+        source: "measured", "published", "derived" or "chosen", and where.
+        low: The smallest that was measured.
+        high: The largest.
+    """
+
+    value: float
+    unit: str
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+    def row(self, name: str) -> Row:
+        """As a row of the answer."""
+        low, high = (self.value if one is None else one for one in (self.low, self.high))
+        return Row("assumed", self.value, self.unit, low, high, 1, {"what": name, "marked": self.source})
+
+
+def costs(results: Path = RESULTS) -> dict[str, Cost]:
+    """Returns all of them: measured ones from the answers about overhead and recovery in a folder.
+
+    What a file doesn't have, or where there is none, is chosen.
+    """
+    found = {
+        "storage": Cost(0.2, "GB/s", "derived: for a host, so that a save takes CPR's 5 minutes (recalled)"),
+        "copy": Cost(10.0, "GB/s", "chosen: of a host's tables to its own memory, by all its ranks"),
+        "Check-N-Run's interval": Cost(CHECK_N_RUN_H, "h", "published; Young's where that is shorter"),
+        "Check-N-Run's changed rows": Cost(CHECK_N_RUN_CHANGED, "of all", "published"),
+        "Check-N-Run's volume": Cost(1 / CHECK_N_RUN_LESS, "of full", "published: 1/17 to 1/6"),
+        "Check-N-Run's storage": Cost(1 / CHECK_N_RUN_STORED_LESS, "of full", "published: 1/8 to 1/2.5"),
+        "CPR's PLS target": Cost(PLS_TARGET, "PLS", "published (recalled)"),
+        "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
+    }
+    measured = _rows(results / "overhead.json")
+    for name, code, window, method, otherwise in (
+        ("step, r = 1", "(4, 3)", 1, "protected", 0.05),
+        ("step, r = 2", "(4, 2)", 1, "protected", 0.08),
+        ("step, r = 1, window 16", "(4, 3)", 16, "protected", 0.03),
+        ("step, r = 2, window 16", "(4, 2)", 16, "protected", 0.04),
+        ("step, x2", "(4, 3)", 1, "replication", 0.03),
+        ("step, x3", "(4, 2)", 1, "replication", 0.04),
+    ):
+        wanted = {
+            "metric": "overhead_wall_pct",
+            "code": code,
+            "window": window,
+            "overlap": "none",
+            "method": method,
+        }
+        found[name] = _measured(measured, wanted, 0.01, "of a step", "overhead.json", otherwise)
+    recovery = _rows(results / "recovery.json")
+    wanted = {"metric": "added_recovery_s", "kind": "process"}
+    found["added to a restart"] = _measured(recovery, wanted, 1.0, "s", "recovery.json", 1.0)
+    wanted = {"metric": "rebuild_over_wire", "code": "(4, 3)", "over": "same messages"}
+    found["rebuild"] = _measured(recovery, wanted, 1.0, "of the network", "recovery.json", 0.45)
+    return found
+
+
+def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
+    """The numbers that the simulation stands on, as rows: costs, and the job's own."""
+    own = (
+        ("restart", job.restart_s, "s", "chosen"),
+        ("replace a host", job.replace_s, "s", "chosen: a spare waits"),
+        ("network of a host", job.network_bytes_per_s / 1e9, "GB/s", "chosen"),
+        ("tables on a host", job.table_bytes / job.hosts / 1e9, "GB", "chosen"),
+        ("faults that take a host", job.host_share, "of all", "published: DLRover"),
+        ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
+        ("step", job.step_s, "s", "chosen"),
+    )
+    named = {**all_costs, **{name: Cost(value, unit, source) for name, value, unit, source in own}}
+    return [one.row(name) for name, one in named.items()]
+
+
+def measured(job: Job, all_costs: Mapping[str, Cost]) -> Job:
+    """Returns the job, its rebuilds as fast as they were measured to be; see `costs`."""
+    return replace(job, rebuild_over_network=all_costs["rebuild"].value)
+
+
+def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> list[Method]:
+    """Returns all ways of surviving that fit a job, each at its own best or published interval.
+
+    Whatever of a job's speed `costs` has, is taken from there.
+
+    The steps of one window, which are run again, are neglected.
+
+    Args:
+        job: The job.
+        all_costs: See `costs`.
+        spread: Of parity and copies; see `ecemb.planning.cost.placed`.
+    """
+    cost = {name: one.value for name, one in all_costs.items()}
+    job = measured(job, all_costs)
+    host_bytes = job.table_bytes / job.hosts
+    copy_h = host_bytes / (cost["copy"] * 1e9) / 3600
+    store_h = host_bytes / (cost["storage"] * 1e9) / 3600
+    share_h = host_bytes / min(cost["storage"] * 1e9 * job.hosts, job.network_bytes_per_s) / 3600
+    network_h = host_bytes / job.network_bytes_per_s / 3600
+    restart_h, replace_h = job.restart_s / 3600, job.replace_s / 3600
+    mtbf_h = 1 / (job.host_faults_per_h + job.process_faults_per_h)
+
+    def stored(name: str, save_h: float, lag_h: float, load_h: float, longest_h: float = math.inf) -> Method:
+        """Each `longest_h` at most; no save begins before the one before is written."""
+        down_h = restart_h + load_h
+        return Method(
+            name,
+            "all",
+            process_h=down_h,
+            host_h=replace_h + down_h,
+            interval_h=max(min(young(save_h, mtbf_h), longest_h), lag_h),
+            save_h=save_h,
+            lag_h=lag_h,
+        )
+
+    found = [
+        stored("full", store_h, 0.0, store_h),
+        stored("full, async", copy_h, store_h, store_h),
+        stored(
+            "Check-N-Run",
+            copy_h * cost["Check-N-Run's changed rows"],
+            store_h * cost["Check-N-Run's volume"],
+            store_h * cost["Check-N-Run's storage"],
+            cost["Check-N-Run's interval"],
+        ),
+        _partial(job, store_h, share_h, mtbf_h),
+    ]
+
+    def in_memory(name: str, code: Code, **given: Any) -> None:
+        odds = _odds(job.hosts, job.ranks_per_host, job.rack_hosts, code, spread)
+        if odds is None:
+            return
+        lost_per_h = sum(losses_per_month(job, odds, given["host_h"])) / MONTH_H
+        best_h = young(copy_h, 1 / lost_per_h) if lost_per_h else LONGEST_H
+        durable_interval_h = max(min(best_h, LONGEST_H), store_h)
+        given["overhead"] = given.get("overhead", 0.0) + copy_h / durable_interval_h
+        found.append(
+            Method(
+                name,
+                odds=odds,
+                durable_interval_h=durable_interval_h,
+                durable_h=replace_h + restart_h + store_h,
+                **given,
+            )
+        )
+
+    for copies in (2, 3):
+        code = Code(copies, 1)
+        in_memory(
+            f"snapshots x{copies}",
+            code,
+            back="all",
+            interval_h=max(young(copy_h, mtbf_h), network_h * code.r),
+            save_h=copy_h,
+            lag_h=network_h * code.r,
+            process_h=restart_h + copy_h,
+            host_h=replace_h + restart_h + network_h,
+        )
+    added_h = cost["added to a restart"] / 3600
+    live = [(f"live copies x{copies}", Code(copies, 1), cost[f"step, x{copies}"]) for copies in (2, 3)]
+    for window in (1, 16):
+        for code in (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8)):
+            said = f", window {window}" if window > 1 else ""
+            live.append((f"ecemb ({code.n}, {code.k}){said}", code, cost[f"step, r = {code.r}{said}"]))
+    for name, code, overhead in live:
+        host_s = host_recovery_s(job, code) + cost["added to a restart"]
+        in_memory(
+            name, code, back="none", overhead=overhead, process_h=restart_h + added_h, host_h=host_s / 3600
+        )
+    return found
+
+
+@cache
+def _odds(hosts: int, ranks_per_host: int, rack_hosts: int, code: Code, spread: str) -> Odds | None:
+    """Of a job's placement, which depends on no more of it; None where the code doesn't fit."""
+    job = Job(hosts, ranks_per_host, 1.0, 0.0, 1.0, 1.0, 1.0, rack_hosts=rack_hosts)
+    try:
+        placement, host_of = placed(job, code, spread)
+    except PlacementError:
+        return None
+    return Odds(placement, host_of, rack_hosts)
+
+
+def _partial(job: Job, store_h: float, share_h: float, mtbf_h: float) -> Method:
+    """CPR: what its controller chooses, by `baselines.cpr.overhead`."""
+    down_h = job.restart_s / 3600 + share_h
+    asked = cpr_job.CprJob(CPR_TOTAL_H, mtbf_h, job.hosts)
+    choice = cpr.choose(cpr.Costs(store_h, down_h), asked, PLS_TARGET)
+    back = "failed" if choice.policy.recovery == "partial" else "all"
+    if back == "all":
+        down_h = job.restart_s / 3600 + store_h
+    return Method(
+        "CPR",
+        back,
+        process_h=down_h,
+        host_h=job.replace_s / 3600 + down_h,
+        interval_h=choice.policy.interval_h,
+        save_h=store_h,
+    )
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def _measured(
+    rows: Sequence[Mapping[str, Any]],
+    wanted: Mapping[str, Any],
+    scale: float,
+    unit: str,
+    name: str,
+    otherwise: float,
+) -> Cost:
+    """The first row with these labels; where noise makes a small cost negative, it counts as 0."""
+    for row in rows:
+        if all(row.get(label) == value for label, value in wanted.items()):
+            low, value, high = (row[key] * scale for key in ("low", "value", "high"))
+            return Cost(max(0.0, value), unit, f"measured: {name}, 2 cores", low, max(0.0, high))
+    return Cost(otherwise, unit, f"chosen: {name} doesn't say")

@@ -1,0 +1,278 @@
+"""What should one use, on 16 to 4096 hosts, and which code and placement are enough?
+
+An event simulation: faults of hosts and processes, drawn from a model or, with `--trace FILE`, replayed from
+a real cluster (InfiniteHBD's JSON or LANL's CSV), strike a training under each way
+of surviving. Who keeps whose parity is ecemb's own placement. No cluster was
+used: costs are measured on one machine, published, or chosen, and `assumed` says which is which. Where closed
+formulas hold, the simulation must be within 2 % of them, or there is no answer.
+
+Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times as many dead processes
+(published: DLRover), and in one of nine times several hosts at once, in sizes as in that trace.
+
+- `simulated_over_formula`: by Young, Daly, Maeng et al., Kokolis et al. (its E[ETTR] as quoted in public
+  code, not checked against the paper), and the planner's chance of loss.
+- `ettr`: effective training-time ratio, what was trained over the time it took: the mean of several months.
+  Faults "exponential"; "gamma 0.5": the same rate in swarms; a trace's name: its host faults, and processes
+  as drawn. In brackets: the worst and the best month.
+- `steps_run_again`: per fault. `samples_lost_pct`: what failed servers forgot, CPR's PLS.
+- `data_lost_pct`: the chance that a month loses what then only the durable tier still has, by the planner's
+  formula. `data_lost_on_trace_pct`: counted over replays of the trace on hosts drawn from it. Over ranks,
+  parity may be on the host of its rows; over hosts is what `protect` does; over racks is the same when
+  ranks were given to hosts so that racks take turns. `strike` says where hosts are that fail together:
+  anywhere, or in one rack of 8. The trace does not record it.
+- `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
+  best that isn't of its kind. All methods meet the same faults.
+- `cells_ahead`: cells of that map in which a method of a kind is ahead; `cells_second`: in which one is the
+  best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most. By panel; `method`
+  is the kind. CPR loses no samples where its controller chooses full recovery.
+- `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
+- `assumed`: the inputs of the simulation, and their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
+
+import numpy as np
+
+from bench.harness.result import Arguments, Label, Row, once
+from bench.questions.simulate.checks import CLOSE, checks
+from bench.questions.simulate.faults import Fault, Trace, drawn, episodes, read, replayed, sets_by_size
+from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
+from bench.questions.simulate.picture import LOOKS, kind
+from bench.questions.simulate.training import Method, Outcome, train
+from ecemb.coding.code import Code
+from ecemb.errors import PlacementError
+from ecemb.planning.cost import MONTH_H, Job, estimate, host_recovery_s, placed
+from ecemb.planning.data_loss import Odds
+
+CODES = (Code(2, 1), Code(4, 3), Code(8, 7), Code(3, 1), Code(6, 4), Code(10, 8))
+SIZES, QUICK_SIZES = (16, 64, 256, 1024, 4096), (16, 64)
+MONTHS, QUICK_MONTHS = 10, 2
+FAULTS, QUICK_FAULTS = 40_000, 2000
+REPLAYS, QUICK_REPLAYS = 500, 20
+TRACE_SIZES = (64, 400)
+RACK_HOSTS = 8
+SHAPES = {"exponential": 1.0, "gamma 0.5": 0.5}
+SHAPED = 256
+"""Hosts of the job whose faults also come in swarms, and, as many as fit, from the trace."""
+MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TABLES_TB = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+MAP_HOSTS = 128
+MAP_FAULTS, QUICK_MAP_FAULTS = 1000, 30
+JOB = Job(
+    hosts=MAP_HOSTS,
+    ranks_per_host=8,
+    table_bytes=MAP_HOSTS * 64e9,
+    touched_rows=1e4,
+    row_bytes=516,
+    step_s=0.25,
+    network_bytes_per_s=12.5e9,
+)
+"""A host has 64 GB of tables and a network of 100 Gbit/s."""
+
+
+def run(arguments: Arguments) -> list[Row]:
+    """Answers the question.
+
+    Raises:
+        BadFile: `--trace` is no trace that is known, or has too few nodes.
+        WrongResult: The simulation is too far from a formula.
+    """
+    quick = arguments.quick
+    trace = read(arguments.trace) if arguments.trace is not None else None
+    all_costs = costs()
+    job = measured(JOB, all_costs)
+    rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
+    rows += trainings(job, all_costs, trace, quick=quick, seed=arguments.seed)
+    rows += losses(job, QUICK_SIZES if quick else SIZES)
+    if trace is not None:
+        rows.append(said(trace))
+        rows += losses_of_trace(job, trace, QUICK_REPLAYS if quick else REPLAYS, arguments.seed)
+    cells = list(best(job, all_costs, QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed))
+    return [*rows, *cells, *places(cells), *rows_of(all_costs, job)]
+
+
+def said(trace: Trace) -> Row:
+    """What a trace has."""
+    days = round(trace.hours / 24, 1)
+    return once(
+        "trace_faults",
+        "faults",
+        len(trace.losses),
+        trace=trace.name,
+        nodes=trace.nodes,
+        days=days,
+        skipped=trace.skipped,
+    )
+
+
+def sized(job: Job, hosts: int) -> Job:
+    """The job on this many hosts: models grow with their hosts."""
+    return replace(job, hosts=hosts, table_bytes=hosts * job.table_bytes / job.hosts)
+
+
+def trainings(
+    base: Job, all_costs: Mapping[str, Cost], trace: Trace | None, *, quick: bool, seed: int
+) -> list[Row]:
+    """ETTR, steps run again and lost samples of all methods, by number of hosts and kind of faults."""
+    months = QUICK_MONTHS if quick else MONTHS
+    rows: list[Row] = []
+    sizes = QUICK_SIZES if quick else SIZES
+    replayed_on = max(size for size in sizes if trace is None or size <= min(SHAPED, trace.nodes))
+    for hosts in sizes:
+        job = sized(base, hosts)
+        kinds = list(SHAPES) if hosts == SHAPED else ["exponential"]
+        if trace is not None and hosts == replayed_on:
+            kinds.append(trace.name)
+        ways = methods(job, all_costs)
+        for arrivals in kinds:
+            given = [_faults(arrivals, job, trace, seed + month) for month in range(months)]
+            for method in ways:
+                outcomes = [
+                    train(method, faults, hours, hosts=hosts, ranks=job.ranks) for faults, hours in given
+                ]
+                rows += _rows(
+                    method, job, outcomes, {"hosts": hosts, "faults": arrivals, "method": method.name}
+                )
+    return sorted(rows, key=lambda row: row.metric)
+
+
+def _faults(arrivals: str, job: Job, trace: Trace | None, seed: int) -> tuple[list[Fault], float]:
+    """The faults of a month, or of a whole trace, and how many hours that is."""
+    rng = np.random.default_rng((seed, job.hosts))
+    if trace is None or arrivals != trace.name:
+        return drawn(job, MONTH_H, rng, SHAPES[arrivals]), MONTH_H
+    rate = trace_rate(trace, job)
+    processes = drawn(replace(job, mtbf_h=1 / rate, host_share=0), trace.hours, rng)
+    hosts = replayed(trace, job, rng, one_rack=False)
+    return sorted([*processes, *hosts], key=lambda fault: fault.hour), trace.hours
+
+
+def trace_rate(trace: Trace, job: Job) -> float:
+    """Dead processes per hour, as many times the trace's lost hosts as in the model."""
+    lost = len(trace.losses) / trace.hours * job.hosts / trace.nodes
+    return lost * job.process_faults_per_h / job.host_faults_per_h
+
+
+def _rows(
+    method: Method, job: Job, outcomes: Sequence[Outcome], labels: dict[str, str | int]
+) -> Iterator[Row]:
+    ettrs = [outcome.ettr for outcome in outcomes]
+    yield Row("ettr", mean(ettrs), "ratio", min(ettrs), max(ettrs), len(ettrs), {**labels})
+    faults = sum(outcome.faults for outcome in outcomes)
+    again_h = sum(outcome.again_h for outcome in outcomes)
+    yield once("steps_run_again", "steps", again_h * 3600 / job.step_s / max(1, faults), **labels)
+    if method.back == "failed":
+        lost = [100 * outcome.pls for outcome in outcomes]
+        yield Row("samples_lost_pct", mean(lost), "%", min(lost), max(lost), len(lost), {**labels})
+
+
+def losses(base: Job, sizes: Sequence[int]) -> Iterator[Row]:
+    """The chance of loss in a month by code, placement and number of hosts, by the planner's formula."""
+    for strike, rack_hosts in (("anywhere", 0), ("one rack", RACK_HOSTS)):
+        for hosts in sizes:
+            job = replace(sized(base, hosts), rack_hosts=rack_hosts)
+            for code in CODES:
+                for spread in ("rank", "host", "rack") if rack_hosts else ("rank", "host"):
+                    try:
+                        chance = 100 * estimate(job, code, spread).loss_per_month
+                    except PlacementError:
+                        continue  # not enough racks for it
+                    yield _loss("data_lost_pct", code, spread, hosts, strike, chance)
+
+
+def losses_of_trace(base: Job, trace: Trace, replays: int, seed: int) -> Iterator[Row]:
+    """The same, counted over replays of a trace on hosts drawn from it."""
+    for strike in ("anywhere", "one rack"):
+        for hosts in [size for size in TRACE_SIZES if size <= trace.nodes] or [racks(trace.nodes)]:
+            job = replace(sized(base, hosts), rack_hosts=RACK_HOSTS)
+            window_h = max(host_recovery_s(job, code) for code in CODES) / 3600
+            rng = np.random.default_rng((seed, hosts))
+            groups: list[set[int]] = []
+            for _ in range(replays):
+                faults = replayed(trace, job, rng, one_rack=strike == "one rack")
+                ordered = sorted((fault.hour, fault.hosts) for fault in faults)
+                groups += [
+                    {host for _, lost in group for host in lost} for group in episodes(ordered, window_h)
+                ]
+            sets = sets_by_size(groups)
+            months = replays * trace.hours / MONTH_H
+            for code in CODES:
+                for spread in ("rank", "host", "rack"):
+                    try:
+                        placement, host_of = placed(job, code, spread)
+                    except PlacementError:
+                        continue
+                    odds = Odds(placement, host_of, job.rack_hosts)
+                    broken = sum(int(odds.broken(lost).sum()) for lost in sets.values())
+                    chance = 100 * abs(math.expm1(-broken / months))
+                    yield _loss("data_lost_on_trace_pct", code, spread, hosts, strike, chance)
+
+
+def racks(nodes: int) -> int:
+    """The most nodes that are whole racks."""
+    return nodes // RACK_HOSTS * RACK_HOSTS
+
+
+def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance: float) -> Row:
+    return once(
+        metric,
+        "%",
+        chance,
+        strike=strike,
+        hosts=hosts,
+        spread=f"over {spread}s",
+        code=f"({code.n}, {code.k})",
+    )
+
+
+def best(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
+    """The map: the highest ETTR by MTBF and size, of all methods and of those that lose no samples."""
+    for mtbf_h in MTBF_H:
+        job = replace(base, mtbf_h=mtbf_h)
+        hours = faults * mtbf_h
+        struck = drawn(job, hours, np.random.default_rng(seed))
+        for table_tb in TABLES_TB:
+            job = replace(job, table_bytes=table_tb * 1e12)
+            found = [
+                (train(method, struck, hours, hosts=job.hosts, ranks=job.ranks).ettr, method)
+                for method in methods(job, all_costs)
+            ]
+            for among in ("all", "that lose no samples"):
+                ranked = sorted(
+                    (one for one in found if among == "all" or one[1].back != "failed"),
+                    key=lambda one: -one[0],
+                )
+                ettr, winner = ranked[0]
+                second = next(one for one in ranked if kind(one[1].name) != kind(winner.name))
+                yield once(
+                    "best_ettr",
+                    "ratio",
+                    ettr,
+                    among=among,
+                    mtbf_h=mtbf_h,
+                    table_tb=table_tb,
+                    method=winner.name,
+                    second=second[1].name,
+                    ahead=ettr - second[0],
+                )
+
+
+def places(cells: Sequence[Row]) -> Iterator[Row]:
+    """How many cells of the map each kind of method leads, and in how many it is the second, by panel."""
+    panels: dict[Label, list[Row]] = {}
+    for cell in cells:
+        panels.setdefault(cell.labels["among"], []).append(cell)
+    for among, panel in panels.items():
+        for name in LOOKS:
+            behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
+            labels = {"among": among, "method": name}
+            led = sum(kind(str(row.labels["method"])) == name for row in panel)
+            yield once("cells_ahead", "cells", led, **labels)
+            yield once("cells_second", "cells", len(behind), **labels)
+            if behind:
+                yield once("most_behind", "ratio", max(map(float, behind)), **labels)

@@ -1,0 +1,176 @@
+"""`python -m bench report`: all pages and pictures from raw JSON, and one file of the same for a browser.
+
+docs/results.md is the summary; docs/results/ has a page and a picture for each question. Nothing in them is
+typed by hand. A question's title and its definitions are the docstring of its module, what other systems have
+published is in `bench.report.headlines`, and the rest is in the JSON. The same files give the same pages.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import RESULTS, ROOT
+from bench.questions.check_n_run import picture as check_n_run_picture
+from bench.questions.compare import picture as compare_picture
+from bench.questions.cpr import picture as cpr_picture
+from bench.questions.drift import picture as drift_picture
+from bench.questions.quantization import picture as quantization_picture
+from bench.questions.simulate import picture as simulate_picture
+from bench.report import figures, headlines, summary, tables
+from bench.report.html import html
+from bench.report.tables import BadResult
+
+DOCS = ROOT / "docs"
+SUMMARY = "results.md"
+FOLDER = "results"
+"""Of the questions' pages and pictures, beside the summary."""
+PUBLISHED = f"{FOLDER}/published.md"
+
+MARK = "<!-- Written by `python -m bench report` from bench/results/*.json: change nothing here. -->"
+
+HEAD = f"""# Results
+
+{MARK}
+
+Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies its results
+before it measures them. A value is the median; in brackets are the smallest and the largest, if they differ.
+"""
+
+PICTURES: dict[str, tuple[str, str, Callable[[Sequence[Mapping[str, Any]]], str]]] = {
+    "check_n_run": (
+        "check-n-run.svg",
+        "What checkpoints write and keep by policy, and what restores from a few bits cost",
+        check_n_run_picture.draw,
+    ),
+    "compare": (
+        "head-to-head.svg",
+        "What each family of methods costs in a step, and the steps that two failures take from it",
+        compare_picture.draw,
+    ),
+    "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
+    "drift": ("drift.svg", "How far rows rebuilt from parity of floats are off", drift_picture.draw),
+    "quantization": (
+        "quantization-error.svg",
+        "What rows lose by bits and method",
+        quantization_picture.draw,
+    ),
+    "simulate": ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
+}
+"""Question -> the file of its picture, beside its page; what it shows; what draws it from all its rows."""
+
+Documents = Sequence[Mapping[str, Any]]
+
+
+def write(results: Path | None = None) -> Path:
+    """Writes the pages and pictures of all results, the figures of other pages, and one file for a browser.
+
+    Args:
+        results: Folder of other answers: pages, pictures and results.html go there; no other page changes.
+
+    Returns:
+        Where the file for a browser is.
+
+    Raises:
+        BadResult: A file is not in the form of `bench.harness.result`, or answers no question of bench/, or
+            lacks metrics that a page asks for.
+    """
+    documents = tables.load(results or RESULTS)
+    folder = results or DOCS
+    made = render(documents) | drawn(documents)
+    for name, text in made.items():
+        tables.replace(folder / name, text)
+    for page in (folder / FOLDER).glob("*.md"):
+        if f"{FOLDER}/{page.name}" not in made:
+            page.unlink()  # of a question that bench/results doesn't answer any more
+    if results is None:
+        figures.write()
+    browsed = results / "results.html" if results is not None else ROOT / "build" / "results.html"
+    tables.replace(browsed, html({name: text for name, text in made.items() if name.endswith(".md")}, folder))
+    return browsed
+
+
+def render(documents: Documents) -> dict[str, str]:
+    """Returns the pages by name: the summary, then a page for each question, and one of published figures.
+
+    Raises:
+        BadResult: No module of bench/ asks a question, or rows of a document have the same labels.
+    """
+    answered = {document["question"] for document in documents}
+    order = [question for question in summary.ANSWERS if question in answered]
+    order += sorted(answered - set(order))
+    pages = {f"{FOLDER}/{question}.md": of_question(question, documents) for question in order}
+    if lines := headlines.lines(documents):
+        shown = tables.grid(headlines.HEADS, len(headlines.HEADS), lines)
+        pages[PUBLISHED] = f"# {headlines.TITLE}\n\n{MARK}\n\n{shown}\n\n{headlines.EXPLANATION}\n"
+    return {SUMMARY: summarized(order, documents)} | pages
+
+
+def summarized(order: Sequence[str], documents: Documents) -> str:
+    """The summary of all questions, on one screen."""
+    parts = [HEAD]
+    if "compare" in order:
+        file, shown, _ = PICTURES["compare"]
+        parts += ["## The methods side by side\n", summary.methods(documents) + "\n"]
+        parts.append(f"![{shown}]({FOLDER}/{file})\n")
+    lines = [
+        [f"[{asked(question)[0]}]({FOLDER}/{question}.md)", summary.answer(question, documents)]
+        for question in order
+    ]
+    if headlines.lines(documents):
+        lines.append(
+            [f"[{headlines.TITLE}]({PUBLISHED})", f"{len(headlines.HEADLINES)} claims, and why ours differ"]
+        )
+    return "\n".join([*parts, "## The questions\n", tables.grid(("question", "in short"), 2, lines) + "\n"])
+
+
+def of_question(question: str, documents: Documents) -> str:
+    """A question's page: its picture, its tables, then what they mean.
+
+    Raises:
+        BadResult: See `render`.
+    """
+    title, explanation = asked(question)
+    parts = [f"# {title}\n", MARK + "\n"]
+    if question in PICTURES:
+        file, shown, _ = PICTURES[question]
+        parts.append(f"![{shown}]({file})\n")
+    if explanation:
+        parts.append("[What the columns mean](#definitions) is below the tables.\n")
+    for document in documents:
+        if document["question"] == question:
+            for names in tables.SHEETS.get(question, ()):
+                chosen = [row for row in document["rows"] if row["metric"] in names]
+                parts.append(tables.sheet(chosen) + "\n")
+            if question not in tables.SHEETS:
+                parts += [part + "\n" for part in tables.metrics(document["rows"])]
+            parts.append(tables.origin(document) + "\n")
+    if explanation:
+        parts += ["## Definitions\n", explanation + "\n"]
+    return "\n".join(parts)
+
+
+def drawn(documents: Documents) -> dict[str, str]:
+    """Returns the pictures of the questions by name, as SVG."""
+    found: dict[str, str] = {}
+    for question, (file, _, draw) in PICTURES.items():
+        rows = [row for document in documents if document["question"] == question for row in document["rows"]]
+        if rows:
+            found[f"{FOLDER}/{file}"] = draw(rows)
+    return found
+
+
+def asked(question: str) -> tuple[str, str]:
+    """Returns a question's title and definitions: its module's docstring, which is not imported for it.
+
+    Raises:
+        BadResult: There is no such module, or it has no docstring.
+    """
+    path = ROOT / "bench" / "questions" / question / "question.py"
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if docstring is None:
+        raise BadResult(f"bench/results has numbers for the question {question!r}, and no {path} explains it")
+    title, _, explanation = docstring.partition("\n")
+    return title, explanation.strip()

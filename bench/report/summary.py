@@ -1,0 +1,350 @@
+"""Results in short: a table of the methods, when to use which, and a line for each question.
+
+Numbers are read from the answers. Typed are the words around them, and when to use a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.questions.compare.families import CONTROL, OVERHEAD, noise_pct, of_methods, quiet_engine
+from bench.report.headlines import Documents, Unknown, cpr_base, of, value
+from bench.report.tables import grid
+
+OURS = "ecemb (4, 3)"
+UNKNOWN = "cannot tell"
+"""For an overhead that is smaller than the difference between the control and itself."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the methods that the pages show side by side.
+
+    Attributes:
+        name: for reading.
+        method: its name in the head to head.
+        simulated: its name in the simulation.
+        use: it, if this holds.
+    """
+
+    name: str
+    method: str
+    simulated: str
+    use: str
+
+
+CHOICES = (
+    Choice(
+        "**ecemb**, commit in each step",
+        OURS,
+        "ecemb (4, 3)",
+        "no step may run again, the bits must be the same, and memory holds no second copy of the tables",
+    ),
+    Choice(
+        "**ecemb**, `window=16`",
+        "ecemb (4, 3) window 16",
+        "ecemb (4, 3), window 16",
+        "the same, but 16 steps may run again, and memory holds the rows that 16 steps change",
+    ),
+    Choice(
+        "live copies (two of each row)",
+        "ecemb copies x2",
+        "live copies x2",
+        "no step may run again, and memory holds a second copy of the tables",
+    ),
+    Choice(
+        "snapshots in memory (two of each)",
+        "snapshots x2",
+        "snapshots x2",
+        "some steps may run again, and memory holds several copies of everything",
+    ),
+    Choice(
+        "full checkpoints",
+        "full files",
+        "full",
+        "failures are rare, or the job has few hosts and small tables",
+    ),
+    Choice(
+        "full checkpoints, asynchronous",
+        "full dcp async",
+        "full, async",
+        "the same, but a save would stop the training for too long, and memory holds a copy",
+    ),
+    Choice(
+        "Check-N-Run",
+        "check-n-run intermittent",
+        "Check-N-Run",
+        "tables are large, few of their rows change between two saves, and steps may run again",
+    ),
+    Choice(
+        "partial recovery (CPR)",
+        "cpr vanilla",
+        "CPR",
+        "the model may forget some samples",
+    ),
+)
+"""ecemb first."""
+
+HEADS = (
+    "method",
+    "a step takes longer by",
+    "next new step after",
+    "steps run again or forgotten",
+    "memory, over the tables'",
+    "ranks that may be lost",
+    "same bits",
+)
+UNPROTECTED = "no protection"
+
+
+def methods(documents: Documents) -> str:
+    """The methods of the head to head side by side, and under them how to read the table.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    rows, found, engine = measured(documents)
+    noise = noise_pct(rows, engine)
+    named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
+    lines = [[name, *cells(found[method], noise)] for name, method in named if method in found]
+    return f"{grid(HEADS, 1, lines)}\n\n{reading(engine, noise)}"
+
+
+def choices(documents: Documents) -> str:
+    """When to use which method, beside its numbers.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    rows, found, engine = measured(documents)
+    noise = noise_pct(rows, engine)
+    lines = [
+        [choice.name, choice.use, *cells(found[choice.method], noise), trained(documents, choice.simulated)]
+        for choice in CHOICES
+        if choice.method in found
+    ]
+    heads = (HEADS[0], "use it if", *HEADS[1:], "share of time that trains, 16 / 4096 hosts")
+    return f"{grid(heads, 2, lines)}\n\n{reading(engine, noise)}"
+
+
+def measured(documents: Documents) -> tuple[list[Row], dict[str, dict[str, Row]], str]:
+    """The rows of the head to head, those of the quietest engine by method and metric, and this engine.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    rows = of(documents, "compare")
+    if not rows:
+        raise Unknown("compare")
+    engine = quiet_engine(rows)
+    return rows, of_methods(rows, engine), engine
+
+
+def cells(values: Mapping[str, Row], noise: float) -> list[str]:
+    """A method's cells under `HEADS`, but for the name."""
+    protected = values[OVERHEAD]["method"] != CONTROL
+    caught_up, lost = values["caught_up_s"], values["survives_ranks"]["value"]
+    memory, ranks = values["memory_over_tables"]["value"], values[OVERHEAD]["ranks"]
+    return [
+        overhead(values[OVERHEAD], noise) if protected else "0",
+        f"{caught_up['value']:.1f} s",
+        f"{values['given_up_steps']['value']:.3g}",
+        f"{memory:.2g}x" if memory else "none",
+        f"any {lost:.0f} of {ranks}" if lost < ranks else "all" if protected else "all: back to step 0",
+        "yes" if values["bit_identical"]["value"] == 1 else "no",
+    ]
+
+
+def overhead(row: Row, noise: float) -> str:
+    """An overhead with its spread, unless it is smaller than the noise."""
+    if abs(row["value"]) < noise:
+        return UNKNOWN
+    return f"{row['value']:.2g} % ({row['low']:.2g} to {row['high']:.2g})"
+
+
+def reading(engine: str, noise: float) -> str:
+    """How to read a table of the methods."""
+    tables = {"sparse": "`ecemb.nn`", "torchrec": "TorchRec"}[engine]
+    return (
+        f"All ranks on one machine, tables of {tables}, two failures that delete a rank's memory. "
+        f"*{UNKNOWN}*: a run without protection differs from itself by up to {noise:.2g} %. Seconds count "
+        "from the kill, and include torchrun's restart. Memory includes the buffers of a step, which do not "
+        "grow with the tables; these tables are small."
+    )
+
+
+def trained(documents: Documents, method: str) -> str:
+    """The effective training-time ratio of a method on few and on many hosts; "-" if it was not simulated."""
+    rows = of(documents, "simulate")
+    try:
+        few, many = (
+            value(rows, "ettr", method=method, hosts=hosts, faults="exponential") for hosts in (16, 4096)
+        )
+    except Unknown:
+        return "-"
+    return f"{few:.2f} / {many:.2f}"
+
+
+def most(rows: Sequence[Row], metric: str, **labels: Any) -> tuple[float, float]:
+    """The smallest and the largest value of a metric's rows with these labels.
+
+    Raises:
+        Unknown: There are none.
+    """
+    found = [
+        row["value"]
+        for row in rows
+        if row["metric"] == metric and all(row.get(name) == label for name, label in labels.items())
+    ]
+    if not found:
+        raise Unknown(metric)
+    return min(found), max(found)
+
+
+def of_overhead(documents: Documents) -> str:
+    labels = {"code": "(4, 3)", "window": 1, "overlap": "none", "method": "protected"}
+    said = [
+        f"{row['value']:.2g} % ({row['setting'].partition(':')[0]}, {row['engine']})"
+        for row in of(documents, "overhead")
+        if row["metric"] == OVERHEAD and all(row.get(name) == label for name, label in labels.items())
+    ]
+    return f"a step with (4, 3) takes longer by {', '.join(said)}" if said else ""
+
+
+def of_memory(documents: Documents) -> str:
+    rows = [row for row in of(documents, "memory") if row["metric"] == "arena_over_tables"]
+    said = ", ".join(f"{row['value']:.2f} times with {row['code']}" for row in rows)
+    return f"an arena, which holds the tables, is larger than they are: {said}" if said else ""
+
+
+def of_recovery(documents: Documents) -> str:
+    rows = of(documents, "recovery")
+
+    def added(kind: str) -> str:
+        row = next((row for row in rows if row["metric"] == "added_recovery_s" and row["kind"] == kind), None)
+        if row is None:
+            raise Unknown("added_recovery_s")
+        size = row["table_bytes"] / 2**20
+        return f"{row['value']:.1f} s ({row['low']:.1f} to {row['high']:.1f}; {size:,.0f} MiB a rank)"
+
+    return f"added to a restart: {added('process')} after a crash, {added('memory')} after lost memory"
+
+
+def of_kernels(documents: Documents) -> str:
+    rows = of(documents, "kernels")
+    low, high = most(rows, "update_speedup", kernel="cpu", over="isal", access="scattered")
+    packed = most(rows, "update_speedup", kernel="cpu", over="isal", access="packed")
+    return (
+        f"updates of parity run at {low:.2g} to {high:.2g} times ISA-L's speed on scattered rows, "
+        f"at {packed[0]:.2g} to {packed[1]:.2g} times on packed rows"
+    )
+
+
+def of_profile(documents: Documents) -> str:
+    rows = of(documents, "profile")
+    memory, network = (
+        value(rows, "moved_over_least", code="(4, 3)", where=where) for where in ("memory", "network")
+    )
+    return (
+        f"a step moves {memory:.2f} times the fewest possible bytes in memory, {network:.2f} on the network"
+    )
+
+
+def of_scaling(documents: Documents) -> str:
+    rows = [row for row in of(documents, "scaling") if row["metric"] == "sent_bytes_per_step"]
+    found = {row["ranks"]: row["value"] for row in rows if row["kind"] == "deltas"}
+    if not found:
+        raise Unknown("sent_bytes_per_step")
+    few, many = min(found), max(found)
+    return (
+        f"a rank sends {found[few] / 1000:,.0f} kB of deltas a step with {few} ranks, "
+        f"{found[many] / 1000:,.0f} kB with {many}"
+    )
+
+
+def of_simulate(documents: Documents) -> str:
+    rows = of(documents, "simulate")
+
+    def ahead(method: str, among: str) -> float:
+        return value(rows, "cells_ahead", method=method, among=among)
+
+    everything, exact = "all", "that lose no samples"
+    return (
+        f"of the map's cells, CPR leads {ahead('CPR', everything):.0f} and ecemb "
+        f"{ahead('ecemb', everything):.0f}; without lost samples, Check-N-Run leads "
+        f"{ahead('Check-N-Run', exact):.0f}, live copies {ahead('live copies', exact):.0f}, "
+        f"ecemb {ahead('ecemb', exact):.0f}"
+    )
+
+
+def of_quality(documents: Documents) -> str:
+    rows = of(documents, "quality")
+    ours, cpr, bits = (
+        value(rows, "auc_lost", method=method)
+        for method in ("ecemb (6, 4)", "cpr vanilla", "check-n-run, 4 bits")
+    )
+    return f"AUC lost: ecemb {ours:.2g}, CPR {cpr:.2g}, Check-N-Run with 4 bits {bits:.2g}"
+
+
+def of_cpr(documents: Documents) -> str:
+    return f"overhead of full -> partial recovery, emulated: {cpr_base(documents)}"
+
+
+def of_check_n_run(documents: Documents) -> str:
+    rows = of(documents, "check_n_run")
+    labels = {"pattern": "published", "state": "none", "policy": "intermittent", "bits": "4"}
+    written = value(rows, "bandwidth_reduction", **labels)
+    kept = value(rows, "capacity_reduction", **labels)
+    return f"with 4 bits, {written:.2g} times less written and {kept:.2g} times less kept"
+
+
+def of_drift(documents: Documents) -> str:
+    rows = of(documents, "drift")
+    floats, bits = (most(rows, "rebuilt_error_worst", method=method)[1] for method in ("float32", "bits"))
+    return f"parity of float32: a row is off by up to {floats:.1g} of its norm; parity of bits: {bits:.1g}"
+
+
+def of_quantization(documents: Documents) -> str:
+    rows = of(documents, "quantization")
+    low, high = most(rows, "error_over_kmeans", method="adaptive", bits=4)
+    return f"4 bits, adaptive: {low:.2g} to {high:.2g} times the error of k-means"
+
+
+def of_compare(documents: Documents) -> str:
+    found = measured(documents)[1]
+    seconds = [found[method]["caught_up_s"]["value"] for method in (OURS, "full files") if method in found]
+    if len(seconds) != len(("ecemb", "files")):
+        raise Unknown("caught_up_s")
+    return (
+        f"the table above; next new step after {seconds[0]:.1f} s, with full checkpoints {seconds[1]:.1f} s"
+    )
+
+
+ANSWERS: dict[str, Callable[[Documents], str]] = {
+    "compare": of_compare,
+    "overhead": of_overhead,
+    "recovery": of_recovery,
+    "memory": of_memory,
+    "simulate": of_simulate,
+    "quality": of_quality,
+    "scaling": of_scaling,
+    "profile": of_profile,
+    "kernels": of_kernels,
+    "cpr": of_cpr,
+    "check_n_run": of_check_n_run,
+    "quantization": of_quantization,
+    "drift": of_drift,
+}
+"""Question -> its answer in a line; the order of the questions on the summary page."""
+
+
+def answer(question: str, documents: Documents) -> str:
+    """A question's answer in a line; "" where the numbers for it are missing."""
+    try:
+        return ANSWERS[question](documents) if question in ANSWERS else ""
+    except Unknown:
+        return ""

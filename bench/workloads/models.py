@@ -1,0 +1,297 @@
+"""The models that ranks train: tables of one engine under a dense part.
+
+A model of TorchRec looks as its users write it. torchrec is imported when such a model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+import ecemb
+
+Ids = NDArray[np.int64]
+
+INTEGERS = 13
+BOTTOM = (512, 256)
+TOP = (512, 512, 256)
+SMALL = 64
+TABLES_LR, DENSE_LR = 0.02, 0.005
+
+
+class Batch(NamedTuple):
+    """One rank's samples in one step.
+
+    Attributes:
+        integers: float32 [batch, INTEGERS].
+        ids: int64 [tables, batch, lookups], of each sample the rows of each table whose sum it takes.
+        clicks: float32 [batch, 1].
+    """
+
+    integers: Tensor
+    ids: Tensor
+    clicks: Tensor
+
+
+class Twin:
+    """A model with its optimizers.
+
+    Args:
+        model: Called with a batch's integers and what `feed` makes of its ids.
+        optimizers: Of the whole training.
+        feed: Makes the model's input of ids.
+        tables: Returns of each table its local tensors: the weight, then the optimizer's states.
+        touched: Makes what `touched` returns; called once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        feed: Callable[[Tensor], Any],
+        tables: Callable[[], list[list[Tensor]]],
+        touched: Callable[[], Callable[[], Ids]],
+    ) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        self._feed = feed
+        self.tables = tables
+        self._touched = touched
+
+    def train(self, batch: Batch) -> None:
+        """One step. Its parts are spans, as the guard's phases are."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        with record_function("bench.forward"):
+            loss = functional.binary_cross_entropy_with_logits(self.logits(batch), batch.clicks)
+        with record_function("bench.backward"):
+            loss.backward()
+        with record_function("bench.optimizer"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Of the batch's samples, float32 [batch, 1]. All ranks."""
+        return self.model(batch.integers, self._feed(batch.ids))
+
+    def tensors(self) -> list[Tensor]:
+        """All that training changes on this rank: the tables, then the dense parameters."""
+        dense = [value for name, value in self.model.named_parameters() if "dense" in name]
+        return [tensor for table in self.tables() for tensor in table] + dense
+
+    def touched(self) -> Callable[[], Ids]:
+        """Begins to note which rows a step changes.
+
+        Returns:
+            Gives those of the last step, of all tables one after another, as they were met.
+        """
+        return self._touched()
+
+
+class Dense(nn.Module):
+    """DLRM without its tables: integers through a perceptron, dot products with the embeddings, another.
+
+    Args:
+        tables: How many there are.
+        dim: Of the embeddings.
+        bottom: Widths of the perceptron's layers, but for the last one, which is `dim`.
+        top: Widths of the layers after the products, but for the last one, which is 1.
+        integers: Of each sample.
+    """
+
+    def __init__(
+        self,
+        tables: int,
+        dim: int,
+        bottom: Sequence[int] = BOTTOM,
+        top: Sequence[int] = TOP,
+        integers: int = INTEGERS,
+    ) -> None:
+        super().__init__()
+        pairs = torch.triu_indices(tables + 1, tables + 1, 1)
+        self.register_buffer("pairs", pairs, persistent=False)
+        self.bottom = perceptron(integers, *bottom, dim)
+        self.top = nn.Sequential(perceptron(dim + pairs.shape[1], *top), nn.Linear(top[-1], 1))
+
+    def forward(self, integers: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [batch, 1] of integers [batch, integers] and embeddings [batch, tables, dim]."""
+        bottom = self.bottom(integers)
+        vectors = torch.cat([bottom.unsqueeze(1), embedded], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([bottom, products], dim=1))
+
+
+class Small(nn.Module):
+    """One small perceptron on the integers and all embeddings."""
+
+    def __init__(self, tables: int, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(perceptron(INTEGERS + tables * dim, SMALL), nn.Linear(SMALL, 1))
+
+    def forward(self, integers: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [batch, 1] of integers [batch, INTEGERS] and embeddings [batch, tables, dim]."""
+        return self.layers(torch.cat([integers, embedded.flatten(1)], dim=1))
+
+
+DENSE: Mapping[str, Callable[[int, int], nn.Module]] = {"dlrm": Dense, "small": Small}
+"""Kind of the dense part -> what builds it, for a number of tables of this dimension."""
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Linear layers of these widths, each followed by a ReLU."""
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+
+
+def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
+    """Tables of TorchRec, sharded by rows over all ranks, with row-wise Adagrad inside backward."""
+    import torchrec
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim import RowWiseAdagrad
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = torchrec.EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    torchrec.EmbeddingBagConfig(
+                        name=f"t{i}", embedding_dim=dim, num_embeddings=rows, feature_names=[f"f{i}"]
+                    )
+                    for i in range(tables)
+                ],
+            )
+            self.dense = DENSE[dense_part](tables, dim)
+
+        def forward(self, integers: Tensor, ids: torchrec.KeyedJaggedTensor) -> Tensor:
+            return self.dense(integers, self.tables(ids).values().reshape(-1, tables, dim))
+
+    def feed(ids: Tensor) -> torchrec.KeyedJaggedTensor:
+        lengths = torch.full((ids.shape[0] * ids.shape[1],), ids.shape[2])
+        return torchrec.KeyedJaggedTensor(features, ids.reshape(-1), lengths=lengths)
+
+    features = [f"f{i}" for i in range(tables)]
+    bare = Model()
+    _apply_optimizer_in_backward(RowWiseAdagrad, bare.tables.parameters(), {"lr": TABLES_LR})
+    ranks = dist.get_world_size()
+    sharder = EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        bare.tables,
+        {f"t{i}": row_wise() for i in range(tables)},
+        sharder=sharder,
+        device_type="cpu",
+        local_size=ranks,
+        world_size=ranks,
+    )
+    model = DistributedModelParallel(
+        bare, plan=ShardingPlan({"tables": plan}), sharders=[sharder], device=torch.device("cpu")
+    )
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adagrad(given, lr=DENSE_LR))
+
+    # TorchRec keeps FBGEMM's modules in plain lists, which model.modules() doesn't see.
+    tables_module: Any = get_unwrapped_module(model).tables
+    lookups = tables_module._lookups
+    (module,) = (kernel.emb_module for lookup in lookups for kernel in lookup._emb_modules)
+
+    def local() -> list[list[Tensor]]:
+        weights, states = module.split_embedding_weights(), module.split_optimizer_states()
+        return [[weight, *of_table] for weight, of_table in zip(weights, states, strict=True)]
+
+    def touched() -> Callable[[], Ids]:
+        looked_up: list[Tensor] = []
+        bases = np.cumsum([0, *(len(weight) for weight in module.split_embedding_weights())])
+        bases = bases[list(module.feature_table_map)]
+
+        def note(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            looked_up[:] = [kwargs["indices"], kwargs["offsets"]]
+
+        def rows() -> Ids:
+            indices, offsets = (tensor.numpy() for tensor in looked_up)
+            bags = (len(offsets) - 1) // len(bases)
+            return indices + np.repeat(bases, np.diff(offsets[::bags]))
+
+        module.register_forward_hook(note, with_kwargs=True)
+        return rows
+
+    return Twin(model, [model.fused_optimizer, dense], feed, local, touched)
+
+
+def sparse_twin(
+    tables: int, rows: int, dim: int, dense_part: str, device: str | None = None, rule: str = "Adagrad"
+) -> Twin:
+    """Tables of ecemb.nn, with one of torch's optimizers on sparse gradients.
+
+    Args:
+        tables: How many there are.
+        rows: Of each table, over all ranks.
+        dim: Of each row.
+        dense_part: One of `DENSE`.
+        device: Where all of it stays; None for the CPU, from where a guard moves tables into its arena.
+        rule: The tables' optimizer, one of `RULES`.
+    """
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(bag(rows, dim, device) for _ in range(tables))
+            self.dense = DistributedDataParallel(DENSE[dense_part](tables, dim).to(device or "cpu"))
+
+        def forward(self, integers: Tensor, ids: Tensor) -> Tensor:
+            found = [table(of_table) for table, of_table in zip(self.tables, ids, strict=True)]
+            return self.dense(integers, torch.stack(found, dim=1))
+
+    model = Model()
+    optimizer, states = RULES[rule]
+    sparse = optimizer(model.tables.parameters(), lr=TABLES_LR)
+    dense = torch.optim.Adagrad(model.dense.parameters(), lr=DENSE_LR)
+
+    weights = list(model.tables.parameters())
+    bases = np.cumsum([0, *(len(weight) for weight in weights)])
+
+    def local() -> list[list[Tensor]]:
+        return [[weight, *(sparse.state[weight][name] for name in states)] for weight in weights]
+
+    def touched() -> Ids:
+        gradients = (weight.grad._indices()[0].numpy() for weight in weights)
+        return np.concatenate([rows + base for rows, base in zip(gradients, bases, strict=False)])
+
+    return Twin(model, [sparse, dense], lambda ids: ids, local, lambda: touched)
+
+
+def bag(rows: int, dim: int, device: str | None) -> ecemb.nn.ShardedEmbeddingBag:
+    """One table of ecemb.nn; what stays on a device is drawn there, which takes no time."""
+    if device is None:
+        return ecemb.nn.ShardedEmbeddingBag(rows, dim)
+    made = ecemb.nn.ShardedEmbeddingBag(rows, dim, device="meta").to_empty(device=device)
+    nn.init.uniform_(made.weight, -1, 1)
+    return made
+
+
+RULES: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+    "Adagrad": (torch.optim.Adagrad, ("sum",)),
+    "SGD": (torch.optim.SGD, ()),
+}
+"""Optimizer of `sparse_twin`'s tables -> it, and what it keeps for each row."""
+ENGINES: Mapping[str, Callable[..., Twin]] = {
+    "torchrec": torchrec_twin,
+    "sparse": sparse_twin,
+}
+"""Engine -> what builds a model: tables, rows of each, their dimension, and a kind of `DENSE`."""

@@ -1,0 +1,401 @@
+"""All protected tables of this rank, of all engines.
+
+Owns their order, which is that of the row space: engine by engine. The rest is the engines' work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..coding.rows import RowSpace, Table
+from ..errors import ConfigurationError, LayoutMismatch, UndeclaredWrite, UsageError
+from ..nn import ALIKE, ShardedEmbeddingBag, differing
+from . import torchrec
+from .engine import Engine, EngineTable, Hooks, Ids
+from .host_mirror import Fetcher, Image, Putter
+from .sparse import SparseTables
+from .sparse_checks import check_memory
+
+Optimizer = torch.optim.Optimizer
+Listener = Callable[[int, Ids], None]
+"""Called with a table's index and rows of it that are about to change, int64 [m], m > 0, repeats allowed."""
+
+_LISTENING = Hooks(lambda *_: None, is_open=lambda: True, on_undeclared=lambda: None, protects=False)
+_found: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tables]] = weakref.WeakKeyDictionary()
+
+
+def optimizers_of(given: Any) -> list[Optimizer]:
+    """The optimizers in an argument: one optimizer, several, or a mapping's values.
+
+    Raises:
+        ConfigurationError: an item is no optimizer.
+    """
+    several = listed(given)
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise ConfigurationError(
+                f"optimizers= takes torch.optim optimizers, e.g. [torch.optim.SGD(...)]; one is a "
+                f"{type(one).__name__}"
+            )
+    return several
+
+
+def modules_of(given: Any) -> dict[str, nn.Module]:
+    """The tables sharded by hand in an argument, by keys.
+
+    Raises:
+        ConfigurationError: they have no keys, or keys that are not strings.
+    """
+    if given is not None and not isinstance(given, (Mapping, nn.ModuleDict)):
+        raise ConfigurationError(
+            f"tables= takes a mapping of tables by keys of your choice, e.g. {{'user': table}}; it is a "
+            f"{type(given).__name__}"
+        )
+    found: dict[Any, nn.Module] = dict(given or {})  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    if others := [key for key in found if not isinstance(key, str)]:
+        raise ConfigurationError(
+            f"tables= takes a mapping of tables by keys of your choice, which are strings; {others[0]!r} is "
+            f"a {type(others[0]).__name__}"
+        )
+    return found
+
+
+def listed(given: Any) -> list[Any]:
+    """The items of an argument: None, one object, several objects, or a mapping."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        return list(given.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return list(given) if isinstance(given, (list, tuple)) else [given]  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+
+
+def find(
+    model: nn.Module, given: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> tuple[Tables, list[Optimizer]]:
+    """Finds all tables of a model.
+
+    Args:
+        model: the whole model.
+        given: further tables, sharded by hand.
+        optimizers: all optimizers of the training.
+
+    Returns:
+        The tables, and the optimizers that hold state, taken apart where an optimizer combines others.
+
+    Raises:
+        ConfigurationError: a table or its optimizer can't be protected.
+    """
+    modules: dict[str, nn.Module] = {
+        name or "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedEmbeddingBag)
+    }
+    if overlap := sorted(set(modules) & set(given)):
+        raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
+    known = {id(module) for module in given.values()}
+    modules = {name: m for name, m in modules.items() if id(m) not in known} | dict(given)
+    optimizers = torchrec.leaves(model, optimizers)
+    engines: list[Engine] = [SparseTables(modules, optimizers)]
+    check_memory(model, modules)
+    if (fused := torchrec.find(model)) is not None:
+        engines.append(fused)
+    found = Tables(engines)
+    _found[model] = weakref.ref(found)
+    return found, optimizers
+
+
+def protected(model: nn.Module) -> Tables | None:
+    """The tables found in a model that a guard watches, if any."""
+    found = _found.get(model, lambda: None)()
+    return found if found is not None and found.is_protected else None
+
+
+class Tables:
+    """The tables of all engines, numbered consecutively.
+
+    Args:
+        engines: in the order of the row space.
+
+    Raises:
+        ConfigurationError: two tables have one name.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = list(engines)
+        self.tables: list[EngineTable] = [table for engine in engines for table in engine.tables]
+        self._of: list[tuple[Engine, int]] = [
+            (engine, i) for engine in engines for i in range(len(engine.tables))
+        ]
+        self._by_name = {table.name: index for index, table in enumerate(self.tables)}
+        if len(self._by_name) < len(self.tables):
+            names = [table.name for table in self.tables]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigurationError(
+                f"tables need distinct names; {twice} stand for several: rename in tables="
+            )
+        self._hooks: Hooks | None = None
+        self._listeners: list[Listener] = []
+        self._images: dict[int, Image] = {}
+        self._fetcher = Fetcher()
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether a guard watches, and not only listeners."""
+        return self._hooks is not None
+
+    @property
+    def have_images(self) -> bool:
+        """Whether some tables are not in the arena, so that `fetch` has work."""
+        return bool(self._images)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The tables' parameters in the model: not part of replicated state."""
+        return [parameter for engine in self._engines for parameter in engine.parameters]
+
+    @property
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """The parameters that change in an optimizer's `step()`, by the tables' names."""
+        return {name: one for engine in self._engines for name, one in engine.stepped.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tables with their optimizers' state per row."""
+        layouts = (table.layout for table in self.tables)
+        return sum(layout.rows * column.row_bytes for layout in layouts for column in layout.columns)
+
+    @property
+    def aside(self) -> list[nn.Module]:
+        """Modules whose buffers are not part of replicated state."""
+        return [module for engine in self._engines for module in engine.aside]
+
+    @property
+    def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
+        """The wrappers that average the gradients of replicated tables, not among the model's `modules()`."""
+        return [module for engine in self._engines for module in engine.averaged]
+
+    def alike(self) -> list[Any]:
+        """The properties that must be the same on other ranks, by table, for `check_alike`; plain lists."""
+        return [[table.name, *found] for table in self.tables if (found := table.alike()) is not None]
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves the tables into the arena; see `Engine.place`.
+
+        Images are filled if `fresh`; else they hold the values that `put` will copy to the tables.
+        """
+        at = 0
+        for engine in self._engines:
+            engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
+            at += len(engine.tables)
+        apart = [i for i, table in enumerate(self.tables) if table.is_apart]
+        self._images = {i: Image(stored[i], list(self.tensors(i).values())) for i in apart}
+        if fresh:
+            for image in self._images.values():
+                image.fill()
+
+    def putter(self, space: RowSpace) -> Putter:
+        """Returns a writer from images to tables while rows are recovered; call `mark_clean` after it."""
+        return Putter(self._images, space)
+
+    def put(self) -> None:
+        """Overwrites tables outside of the arena with their images, all rows, and marks them clean."""
+        for image in self._images.values():
+            image.put()
+        self.mark_clean()
+
+    def begin(self) -> None:
+        """Checks tables and images when a step begins.
+
+        Raises:
+            UndeclaredWrite: a table changed undeclared since the last step.
+        """
+        for image in self._images.values():
+            image.forget()
+        self.check()
+
+    def fetch(self) -> None:
+        """Updates the images with the step's changes, when its body has ended."""
+        self._fetcher.fetch(self._images.values())
+
+    def verify(self, rows: Sequence[tuple[int, range]]) -> None:
+        """Raises UndeclaredWrite if rows of tables outside of the arena differ from their images.
+
+        Args:
+            rows: by table.
+        """
+        for index, some in rows:
+            image = self._images.get(index)
+            if image is not None and len(wrong := image.differing(some)):
+                name = self.tables[index].name
+                raise UndeclaredWrite(
+                    f"table {name!r} on {image.device} differs from its image in the arena in {len(wrong)} "
+                    f"rows, first in row {wrong[0]}: a write outside of its optimizer's step has changed it, "
+                    f"or its memory is defective. Parity fits the image: let the process end, and a "
+                    f"restart takes the table from there. Declare writes with guard.touch({name!r}, rows)"
+                )
+
+    def take_back(self) -> None:
+        """Copies an undone step's rows from the arena to tables outside of it, and marks all clean."""
+        for image in self._images.values():
+            image.put_rows(image.changed())
+        self.mark_clean()
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`."""
+        engine, number = self._of[index]
+        return engine.tensors(number)
+
+    def watch(self, hooks: Hooks) -> None:
+        """From here on, changes of rows are reported, and undeclared changes raise."""
+        self._hooks = hooks
+        self._engage(hooks)
+
+    def unwatch(self) -> None:
+        """Removes the guard's hooks; listeners keep theirs."""
+        self._hooks = None
+        self._engage(_LISTENING if self._listeners else None)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Reports rows that are about to change to a listener, with or without a guard.
+
+        Returns:
+            A function that ends it; may be called twice.
+        """
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+                if not self._listeners and self._hooks is None:
+                    self._engage(None)
+
+        self._listeners.append(listener)
+        if self._hooks is None and len(self._listeners) == 1:
+            self._engage(_LISTENING)
+        return end
+
+    def _engage(self, hooks: Hooks | None) -> None:
+        at = 0
+        for engine in self._engines:
+            engine.unwatch()
+            if hooks is not None:
+                engine.watch(dataclasses.replace(hooks, capture=partial(self._told, at)))
+            at += len(engine.tables)
+
+    def _told(self, base: int, index: int, ids: Ids) -> None:
+        """Captures rows of an engine's table, the first of which is table `base`, before they change."""
+        if self._hooks is not None:
+            self._hooks.capture(base + index, ids)
+        if self._listeners or self._images:
+            for table, rows in self._by_table(base + index, ids):
+                if table in self._images:
+                    self._images[table].mark_dirty(rows)
+                for listener in list(self._listeners):
+                    listener(table, rows)
+
+    def _by_table(self, index: int, ids: Ids) -> Iterator[tuple[int, Ids]]:
+        """Splits reported rows by table: rows of a group are numbered through its tables."""
+        while len(ids):
+            rows = self.tables[index].layout.rows
+            here = ids < rows
+            if here.any():
+                yield index, ids[here]
+            ids, index = ids[~here] - rows, index + 1
+
+    def touch(self, name: str, rows: torch.Tensor) -> None:
+        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
+
+        Raises:
+            UsageError: no such table, no open step, no row numbers, or a row that the shard doesn't have.
+        """
+        if name not in self._by_name:
+            raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
+        if self._hooks is None or not self._hooks.is_open():
+            raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
+        if (kind := _no_row_numbers(rows)) is not None:
+            raise UsageError(
+                f"guard.touch({name!r}, …) takes row numbers, an integer tensor; it got a {kind}"
+            )
+        index = self._by_name[name]
+        ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
+        count = self.tables[index].layout.rows
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
+            raise UsageError(
+                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() got "
+                f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
+            )
+        engine, number = self._of[index]
+        engine.touch(number, ids)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        for engine in self._engines:
+            engine.check()
+
+    def mark_clean(self) -> None:
+        """Accepts the present state of all tables as declared (after an undo)."""
+        for engine in self._engines:
+            engine.mark_clean()
+
+    def state(self) -> dict[str, Any]:
+        """The state that differs by rank and is not per row, by engine."""
+        return {engine.name: engine.state() for engine in self._engines}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores that state.
+
+        Raises:
+            LayoutMismatch: the engines differ, or their state doesn't fit.
+        """
+        if set(state) != {engine.name for engine in self._engines}:
+            raise LayoutMismatch(
+                f"the job was started with tables of {sorted(state)}, and this model has tables of "
+                f"{sorted(engine.name for engine in self._engines)}: run the script that started it, or use "
+                f"another job="
+            )
+        for engine in self._engines:
+            engine.set_state(state[engine.name])
+
+
+def check_alike(of_ranks: Sequence[list[Any]]) -> None:
+    """Raises ConfigurationError unless tables that are sharded over ranks are the same on all of these.
+
+    Args:
+        of_ranks: the result of `Tables.alike` on each rank.
+    """
+    everywhere: dict[str, tuple[list[int] | None, dict[int, dict[str, Any]]]] = {}
+    for rank, tables in enumerate(of_ranks):
+        for name, ranks, facts in tables:
+            key = name if ranks is None else f"{name} {ranks}"  # groups may have tables of one name
+            everywhere.setdefault(key, (ranks, {}))[1][rank] = {"name": name, **facts}
+    for ranks, found in everywhere.values():
+        some = next(iter(found))
+        name = found[some]["name"]
+        needed = range(len(of_ranks)) if ranks is None else ranks
+        if missing := [rank for rank in needed if rank not in found]:
+            raise ConfigurationError(
+                f"table {name!r} is sharded over ranks {some} and {missing[0]}, and the model of rank "
+                f"{missing[0]} has no table of this name: build the same model, with the same names, on all "
+                f"ranks"
+            )
+        for fact in found[some]:
+            if text := differing(fact, {rank: facts.get(fact) for rank, facts in found.items()}):
+                raise ConfigurationError(f"table {name!r} is not the same on all ranks: {text}; {ALIKE}")
+
+
+def _no_row_numbers(rows: Any) -> str | None:
+    """Describes an argument that is not row numbers; None if it is row numbers."""
+    if not isinstance(rows, torch.Tensor):
+        return f"{type(rows).__name__}: pass torch.tensor(rows)"
+    if rows.dtype == torch.bool:
+        return "bool tensor: of a mask, pass mask.nonzero()"
+    if rows.is_floating_point() or rows.is_complex():
+        return f"{str(rows.dtype).removeprefix('torch.')} tensor: pass rows.long()"
+    return None

@@ -1,0 +1,439 @@
+"""Memory that outlives the worker: one file per rank, fully mapped, claimed by a record lock.
+
+    {arena_dir}/ecemb-{uid}/{job}/{host}/{arena id}.arena
+
+Owns the creation of these files, the claim on them, and every store to the words of the header.
+Invariants: an arena that is attached is locked by this process, and no other process writes to it;
+the reserved bytes of a region are backed by memory, so touching them can't fail.
+
+Must not know the content of regions, or other ranks; never imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArenaDamaged, ArenaError, ConfigurationError, NotEnoughSpace, UsageError
+from . import capacity, private_files, record_lock
+from . import header as headers
+from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
+from .private_files import Folder
+from .shared_mapping import map_shared
+
+_SUFFIX = ".arena"
+_GROWTH_BYTES = 1 << 20
+_INDEX = {word: index for index, word in enumerate(WORDS)}
+
+_attached: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class Arena:
+    """One rank's memory, attached: locked, mapped, with its header checked.
+
+    Made only by `create` or `attach`. The process holds it until `close`, or until the process ends in any
+    way. A forked child has neither the mapping nor the lock: there the arena is closed.
+
+    Attributes:
+        path: path of its file.
+        constants: the part of the header that never changes.
+    """
+
+    def __init__(self, path: Path, fd: int, constants: Constants, constants_bytes: int) -> None:
+        """Maps the locked file `fd`. This object owns `fd` from then on."""
+        self.path = path
+        self.constants = constants
+        self._spans, _ = headers.spans(constants, constants_bytes)
+        status = os.fstat(fd)
+        self._inode = status.st_ino
+        self._fd = fd
+        self._pid = os.getpid()
+        self._data: NDArray[np.uint8] | None = map_shared(fd, status.st_size)
+        words = self._data[headers.WORDS_OFFSET : headers.CONSTANTS_OFFSET]
+        self._words: NDArray[np.int64] | None = words.view(np.int64)
+
+    @classmethod
+    def create(
+        cls,
+        directory: Folder,
+        constants: Constants,
+        reserve: Mapping[str, int],
+        *,
+        state: State = State.INIT,
+    ) -> Arena:
+        """Makes a new arena and attaches to it. Its bytes are 0, its words `NONE`.
+
+        The file is complete before its state is stored: an earlier crash leaves a torn creation, which counts
+        as lost. On an error the file is removed.
+
+        Args:
+            directory: a `Directory` of the same job.
+            constants: the constant part of the header; `arena_id` is new (`new_arena_id()`).
+            reserve: region -> bytes to back by memory at once.
+            state: INIT or REBUILDING.
+
+        Raises:
+            ConfigurationError: the arguments contradict each other.
+            NotEnoughSpace: the mount, the machine or the limit of a cgroup leaves too little.
+            ArenaInsecure: as for `Directory`.
+            ArenaBusy: another process took the new file, or is stuck while it reserves memory.
+        """
+        _check_creation(directory, constants, reserve, state)
+        path = directory.path / f"{constants.arena_id}{_SUFFIX}"
+        try:
+            fd = directory.make(path.name)
+        except FileExistsError:
+            raise ConfigurationError(f"{path} exists; an arena needs a new_arena_id()") from None
+        try:
+            record_lock.acquire(fd, path, deadline=0)  # no other process knows its name
+            arena = cls._fill(path, fd, constants, reserve)
+            if not directory.names(path.name, os.fstat(fd).st_ino):
+                raise ArenaError(f"another process removed {path} while it was created")
+            arena._claim()
+            arena.set(Word.STATE, state)
+        except BaseException:
+            directory.unlink(path.name, os.fstat(fd).st_ino)
+            record_lock.release(fd)
+            raise
+        return arena
+
+    @classmethod
+    def _fill(cls, path: Path, fd: int, constants: Constants, reserve: Mapping[str, int]) -> Arena:
+        """The whole creation except the last store."""
+        payload = constants.encode()
+        spans, total_bytes = headers.spans(constants, len(payload))
+        block_bytes = max(os.fstatvfs(fd).f_bsize, headers.PAGE_BYTES)  # huge pages need whole ones
+        pieces = [(0, headers.CONSTANTS_OFFSET + headers.page_aligned(len(payload)))]
+        for name, size_bytes in reserve.items():
+            _check_capacity(path, name, size_bytes, spans[name][1])
+            pieces.append((spans[name][0], headers.page_aligned(size_bytes)))
+        with capacity.refusals(path, total_bytes):
+            os.ftruncate(fd, -(-total_bytes // block_bytes) * block_bytes)
+        _allocate(path, fd, pieces)
+        with capacity.refusals(path, total_bytes):
+            arena = cls(path, fd, constants, len(payload))
+        for word, value in headers.initial_words().items():
+            arena.set(word, value)
+        for name, size_bytes in reserve.items():
+            arena._set_reserved(name, size_bytes)
+        arena._write(headers.CONSTANTS_OFFSET, payload)
+        arena._write(0, headers.preamble(payload))
+        return arena
+
+    @classmethod
+    def attach(cls, found: Found | str | Path, *, timeout_s: float = 10.0) -> Arena:
+        """Claims an arena that an earlier process left behind.
+
+        Args:
+            found: from `Directory.scan`, or the path. A `Found` must still be the same file.
+            timeout_s: longest wait for the end of the process that holds it or held it last.
+
+        Raises:
+            ArenaBusy: a living process still holds it, or this process holds it already.
+            ArenaDamaged: its header can't be read, or its file is truncated.
+            ArenaInsecure: as for `Directory`, or for the file.
+            ArenaError: the file is gone, or its path now names another file.
+            ConfigurationError: the path is not that of an arena of this user.
+        """
+        deadline = time.monotonic() + timeout_s
+        path = found.path if isinstance(found, Found) else Path(os.path.abspath(found))
+        place = private_files.locate(path)
+        status = place.status(path.name)
+        if status is not None and record_lock.mine(status) is not None:
+            raise record_lock.busy(path, os.getpid())
+        fd = place.open(path.name, os.O_RDWR)
+        if fd is None:
+            raise _gone(path)
+        try:
+            record_lock.acquire(fd, path, deadline)
+            inode = os.fstat(fd).st_ino
+            known = found.inode if isinstance(found, Found) else inode
+            if inode != known or not place.names(path.name, inode):
+                raise _gone(path)
+            pid, start = headers.last_holder(fd)
+            record_lock.await_gone(fd, pid, start, path, deadline)
+            constants, length, _ = headers.load(fd, path)
+            with capacity.refusals(path, os.fstat(fd).st_size):
+                arena = cls(path, fd, constants, length)
+            for name, (_, room) in arena._spans.items():
+                if not 0 <= arena.reserved(name) <= room:
+                    raise ArenaDamaged(
+                        f"{path}: region {name!r} claims {arena.reserved(name)} bytes of at most {room}"
+                    )
+            arena._back()
+            arena._claim()
+        except BaseException:
+            record_lock.release(fd)
+            raise
+        return arena
+
+    def header(self) -> Header:
+        """A snapshot of constants and words.
+
+        Raises:
+            ArenaDamaged: the word `state` is not a `State`.
+            UsageError: the arena is closed.
+        """
+        return headers.snapshot(self.constants, {word: self.get(word) for word in WORDS})
+
+    def get(self, word: Word) -> int:
+        """The value of a word; `NONE` if it has none yet.
+
+        Raises:
+            UsageError: the arena is closed.
+        """
+        return int(self._opened_words()[_INDEX[word]])
+
+    def set(self, word: Word, value: int) -> None:
+        """Store a word: one aligned 8-byte store, that no compiler can move or split.
+
+        Raises:
+            UsageError: the arena is closed.
+            OverflowError: `value` is not an int64.
+        """
+        self._opened_words()[_INDEX[word]] = value
+
+    def check_open(self) -> None:
+        """Raise where the arena can't be used: after `close`, and in a forked child.
+
+        Raises:
+            UsageError: the arena is closed.
+        """
+        self._opened_words()
+
+    def join(self, generation: int, generation_id: int) -> None:
+        """Store that this arena is a member of `generation` (docs/protocol.md, 2).
+
+        Two words can't change at once. Between the stores the id is NONE, which `classify()` takes for
+        unknown: otherwise a crash there would look like one generation with two ids.
+
+        Raises:
+            UsageError: the arena is closed.
+        """
+        self.set(Word.GENERATION_ID, headers.NONE)
+        self.set(Word.JOINED, generation)
+        self.set(Word.GENERATION_ID, generation_id)
+
+    def region(self, name: str) -> NDArray[np.uint8]:
+        """The region's whole capacity as uint8 [capacity], shared memory, page aligned.
+
+        Only the first `reserved(name)` bytes may be touched. The view, and every tensor over it, stays mapped
+        after `close`, but must not be written then.
+
+        Raises:
+            UsageError: the arena is closed.
+            ConfigurationError: no such region.
+        """
+        offset, capacity = self._span(name)
+        if self._data is None:
+            raise self._closed()
+        return self._data[offset : offset + capacity]
+
+    def reserved(self, name: str) -> int:
+        """Number of bytes from the region's start that are backed by memory.
+
+        Raises:
+            UsageError: the arena is closed.
+            ConfigurationError: no such region.
+        """
+        self._span(name)
+        return int(self._opened_words()[self._reserved_index(name)])
+
+    def filled(self, name: str, word: Word) -> NDArray[np.uint8]:
+        """The bytes of the region that are in use according to `word` of the header; a view as of `region`.
+
+        Raises:
+            ArenaDamaged: the word exceeds the reserved bytes.
+            UsageError: the arena is closed.
+            ConfigurationError: no such region.
+        """
+        used, reserved = self.get(word), self.reserved(name)
+        if not 0 <= used <= reserved:
+            raise ArenaDamaged(
+                f"{self.path} claims that {used} bytes of its {name} are in use, but {reserved} are "
+                f"reserved: its memory is damaged. {self.way_out}"
+            )
+        return self.region(name)[:used]
+
+    @property
+    def way_out(self) -> str:
+        """The remedy for damaged bytes in this arena, for the end of an error message."""
+        return (
+            f"End the job and remove the arena (python -m ecemb arenas rm {self.path}): then it counts as "
+            f"lost and is rebuilt"
+        )
+
+    def reserve(self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES) -> int:
+        """Backs at least the first `size_bytes` of the region by memory.
+
+        Grows by at least a quarter or `spare_bytes`, if there is space, so that calls with slowly rising
+        sizes cost little; with `spare_bytes` 0 it takes no more than `size_bytes`. The region keeps its
+        content.
+
+        Returns:
+            The reserved bytes after the call.
+
+        Raises:
+            NotEnoughSpace: the region's capacity or the available space is too small; nothing changed.
+            ArenaBusy: another process is stuck while it reserves memory.
+            UsageError: the arena is closed.
+            ConfigurationError: no such region.
+        """
+        offset, capacity = self._span(name)
+        before = self.reserved(name)
+        if size_bytes <= before:
+            return before
+        _check_capacity(self.path, name, size_bytes, capacity)
+        spare = max(before // 4, spare_bytes) if spare_bytes else 0
+        generous = min(capacity, max(size_bytes, before + spare))
+        backed = headers.page_aligned(before)
+        for wanted in (generous, size_bytes):
+            after = headers.page_aligned(wanted)
+            try:
+                _allocate(self.path, self._fd, [(offset + backed, after - backed)])
+            except NotEnoughSpace:
+                if wanted == size_bytes:
+                    raise
+                continue
+            # Stored after the memory is backed: a crash in between only loses this fact.
+            self._set_reserved(name, wanted)
+            break
+        return self.reserved(name)
+
+    def close(self) -> None:
+        """Releases the claim. The file stays; it is unmapped when its last view is gone."""
+        if self._words is None:
+            return
+        self.set(Word.PID, 0)
+        self._data = self._words = None
+        _attached.discard(self)
+        record_lock.release(self._fd)
+
+    def is_named(self) -> bool:
+        """Whether its path still names the file. If not, the file lives only as long as this process."""
+        return private_files.locate(self.path).names(self.path.name, self._inode)
+
+    def remove(self) -> bool:
+        """Removes the file, if its path still names it, and folders that are then empty.
+
+        The memory is free when the last process that maps it has ended or unmapped it.
+        Can be called before or after `close`.
+
+        Returns:
+            Whether the file was there.
+
+        Raises:
+            ArenaInsecure: its path can no longer be trusted.
+        """
+        return private_files.locate(self.path).unlink(self.path.name, self._inode)
+
+    def _back(self) -> None:
+        """Backs all reserved bytes by memory: a copied file may have holes in place of zeros."""
+        pieces = [
+            (offset, headers.page_aligned(self.reserved(name))) for name, (offset, _) in self._spans.items()
+        ]
+        if os.fstat(self._fd).st_blocks * 512 >= sum(length for _, length in pieces):
+            return
+        for offset, length in pieces:
+            if length > 0:
+                with capacity.refusals(self.path, length):
+                    os.posix_fallocate(self._fd, offset, length)
+
+    def _claim(self) -> None:
+        """Stores this process as the holder."""
+        self.set(Word.PID_START, record_lock.start_of(os.getpid()) or 0)
+        self.set(Word.PID, os.getpid())
+        _attached.add(self)
+
+    def _forget(self) -> None:
+        """Closes the arena in a forked child, which has neither mapping nor lock."""
+        self._data = self._words = None
+
+    def _write(self, offset: int, content: bytes) -> None:
+        if self._data is None:
+            raise self._closed()
+        self._data[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+
+    def _set_reserved(self, name: str, size_bytes: int) -> None:
+        capacity = self._span(name)[1]
+        self._opened_words()[self._reserved_index(name)] = min(headers.page_aligned(size_bytes), capacity)
+
+    def _reserved_index(self, name: str) -> int:
+        return RESERVED + list(self._spans).index(name)
+
+    def _opened_words(self) -> NDArray[np.int64]:
+        if self._words is None:
+            raise self._closed()
+        return self._words
+
+    def _span(self, name: str) -> tuple[int, int]:
+        try:
+            return self._spans[name]
+        except KeyError:
+            raise ConfigurationError(
+                f"{self.path} has no region {name!r}; its regions are {', '.join(self._spans) or 'none'}"
+            ) from None
+
+    def _closed(self) -> UsageError:
+        if os.getpid() != self._pid:
+            return UsageError(
+                f"the arena {self.path} belongs to process {self._pid}, and this is a forked child of it "
+                f"({os.getpid()}), which has neither the memory nor the claim: use the guard, and protected "
+                f"tables, in the parent"
+            )
+        return UsageError(f"the arena {self.path} is closed in this process; attach to it again")
+
+
+def lost_name(path: Path) -> str:
+    """What to say when an arena's file was removed under the job."""
+    return (
+        f"{path} was removed while the job runs (by hand, or by systemd's RemoveIPC= when its user logs "
+        f"out): this process goes on, but its memory ends with it, and a restart counts it as lost"
+    )
+
+
+def _check_creation(
+    directory: Folder, constants: Constants, reserve: Mapping[str, int], state: State
+) -> None:
+    if constants.job != directory.job:
+        raise ConfigurationError(f"an arena of job {constants.job!r} can't be made in {directory.path}")
+    if state not in (State.INIT, State.REBUILDING):
+        raise ConfigurationError(f"a new arena has to be INIT or REBUILDING, not {state!r}")
+    unknown = set(reserve) - {name for name, _ in constants.regions}
+    if unknown:
+        raise ConfigurationError(f"reserve names regions that don't exist: {sorted(unknown)}")
+
+
+def _check_capacity(path: Path, name: str, size_bytes: int, capacity: int) -> None:
+    if size_bytes > capacity:
+        raise NotEnoughSpace(
+            f"region {name!r} of {path} has a capacity of {capacity} bytes and needs "
+            f"{size_bytes}; the capacity is fixed at the job's first start"
+        )
+
+
+def _gone(path: Path) -> ArenaError:
+    return ArenaError(
+        f"{path} is gone, or is now another file: it was removed after the scan. Start the job "
+        f"again: the arena then counts as lost"
+    )
+
+
+def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]]) -> None:
+    with private_files.opened(private_files.locate(path).arena_dir, create=True) as turn:
+        capacity.allocate(fd, pieces, path, turn)
+
+
+def _after_fork_in_child() -> None:
+    for arena in list(_attached):
+        arena._forget()  # pyright: ignore[reportPrivateUsage]
+    _attached.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

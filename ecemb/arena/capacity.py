@@ -1,0 +1,375 @@
+"""The space that is left for files in a folder, and its allocation: mount, machine, cgroups.
+
+Invariant: memory is checked before it is allocated, and allocated before it is used, so that too little space
+is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns of one slice. A
+file of its own records the bytes that an allocation was promised and has not taken, so that no other process
+is promised the same bytes. Must not know the purpose of the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import struct
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..errors import ArenaBusy, ConfigurationError, NotEnoughSpace
+
+_MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
+_NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
+SLICE_BYTES = 256 << 20
+"""The most that a turn takes: a fraction of a second, even where the machine clears pages slowly."""
+
+_POLL_S = 0.02
+_WAIT_S = 120.0  # for a turn, plus the time that a slow machine needs to take the bytes
+_SLOWEST_BYTES_S = 16 << 20
+_POLITE_S = 2.0  # at most: a stopped process that waits for its turn must not block others
+_CLAIM = ".claim-"
+_CLAIMED = struct.Struct("<q?")  # bytes that are promised and not taken; whether the process waits for a turn
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as the largest multiple of a page."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of the space.
+
+    Attributes:
+        where: its description, for messages.
+        free_bytes: the space that it leaves.
+        remedy: the way out when that is too little.
+    """
+
+    where: str
+    free_bytes: int
+    remedy: str
+
+
+def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> None:
+    """Raises unless `needed_bytes` more can be stored in the file system of `fd`.
+
+    Args:
+        needed_bytes: bytes to store.
+        fd: a file or folder there.
+        path: for messages.
+        promised_bytes: free bytes that other processes were promised and have not taken.
+
+    Raises:
+        NotEnoughSpace: a limit leaves less; the message has the limit, the bytes and the way out.
+    """
+    for limit in limits(fd, path):
+        if limit.free_bytes - promised_bytes < needed_bytes:
+            promised = (
+                f", of which other processes are about to take {promised_bytes}" if promised_bytes else ""
+            )
+            raise NotEnoughSpace(
+                f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
+                f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB){promised}. "
+                f"{limit.remedy} What earlier jobs left behind is listed by "
+                "`python -m ecemb arenas ls`."
+            )
+
+
+def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) -> None:
+    """Backs pieces of a file by memory, after checking that there is enough for all of them.
+
+    Memory is taken in slices; other processes may take theirs in between.
+
+    Args:
+        fd: the file, open for writing.
+        pieces: (offset, length), both in bytes; backed pieces keep their content.
+        path: the file's, for messages.
+        turn: descriptor of a folder, the same for all processes that allocate from the same space.
+
+    Raises:
+        NotEnoughSpace: a piece doesn't fit; earlier pieces may be backed.
+        ArenaBusy: another process keeps its turn for longer than any slice takes.
+    """
+    left_bytes = sum(length for _, length in pieces)
+    whole_bytes = left_bytes
+    claim = _Claim(turn, path)
+    try:
+        for number, (taken_bytes, slice_) in enumerate(_slices(pieces)):
+            claim.take_turn(left_bytes, again=number > 0)
+            try:
+                others_bytes = sum(left for left, _ in claim.others()) if number == 0 else 0
+                check(taken_bytes if number else whole_bytes, fd, path, others_bytes)
+                left_bytes -= taken_bytes
+                if left_bytes or number:
+                    claim.store(left_bytes, waiting=False)  # before the turn ends: `check` has counted it
+                with refusals(path, whole_bytes):
+                    for offset, length in slice_:
+                        os.posix_fallocate(fd, offset, length)
+            finally:
+                fcntl.flock(turn, fcntl.LOCK_UN)
+    finally:
+        claim.drop()
+
+
+def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Cuts pieces into slices of at most `SLICE_BYTES`: the bytes and (offset, length) parts of each."""
+    slice_: list[tuple[int, int]] = []
+    room_bytes = SLICE_BYTES
+    for start, size_bytes in pieces:
+        offset, end = start, start + size_bytes
+        while offset < end:
+            if not room_bytes:
+                yield SLICE_BYTES, slice_
+                slice_, room_bytes = [], SLICE_BYTES
+            part = min(end - offset, room_bytes)
+            slice_.append((offset, part))
+            offset, room_bytes = offset + part, room_bytes - part
+    yield SLICE_BYTES - room_bytes, slice_
+
+
+class _Claim:
+    """The bytes that an allocation was promised and has not taken, and whether it waits for its turn.
+
+    A file in the folder of `turn`. Allocations of more than a slice make it, and those that have to wait. The
+    file counts as long as it is locked: a process that ended leaves it unlocked.
+
+    Args:
+        turn: the folder's descriptor.
+        path: the arena's, for messages.
+    """
+
+    def __init__(self, turn: int, path: Path) -> None:
+        self._turn, self._path = turn, path
+        self._name = _CLAIM + secrets.token_hex(8)
+        self._fd: int | None = None
+
+    def take_turn(self, left_bytes: int, *, again: bool) -> None:
+        """Waits for the turn; `fcntl.flock` ends it.
+
+        Args:
+            left_bytes: bytes that this allocation still needs.
+            again: it had a turn and was promised these bytes, so processes that wait come first.
+
+        Raises:
+            ArenaBusy: the wait was too long.
+        """
+        began = time.monotonic()
+        promised_bytes, polite, waiting = left_bytes if again else 0, again, False
+        while True:
+            waited_s = time.monotonic() - began
+            if not (polite and waited_s < _POLITE_S and any(waits for _, waits in self.others())):
+                try:
+                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    polite = False
+                if not waiting:
+                    self.store(promised_bytes, waiting=True)
+                    waiting = True
+                others_bytes = sum(left for left, _ in self.others())
+                if waited_s > _WAIT_S + (left_bytes + others_bytes) / _SLOWEST_BYTES_S:
+                    raise ArenaBusy(
+                        f"{self._path} waited too long for another process that takes memory in "
+                        f"{self._path.parents[2]}; find it with `fuser {self._path.parents[2]}`"
+                    ) from None
+            time.sleep(_POLL_S)
+        if waiting:
+            self.store(promised_bytes, waiting=False)
+
+    def store(self, promised_bytes: int, *, waiting: bool) -> None:
+        """Writes the claim for other processes.
+
+        Raises:
+            NotEnoughSpace: the file of the claim doesn't fit.
+        """
+        data = _CLAIMED.pack(promised_bytes, waiting)
+        with refusals(self._path, len(data)):
+            if self._fd is None:
+                new = f".new-{self._name[len(_CLAIM) :]}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._fd = os.open(new, flags, 0o600, dir_fd=self._turn)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                os.pwrite(self._fd, data, 0)
+                os.rename(new, self._name, src_dir_fd=self._turn, dst_dir_fd=self._turn)
+            else:
+                os.pwrite(self._fd, data, 0)
+
+    def drop(self) -> None:
+        """Removes the claim."""
+        if self._fd is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._name, dir_fd=self._turn)
+            os.close(self._fd)
+            self._fd = None
+
+    def others(self) -> list[tuple[int, bool]]:
+        """For each other allocation in progress: the bytes promised to it, and whether it waits."""
+        found: list[tuple[int, bool]] = []
+        for name in os.listdir(self._turn):
+            if not name.startswith(_CLAIM) or name == self._name:
+                continue
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._turn)
+            except FileNotFoundError:  # it has just ended
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                data = os.pread(fd, _CLAIMED.size, 0)
+                if len(data) == _CLAIMED.size:
+                    left_bytes, waiting = _CLAIMED.unpack(data)
+                    found.append((left_bytes, waiting))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._turn)
+            finally:
+                os.close(fd)
+        return found
+
+
+@contextmanager
+def refusals(path: Path, needed_bytes: int) -> Generator[None, None, None]:
+    """Turns the kernel's errors for lack of space, within the block, into `NotEnoughSpace`.
+
+    Raises:
+        NotEnoughSpace: the kernel refused; the message has its reason.
+        ConfigurationError: the file system can't reserve space for a file or map it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            raise ConfigurationError(
+                f"the file system of {path} can't reserve space for a file or map it ({error.strerror}): "
+                "pass an arena_dir on one that can, such as /dev/shm"
+            ) from error
+        if error.errno not in _REFUSALS:
+            raise
+        raise NotEnoughSpace(
+            f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and the "
+            f"kernel says: {error.strerror}. Enlarge the file system or the limit (`ulimit -a`), "
+            "or pass another arena_dir."
+        ) from error
+
+
+def limits(fd: int, path: Path, root: Path = Path("/")) -> list[Limit]:
+    """All limits of the space in the file system of `fd`, which `path` names.
+
+    Limits of memory count only if that file system is in memory. `root` is the folder of /proc and /sys
+    (tests put their own files there).
+    """
+    found = [mount_limit(fd, path)]
+    if _filesystem(fd, root) in _MEMORY_FILESYSTEMS:
+        found += [machine_limit(root), *cgroup_limits(root)]
+    return [limit for limit in found if limit is not None]
+
+
+def mount_limit(fd: int, path: Path) -> Limit | None:
+    """The space that the file system leaves; None if it is mounted without a size."""
+    stats = os.fstatvfs(fd)
+    if stats.f_blocks == 0:
+        return None
+    return Limit(
+        f"the file system of {path.parent}",
+        stats.f_bavail * stats.f_frsize,
+        "Enlarge it (`mount -o remount,size=…`, `docker run --shm-size=…`), or pass another arena_dir.",
+    )
+
+
+def machine_limit(root: Path = Path("/")) -> Limit | None:
+    """The space that the machine's memory and swap leave; None if the kernel doesn't report it."""
+    text = _read(root / "proc/meminfo")
+    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if ":" in line}
+    if "MemAvailable" not in values:
+        return None
+    free_bytes = values["MemAvailable"] + values.get("SwapFree", 0)
+    return Limit(
+        "the memory of this machine",
+        free_bytes,
+        "End other processes that use it, or spread over more hosts.",
+    )
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[Limit]:
+    """The space that each cgroup of this process, up to the root, leaves of its memory limit (v1 and v2).
+
+    Page cache that the group can drop doesn't count as used.
+    """
+    found: list[Limit] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            kind, names = "cgroup2", ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            kind, names = "cgroup", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        for folder in _cgroup_folders(root, kind, path):
+            limit = _cgroup_limit(folder, *names)
+            if limit is not None:
+                found.append(limit)
+    return found
+
+
+def _cgroup_limit(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Limit | None:
+    limit_text, usage_text = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+    if not limit_text.isdigit() or not usage_text.isdigit() or int(limit_text) >= _UNLIMITED:
+        return None
+    stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
+    cache = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+    used = max(int(usage_text) - cache, 0)
+    return Limit(
+        f"the memory limit in {folder / limit_name} ({limit_text} bytes, {used} in use)",
+        max(int(limit_text) - used, 0),
+        "Raise the limit of the container or job, or spread over more hosts.",
+    )
+
+
+def _cgroup_folders(root: Path, kind: str, path: str) -> list[Path]:
+    """The folders of the cgroup `path` and of its parents that are mounted here."""
+    for mount in _mounts(root):
+        if mount.kind != kind or (kind == "cgroup" and "memory" not in mount.options.split(",")):
+            continue
+        inside = PurePosixPath(path)
+        # In a container, the root of the mount may be the container's own group.
+        relative = inside.relative_to(mount.root) if inside.is_relative_to(mount.root) else PurePosixPath()
+        top = root / mount.point.relative_to("/")
+        return [top / relative, *((top / parent) for parent in relative.parents)][: len(relative.parts) + 1]
+    return []
+
+
+@dataclass(frozen=True)
+class _Mount:
+    device: str
+    root: PurePosixPath
+    point: PurePosixPath
+    kind: str
+    options: str
+
+
+def _mounts(root: Path) -> list[_Mount]:
+    """The lines of /proc/self/mountinfo, the latest mount first."""
+    found: list[_Mount] = []
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        _, _, device, mount_root, point = left.split()[:5]
+        words = right.split()
+        found.append(_Mount(device, PurePosixPath(mount_root), PurePosixPath(point), words[0], words[-1]))
+    return found[::-1]
+
+
+def _filesystem(fd: int, root: Path) -> str | None:
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount.kind for mount in _mounts(root) if mount.device == name), None)
+
+
+def _read(path: Path) -> str:
+    """The text of a small kernel file; empty if the kernel doesn't have it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""Which of the reported headers count, and for what: the only place that judges headers.
+
+Assignment of ranks, negotiation, plan and removal of arenas all use `classify`. It is pure: all ranks get the
+same result from the same reports. Must not know the paths of arenas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ..errors import InconsistentArenas
+from .header import NONE, Header, State
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The judgement of all headers together. Headers keep their order.
+
+    Attributes:
+        opened: the last generation that was opened, by the headers that are settled and by the store's mark;
+            NONE before the first generation.
+        survivors: the headers whose memory counts: all of one fill, and at most one for each rank.
+        finished: tombstones that count: the job is finished if there is one.
+        evidence: the headers that show that the job had started, even if their memory doesn't count.
+        hollow: the headers of arenas that no later start can use. These arenas may be removed to make room;
+            all others stay until the arenas of this start are LIVE.
+    """
+
+    opened: int
+    survivors: tuple[Header, ...]
+    finished: tuple[Header, ...]
+    evidence: tuple[Header, ...]
+    hollow: tuple[Header, ...]
+
+
+def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
+    """Judges all headers that were reported.
+
+    - An INIT arena is *settled* iff a LIVE, REBUILDING or FINISHED arena of its fill is reported. The words
+      of an unsettled arena are ignored: its fresh start or resume was interrupted before anything depended on
+      it.
+    - A header is stale if its `joined` is below the last generation that was opened: the job went on without
+      it. The last generation is the highest of `opened` and fill in settled headers, and of the mark.
+    - Survivors are not stale, and LIVE; or INIT, prepared, and of the fill of a LIVE or REBUILDING arena.
+    - LIVE and REBUILDING arenas show that the job had started. So does an INIT arena that a resume prepared
+      with a transaction above 0.
+    - A tombstone counts only if it is not stale, and no header shows that a later history had started. The
+      tombstone of an earlier run of the same name doesn't count.
+
+    Args:
+        headers: the headers of all arenas of the job that were found, in any order.
+        opened: the last generation that was opened according to the store's mark; NONE without a mark.
+
+    Raises:
+        InconsistentArenas: one generation has two ids; or survivors have two fills; or two survivors have one
+            rank.
+    """
+    born = {header.constants.fill for header in headers if header.state is not State.INIT}
+    heard = [header for header in headers if header.constants.fill in born]
+    last = max([opened, *(max(header.opened, header.constants.fill) for header in heard)])
+    current = [header for header in heard if header.joined >= last]
+    _check_generations(current)
+    living = {h.constants.fill for h in headers if h.state in (State.LIVE, State.REBUILDING)}
+    survivors = tuple(header for header in current if _holds(header, living))
+    _check_fills(survivors)
+    _check_ranks(survivors)
+    evidence = tuple(header for header in headers if _shows_a_start(header))
+    begun = max((header.constants.fill for header in evidence), default=NONE)
+    tombstones = (header for header in current if header.state is State.FINISHED)
+    return Judgement(
+        opened=last,
+        survivors=survivors,
+        finished=tuple(header for header in tombstones if header.constants.fill >= begun),
+        evidence=evidence,
+        hollow=tuple(
+            header for header in headers if header.constants.fill not in born and _spent(header, headers)
+        ),
+    )
+
+
+def _holds(header: Header, living: Collection[int]) -> bool:
+    """Whether the arena holds a whole transaction: LIVE, or prepared in a fill of the living."""
+    if header.state is State.INIT:
+        return header.prepared >= 0 and header.constants.fill in living
+    return header.state is State.LIVE
+
+
+def _shows_a_start(header: Header) -> bool:
+    if header.state is State.INIT:
+        return header.prepared > 0
+    return header.state in (State.LIVE, State.REBUILDING)
+
+
+def _spent(header: Header, headers: Sequence[Header]) -> bool:
+    """Whether an unsettled INIT arena can never be settled: unprepared, or of a fill that never went LIVE.
+
+    No arena of a fill goes LIVE before all arenas of it are prepared. If the arenas of all ranks are
+    reported, no other arena of the fill is LIVE. An arena that a resume prepared is kept: it shows that the
+    job had started.
+    """
+    if header.prepared < 0:
+        return True
+    fill, size = header.constants.fill, header.constants.world_size
+    ranks = {other.constants.rank for other in headers if other.constants.fill == fill}
+    return header.prepared == 0 and len(ranks) == size
+
+
+def _check_generations(headers: Sequence[Header]) -> None:
+    ids: dict[int, int] = {}
+    for header in headers:
+        if header.joined == NONE or header.generation_id == NONE:
+            continue
+        known = ids.setdefault(header.joined, header.generation_id)
+        if known != header.generation_id:
+            raise InconsistentArenas(
+                f"generation {header.joined} of job {header.constants.job!r} was started twice, with "
+                f"ids {known:x} and {header.generation_id:x} (arena {header.constants.arena_id} of "
+                f"rank {header.constants.rank}): two groups of workers ran the same job without "
+                "seeing each other. Remove the arenas of the group that is not to count with "
+                "`python -m ecemb arenas rm`."
+            )
+
+
+def _check_fills(survivors: Sequence[Header]) -> None:
+    """Raises if survivors have two fills: parity of one doesn't fit rows of the other."""
+    fills: dict[int, Header] = {}
+    for header in survivors:
+        fills.setdefault(header.constants.fill, header)
+    if len(fills) > 1:
+        one, other = (fills[fill].constants for fill in sorted(fills)[-2:])
+        raise InconsistentArenas(
+            f"arenas of job {one.job!r} have two histories, which began in generations {one.fill} (such as "
+            f"arena {one.arena_id} of rank {one.rank}) and {other.fill} (such as arena {other.arena_id} of "
+            f"rank {other.rank}), and it is unknown which replaced the other. Remove the arenas of the "
+            f"history that is not to count with `python -m ecemb arenas rm`."
+        )
+
+
+def _check_ranks(headers: Sequence[Header]) -> None:
+    owners: dict[int, str] = {}
+    for header in headers:
+        constants = header.constants
+        other = owners.setdefault(constants.rank, constants.arena_id)
+        if other != constants.arena_id:
+            raise InconsistentArenas(
+                f"rank {constants.rank} of job {constants.job!r} has two valid arenas, {other} and "
+                f"{constants.arena_id}. Remove the arena that is not to count with "
+                "`python -m ecemb arenas rm`."
+            )

@@ -1,0 +1,344 @@
+"""Folders and files that only this user can create or change.
+
+    {arena_dir}/ecemb-{uid}/{job}/{host}/{file}
+
+Owns the names, creation, opening and removal of these levels: each level is opened from the level above,
+symbolic links are refused, the owner must be this process's user, and the mode must be 0700 for folders and
+0600 for files. Must not know the content of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import ArenaError, ArenaInsecure, ConfigurationError, NotEnoughSpace
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
+_ATTEMPTS = 100
+"""Attempts to create a level while other processes remove the empty folder."""
+
+
+class Folder:
+    """The folder of one host of one job. Holds no descriptor: every method opens the folder.
+
+    Args:
+        arena_dir: absolute path of an existing folder, such as /dev/shm.
+        job: name of the job.
+        host: name of the host, which is the failure domain.
+
+    Attributes:
+        path: path of the folder.
+
+    Raises:
+        ConfigurationError: `job` or `host` can't name a folder.
+    """
+
+    def __init__(self, arena_dir: Path, job: str, host: str) -> None:
+        self.arena_dir = arena_dir
+        self.job: str = check_name("job", job)
+        self.host: str = check_name("host", host)
+        self.path: Path = home(arena_dir) / job / host
+
+    @contextmanager
+    def opened(self, *, create: bool = False) -> Generator[int, None, None]:
+        """Gives a descriptor of the folder within the block.
+
+        Raises: as the function `opened`.
+        """
+        with opened(self.arena_dir, (self.job, self.host), create=create) as fd:
+            yield fd
+
+    def status(self, name: str) -> os.stat_result | None:
+        """The status of the file `name`; None if there is no such file.
+
+        Raises:
+            ArenaInsecure: it belongs to another user, is open to others, or is no plain file.
+        """
+        path = self.path / name
+        try:
+            with self.opened() as fd:
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise ArenaInsecure(f"{path} is a symbolic link or not a plain file. Remove it by hand.")
+        _check_ours(status, path, 0o600)
+        return status
+
+    def open(self, name: str, flags: int) -> int | None:
+        """A descriptor of the file `name`; None if there is no such file.
+
+        Raises:
+            ArenaInsecure: it belongs to another user, is open to others, or is no plain file.
+        """
+        if self.status(name) is None:
+            return None
+        path = self.path / name
+        try:
+            with self.opened() as above, _refusals(path, "opened", {errno.EROFS}):
+                fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EACCES):
+                raise
+            reason = f"{path} can't be opened: {error.strerror}. Remove it by hand."
+            raise ArenaInsecure(reason) from error
+        try:
+            _check_ours(os.fstat(fd), path, 0o600)
+        except ArenaInsecure:
+            os.close(fd)
+            raise
+        return fd
+
+    def make(self, name: str) -> int:
+        """Creates the file `name` and missing levels; returns its descriptor, for reading and writing.
+
+        Raises:
+            FileExistsError: the file exists.
+            ArenaInsecure: a level can't be trusted.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError), self.opened(create=True) as above:
+                with _refusals(self.path / name, "created"):
+                    fd = os.open(name, flags, 0o600, dir_fd=above)
+                os.fchmod(fd, 0o600)  # the umask may have removed bits
+                return fd
+        raise FileNotFoundError(errno.ENOENT, "removed as often as it was made", str(self.path))
+
+    def names(self, name: str, inode: int) -> bool:
+        """Whether `name` is the file with that inode."""
+        try:
+            with self.opened() as fd:
+                return os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino == inode
+        except FileNotFoundError:
+            return False
+
+    def unlink(self, name: str, inode: int) -> bool:
+        """Removes the file `name` if it is that inode, and levels that are then empty.
+
+        Returns:
+            Whether it was there.
+        """
+        try:
+            with self.opened() as fd:
+                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino != inode:
+                    return False
+                os.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            return False
+        levels = (self.job, self.host)
+        for depth in (1, 0):
+            try:
+                with opened(self.arena_dir, levels[:depth]) as above:
+                    os.rmdir(levels[depth], dir_fd=above)
+            except OSError:
+                break  # not empty, or gone
+        return True
+
+
+def home(arena_dir: Path) -> Path:
+    """The folder of all jobs of this user."""
+    return arena_dir / f"ecemb-{os.geteuid()}"
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` can name a job or a host."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(what: str, name: str) -> str:
+    """Returns `name` if it can name a job or a host; `what` says which of the two.
+
+    Raises:
+        ConfigurationError: it can't name one.
+    """
+    if not isinstance(name, str) or not is_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(
+            f"{what} {name!r} can't name a folder: it must be 1 to 64 of A-Z a-z 0-9 . _ - and "
+            f"begin with a letter or a digit. Choose another {what}."
+        )
+    return name
+
+
+def locate(path: Path) -> Folder:
+    """The folder of the file `path`, which is absolute.
+
+    Raises:
+        ConfigurationError: the path is not that of a file of a job of this user.
+    """
+    above = path.parents
+    if (
+        len(above) < 4
+        or above[2] != home(above[3])
+        or not (is_name(above[1].name) and is_name(above[0].name))
+    ):
+        raise ConfigurationError(
+            f"{path} is not an arena file of this user; the path of an arena is "
+            f"{home(Path('{arena_dir}'))}/{{job}}/{{host}}/{{arena id}}.arena"
+        )
+    return Folder(above[3], above[1].name, above[0].name)
+
+
+@contextmanager
+def opened(
+    arena_dir: Path, levels: Sequence[str] = (), *, create: bool = False
+) -> Generator[int, None, None]:
+    """Gives a descriptor of the folder `levels` below `home(arena_dir)` within the block.
+
+    Args:
+        arena_dir: absolute path of an existing folder.
+        levels: (), (job,) or (job, host).
+        create: whether to create missing levels.
+
+    Raises:
+        ConfigurationError: `arena_dir` is not a folder.
+        ArenaInsecure: a level belongs to another user, is open to others, or is a symbolic link.
+        FileNotFoundError: a level is missing, and `create` is not set.
+    """
+    fd = _open_again(arena_dir, levels) if create else _open(arena_dir, levels, create=False)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_again(arena_dir: Path, levels: Sequence[str]) -> int:
+    """Creates and opens the levels; repeats if another process removes an empty level meanwhile."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            return _open(arena_dir, levels, create=True)
+    try:
+        return _open(arena_dir, levels, create=True)
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"{home(arena_dir).joinpath(*levels)} can't be created: {error.strerror}. Pass an arena_dir in "
+            f"which folders can be created and stay."
+        ) from error
+
+
+def _open(arena_dir: Path, levels: Sequence[str], *, create: bool) -> int:
+    fd = _open_top(arena_dir)
+    path = arena_dir
+    for name in (home(arena_dir).name, *levels):
+        path = path / name
+        try:
+            below = _open_level(fd, name, path, create)
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def _open_top(arena_dir: Path) -> int:
+    try:
+        with _refusals(arena_dir, "opened", set()):
+            fd = os.open(arena_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise ConfigurationError(
+            f"arena_dir {arena_dir} is not an existing folder; create it, or pass another"
+        ) from error
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"arena_dir {arena_dir} can't be read by user {os.geteuid()}; pass another"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
+        ) from error
+    status = os.fstat(fd)
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        os.close(fd)
+        raise ArenaInsecure(
+            f"arena_dir {arena_dir} has mode {status.st_mode & 0o7777:04o}: others could replace "
+            f"folders in it. Set its sticky bit (`chmod +t {arena_dir}`), or revoke the others' "
+            "right to "
+            f"write."
+        )
+    return fd
+
+
+def _open_level(above: int, name: str, path: Path, create: bool) -> int:
+    if create:
+        with contextlib.suppress(FileExistsError), _refusals(path, "created"):
+            os.mkdir(name, 0o700, dir_fd=above)
+            _open_up(above, name)
+    try:
+        with _refusals(path, "opened", set()):
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ArenaInsecure(
+                f"{path} is a symbolic link or not a folder. Remove it by hand, or pass another arena_dir."
+            ) from error
+        if error.errno == errno.EACCES:
+            raise ArenaInsecure(
+                f"{path} can't be opened by user {os.geteuid()}. Have it removed, or pass another arena_dir."
+            ) from error
+        raise
+    try:
+        _check_ours(os.fstat(fd), path, 0o700)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _refusals(
+    path: Path, what: str, not_writable: Collection[int] = _NOT_WRITABLE
+) -> Generator[None, None, None]:
+    """Turns the kernel's errors for lack of rights, space or descriptors into errors of ecemb."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in not_writable:
+            raise ConfigurationError(
+                f"{path} can't be {what} by user {os.geteuid()}: {error.strerror}. Pass an arena_dir that "
+                "this user may write to."
+            ) from error
+        if error.errno in _FULL:
+            raise NotEnoughSpace(
+                f"{path} can't be {what}: {error.strerror}. Its file system has no block or no inode left "
+                "(`df -h`, `df -i`): make room, or pass another arena_dir."
+            ) from error
+        if error.errno in _NO_DESCRIPTOR:
+            raise ArenaError(
+                f"{path} can't be {what}: {error.strerror}. Raise the limit (`ulimit -n`), or find the "
+                f"process that keeps these files open."
+            ) from error
+        raise
+
+
+def _open_up(above: int, name: str) -> None:
+    """Sets the mode of a new folder: the umask may have left too few rights to open it."""
+    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():  # else another folder took its place; _check_ours refuses it
+            os.chmod(f"/proc/self/fd/{fd}", 0o700)
+    finally:
+        os.close(fd)
+
+
+def _check_ours(status: os.stat_result, path: Path, mode: int) -> None:
+    if status.st_uid != os.geteuid():
+        raise ArenaInsecure(
+            f"{path} belongs to user {status.st_uid}, not to this process's user {os.geteuid()}. "
+            "Have it removed, or pass another arena_dir."
+        )
+    if status.st_mode & 0o777 & ~mode:
+        raise ArenaInsecure(
+            f"{path} has mode {status.st_mode & 0o777:04o}, and must have {mode:04o}: others could "
+            f"read or change it. If you trust it, `chmod {mode:04o} {path}`; if not, remove it."
+        )

@@ -1,0 +1,247 @@
+"""Finds and removes arenas in the folder of a host, without claiming them.
+
+Owns the reports of a scan. Invariant: a scan changes nothing, and drops no lock of this process. Must not
+know the content of regions; never imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..errors import ArenaBusy, ArenaDamaged, ArenaIncompatible, ArenaInsecure, ConfigurationError
+from . import header as headers
+from . import private_files, record_lock
+from .header import Found, State, Word
+from .private_files import Folder
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+SUFFIX = ".arena"
+_POLL_S = 0.02
+_PATIENCE_S = 3.0  # killed processes are gone by then
+_REMOVAL_S = 0.5
+
+
+class Directory(Folder):
+    """The folder of one host's arenas of one job. Missing levels are created with mode 0700.
+
+    Args:
+        arena_dir: an existing folder whose files can be mapped, such as /dev/shm.
+        job: name of the job.
+        host: name of the host, which is the failure domain.
+
+    Attributes:
+        path: path of the folder.
+
+    Raises:
+        ConfigurationError: `job` or `host` can't name a folder, or `arena_dir` doesn't exist.
+        ArenaInsecure: a level belongs to another user, is open to others, or is a symbolic link.
+    """
+
+    def __init__(self, arena_dir: str | Path, job: str, host: str) -> None:
+        super().__init__(Path(os.path.abspath(arena_dir)), job, host)
+        with self.opened(create=True):
+            pass
+
+    def scan(self, timeout_s: float) -> list[Found]:
+        """All arenas of the job on this host, sorted by file name. Locks nothing, changes nothing.
+
+        Waits up to `timeout_s` seconds while another living process holds any of them. An arena that is still
+        held is reported with its `holder`. Arenas of this process are reported at once. A wait of some
+        seconds is logged. If the holder closes its job meanwhile, the tombstone is reported, though its file
+        is gone: this job is finished.
+
+        Raises:
+            ArenaInsecure: a file belongs to another user, is open to others, or is no plain file.
+        """
+        began = time.monotonic()
+        said = False
+        awaited: dict[str, int] = {}  # name -> a descriptor, which can be read after the name is gone
+        try:
+            while True:
+                looks = [_look(self, name) for name in _arena_names(self)]
+                found = [one for one in looks if one is not None]
+                held = [one for one in found if one.holder not in (None, os.getpid())]
+                waited_s = time.monotonic() - began
+                if not held or waited_s >= timeout_s:
+                    return sorted(found + self._closed(awaited, found), key=lambda one: one.path)
+                for one in held:
+                    if (
+                        one.path.name not in awaited
+                        and (fd := self.open(one.path.name, os.O_RDONLY)) is not None
+                    ):
+                        awaited[one.path.name] = fd
+                if waited_s >= _PATIENCE_S and not said:
+                    said = True
+                    logger.warning(
+                        "%s is held by process %s; waiting at most %.0f s for its end. Is another "
+                        "launch of job %r running?",
+                        held[0].path,
+                        held[0].holder,
+                        timeout_s,
+                        self.job,
+                    )
+                time.sleep(_POLL_S)
+        finally:
+            for fd in awaited.values():
+                os.close(fd)
+
+    def _closed(self, awaited: Mapping[str, int], found: Sequence[Found]) -> list[Found]:
+        """Awaited arenas that the close of their job removed meanwhile."""
+        left = {one.path.name for one in found}
+        gone = [_described(fd, self, name, None, 0) for name, fd in awaited.items() if name not in left]
+        return [one for one in gone if one.header is not None and one.header.state is State.FINISHED]
+
+    def check_alone(self, generation: int) -> None:
+        """Raises if another living process holds an arena that is not a member of `generation`.
+
+        At a fresh start there is no locked arena yet that a second launch of the job could meet. So this
+        check comes after all ranks have created their arenas: then at least one of two launches sees the
+        other's.
+
+        Raises:
+            ArenaBusy: another launch of the job begins on this host.
+        """
+        for found in self.scan(0):
+            if found.holder not in (None, os.getpid()) and (
+                found.header is None or found.header.joined != generation
+            ):
+                raise ArenaBusy(
+                    f"job {self.job!r} is being launched a second time: {found.path} is held by process "
+                    f"{found.holder}, which is not of this launch. End one of the two, or give it "
+                    f"another job="
+                )
+
+
+def arenas(arena_dir: str | Path) -> Iterator[Found]:
+    """All arenas of this user below `arena_dir`, of any job and host, sorted by path.
+
+    For the command line: an untrusted level is reported with its `damage`, and the others still are.
+
+    Raises:
+        ConfigurationError: `arena_dir` doesn't exist.
+    """
+    return _walk(Path(os.path.abspath(arena_dir)), ())
+
+
+def remove(found: Found | str | Path, *, force: bool = False) -> bool:
+    """Removes an arena's file, if it exists, and folders that are then empty.
+
+    Args:
+        found: the arena; the file of a `Found` is removed only if its path still names it.
+        force: remove it even if a living process holds it, which keeps its mapping until its end.
+
+    Returns:
+        Whether it was there.
+
+    Raises:
+        ArenaBusy: a living process holds it, and `force` is not set.
+        ArenaInsecure: its path can't be trusted; remove it by hand.
+        ConfigurationError: the path is not that of an arena of this user.
+    """
+    path = found.path if isinstance(found, Found) else Path(os.path.abspath(found))
+    place = private_files.locate(path)
+    if path.suffix != SUFFIX:
+        raise ConfigurationError(
+            f"{path} is not an arena: its name doesn't end in {SUFFIX}; `python -m ecemb arenas ls` "
+            f"lists them"
+        )
+    status = place.status(path.name)
+    if status is None or (isinstance(found, Found) and found.inode != status.st_ino):
+        return False
+    if force:
+        return place.unlink(path.name, status.st_ino)
+    if record_lock.mine(status) is not None:
+        raise record_lock.busy(path, os.getpid())
+    fd = place.open(path.name, os.O_RDWR)
+    if fd is None:
+        return False
+    try:
+        # Another process that also removes it holds it for an instant.
+        record_lock.acquire(fd, path, time.monotonic() + _REMOVAL_S)
+        pid, start = headers.last_holder(fd)
+        record_lock.await_gone(fd, pid, start, path, deadline=0)
+        return place.unlink(path.name, os.fstat(fd).st_ino)
+    finally:
+        record_lock.release(fd)
+
+
+def _arena_names(place: Folder) -> list[str]:
+    with place.opened(create=True) as fd:
+        return sorted(name for name in os.listdir(fd) if name.endswith(SUFFIX))
+
+
+def _look(place: Folder, name: str) -> Found | None:
+    """Reports the file `name` without claiming it; None if it is gone."""
+    status = place.status(name)
+    if status is None:
+        return None
+    mine = record_lock.mine(status)
+    fd = place.open(name, os.O_RDONLY) if mine is None else mine
+    if fd is None:
+        return None
+    try:
+        pid, start = headers.last_holder(fd)
+        holder = record_lock.holder(fd, pid, start) if mine is None else os.getpid()
+        return _described(fd, place, name, holder, pid)
+    finally:
+        if mine is None:
+            os.close(fd)
+
+
+def _described(fd: int, place: Folder, name: str, holder: int | None, pid: int) -> Found:
+    path, status = place.path / name, os.fstat(fd)
+    header, damage, torn, incompatible = None, None, False, False
+    words: Mapping[Word, int] = {}
+    try:
+        constants, _, words = headers.load(fd, path)
+        header = headers.snapshot(constants, words)
+    except ArenaDamaged as error:
+        damage = str(error)
+        torn = headers.torn(os.pread(fd, headers.CONSTANTS_OFFSET, 0))
+    except ArenaIncompatible as error:
+        damage, incompatible = str(error), True
+    return Found(
+        path=path,
+        inode=status.st_ino,
+        header=header,
+        damage=damage,
+        holder=holder,
+        torn=torn,
+        incompatible=incompatible,
+        pid=pid,
+        size_bytes=status.st_blocks * 512,
+        job=place.job,
+        host=place.host,
+        words=words if header else {},
+    )
+
+
+def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
+    path = private_files.home(arena_dir).joinpath(*levels)
+    try:
+        with private_files.opened(arena_dir, levels) as fd:
+            names = sorted(os.listdir(fd))
+    except FileNotFoundError:
+        return
+    except ArenaInsecure as error:
+        job, host = (*levels, None, None)[:2]
+        yield Found(path, 0, None, str(error), None, job=job, host=host)
+        return
+    if len(levels) < 2:
+        for name in filter(private_files.is_name, names):
+            yield from _walk(arena_dir, (*levels, name))
+        return
+    place = Folder(arena_dir, *levels)
+    for name in names:
+        if name.endswith(SUFFIX):
+            try:
+                found = _look(place, name)
+            except ArenaInsecure as error:
+                found = Found(path / name, 0, None, str(error), None, job=levels[0], host=levels[1])
+            if found is not None:
+                yield found

@@ -1,0 +1,303 @@
+"""The content of a checkpoint: its tensors, their names, and the way back into a job.
+
+Owns the names of tensors in a checkpoint:
+
+    {table}.{column}            rows of a table of ecemb.nn or TorchRec, as one tensor in the table's order;
+                                columns are "weight" and the optimizer's states ("sum", "momentum1", ...); a
+                                table that is sharded by columns is one table per range of columns
+    {table}/rank{r}.{column}    a table that was sharded by hand, whose order over ranks ecemb doesn't know
+    {name}                      dense parameters and buffers, as the model names them
+    optimizers.{i}.state.{j}.{name}    dense optimizer state; i counts optimizers with dense parameters
+    ecemb/outline               replicated state without its tensors (`outline`)
+    rank_state/{r}              a rank's packed state (`state.rank_state`)
+
+Must not know: how checkpoints are stored, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..coding.rows import TableLayout
+from ..errors import CheckpointMismatch, ConfigurationError
+from ..local.rank_memory import RankMemory
+from ..state import rank_state as rank_states
+from ..state.flatten import blank, in_front, outline_of, unpacked
+from ..state.rank_state import RankState
+from ..state.replicated import ReplicatedState
+from .interface import CheckpointReader, Piece, Stored
+
+FORMAT = 2
+CHUNK_BYTES = 1 << 27
+_OUTLINE = "ecemb/outline"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The position of a rank's rows in the whole table.
+
+    Attributes:
+        layout: the shard's layout.
+        start: the whole table's row at which the shard begins.
+        rows: rows of the whole table; None if its order over the ranks isn't known.
+    """
+
+    layout: TableLayout
+    start: int = 0
+    rows: int | None = None
+
+    def key(self, rank: int) -> str:
+        """The table's key in a checkpoint; a table that is sharded by hand has one key per rank."""
+        return self.layout.name if self.rows is not None else f"{self.layout.name}/rank{rank}"
+
+    def describe(self) -> list[Any]:
+        """The properties that must be the same at a resume, as plain values."""
+        columns = [[c.name, c.dtype, _width(c.dtype, c.row_bytes)] for c in self.layout.columns]
+        return [self.layout.name, self.rows, self.layout.rows if self.rows is None else None, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobIdentity:
+    """A job, as its checkpoints describe it.
+
+    Attributes:
+        name: the job's name.
+        lineage: random, made at the fresh start; a job that resumes from a checkpoint keeps the checkpoint's.
+        code: (n, k).
+    """
+
+    name: str
+    lineage: str
+    code: tuple[int, int]
+
+
+# --- into a checkpoint -----------------------------------------------------------------------------
+
+
+def _width(dtype: str, row_bytes: int) -> int:
+    return row_bytes // getattr(torch, dtype).itemsize
+
+
+def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]:
+    """This rank's rows: views of the arena, cut into runs of at most CHUNK_BYTES."""
+    pieces: list[Piece] = []
+    for shard, table in zip(shards, memory.space.tables, strict=False):
+        key = shard.key(rank)
+        for column, values in zip(shard.layout.columns, table.columns, strict=True):
+            width = _width(column.dtype, column.row_bytes)
+            rows = torch.from_numpy(values.reshape(-1)).view(getattr(torch, column.dtype))
+            rows = rows.reshape(shard.layout.rows, width)
+            shape = (shard.layout.rows if shard.rows is None else shard.rows, width)
+            run = max(1, CHUNK_BYTES // max(1, column.row_bytes))
+            for at in range(0, shard.layout.rows, run) or ([0] if shard.rows is None else []):
+                part = rows[at : at + run]
+                pieces.append(Piece(f"{key}.{column.name}", shape, shard.start + at, part, key))
+    return pieces
+
+
+def _whole(key: str, tensor: torch.Tensor) -> Piece:
+    return Piece(key, tuple(tensor.shape), 0, tensor)
+
+
+def _bytes(key: str, data: NDArray[np.uint8]) -> Piece:
+    return _whole(key, torch.from_numpy(data))
+
+
+def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
+    """This rank's part of replicated state: all ranks share the writing, by bytes."""
+    _, names, tensors = unpacked(slot)
+    whole = [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+    whole.append(_bytes(_OUTLINE, in_front(slot)))
+    loads = [0] * world_size
+    mine: list[Piece] = []
+    for piece in sorted(whole, key=lambda piece: (-piece.tensor.nbytes, piece.key)):
+        writer = loads.index(min(loads))
+        loads[writer] += piece.tensor.nbytes
+        if writer == rank:
+            mine.append(piece)
+    return mine
+
+
+def account(memory: RankMemory, shards: Sequence[Shard], replicated: ReplicatedState) -> dict[str, Any]:
+    """This rank's description of the state that it would save, as plain values."""
+    step = memory.committed
+    slot = memory.slots.read(step)
+    return {
+        "step": step,
+        "dense": replicated.digest(memory.slots, step),
+        "names": unpacked(slot)[1] if memory.rank == 0 else [],
+        "outline": len(in_front(slot)),
+        "tables": [shard.describe() for shard in shards],
+        "rank_state": len(rank_states.read(memory.rank_state)),
+    }
+
+
+def facts_of(job: JobIdentity, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of a checkpoint, from all ranks' accounts.
+
+    Raises:
+        ConfigurationError: two tensors would have one name, or ranks differ in a table of ecemb.nn.
+    """
+    tables = [one["tables"] for one in told]
+    _check_names(told[0]["names"], tables)
+    return {
+        "format": FORMAT,
+        "job": job.name,
+        "lineage": job.lineage,
+        "step": told[0]["step"],
+        "world_size": len(told),
+        "code": list(job.code),
+        "torch": torch.__version__,
+        "tables": tables,
+        "rank_state_bytes": [one["rank_state"] for one in told],
+        "outline_bytes": told[0]["outline"],
+    }
+
+
+def pieces_of(memory: RankMemory, shards: Sequence[Shard], rank: int, world_size: int) -> list[Piece]:
+    """The pieces that one rank writes: views of the arena, which the next step overwrites."""
+    state = np.frombuffer(bytearray(rank_states.read(memory.rank_state)), np.uint8)
+    pieces = _rows(memory, shards, rank)
+    pieces += _dense(memory.slots.read(memory.committed), rank, world_size)
+    return [*pieces, _bytes(f"rank_state/{rank}", state)]
+
+
+def _whole_tables(tables: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
+    """The descriptions of each table whose order over ranks is known: one per table, if the ranks agree."""
+    found: dict[str, list[list[Any]]] = {}
+    for table in (list(table) for of_rank in tables for table in of_rank if table[1] is not None):
+        if table not in found.setdefault(table[0], []):
+            found[table[0]].append(table)
+    return found
+
+
+def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raises ConfigurationError if two tensors have one name."""
+    whole = _whole_tables(tables)
+    if differing := {name: said for name, said in whole.items() if len(said) > 1}:
+        raise ConfigurationError(
+            f"a table must have the same shape and columns on all ranks that have a part of it to be saved; "
+            f"these differ: {'; '.join(_told(one) for said in differing.values() for one in said)}. Build "
+            f"them alike, or give them different names"
+        )
+    taken = {f"{name}.{column[0]}" for name, (table,) in whole.items() for column in table[3]}
+    if both := sorted(taken.intersection(dense)):
+        raise ConfigurationError(
+            f"{both} would name both a table's tensor and a dense one in a checkpoint: give the table "
+            f"another key in tables="
+        )
+
+
+# --- out of a checkpoint ---------------------------------------------------------------------------
+
+
+def check(
+    stored: Stored, shards: Sequence[Shard], rank: int, world_size: int, everywhere: Collection[str]
+) -> None:
+    """Raises CheckpointMismatch unless the checkpoint fits this rank's tables and the number of ranks.
+
+    Args:
+        stored: the checkpoint.
+        shards: this rank's tables.
+        rank: this rank.
+        world_size: number of ranks now.
+        everywhere: names of the tables of all ranks.
+    """
+    facts = stored.facts
+    if facts["format"] != FORMAT:
+        raise CheckpointMismatch(
+            f"{stored.name} has format {facts['format']}, and this ecemb reads format {FORMAT}: use the "
+            f"version of ecemb that wrote it"
+        )
+    mine = [shard.describe() for shard in shards]
+    by_hand = {table[0] for tables in [*facts["tables"], mine] for table in tables if table[1] is None}
+    if by_hand and facts["world_size"] != world_size:
+        raise CheckpointMismatch(
+            f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
+            f"{sorted(by_hand)} are sharded by hand, so ecemb can't shard them again. Start "
+            f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
+        )
+    own = facts["tables"][rank] if facts["world_size"] == world_size else []
+    whole = {name: table for name, (table,) in _whole_tables(facts["tables"]).items()}
+    then = [table for table in own if table[1] is None] + list(whole.values())
+    differing = [table for table in mine if table not in then]
+    names = {table[0] for table in differing}
+    missing = [
+        table
+        for table in then
+        if table[0] in names or (table[0] not in everywhere if table[1] is not None else table not in mine)
+    ]
+    if differing or missing:
+        before, here = ("; ".join(map(_told, tables)) or "none" for tables in (missing, differing))
+        raise CheckpointMismatch(
+            f"{stored.name} (job {facts['job']!r}) holds other tables than this model has on rank {rank}: "
+            f"{before} then, and {here} now: run the script that saved it, or pass another resume="
+        )
+
+
+def _told(table: Sequence[Any]) -> str:
+    """The result of `Shard.describe`, in words."""
+    name, whole, by_hand, columns = table
+    rows = f"{whole} rows in all" if whole is not None else f"{by_hand} rows on this rank"
+    held = " and ".join(f"{column} ({width} x {dtype})" for column, dtype, width in columns)
+    return f"table {name!r} of {rows} with {held}"
+
+
+def restore(
+    reader: CheckpointReader,
+    stored: Stored,
+    memory: RankMemory,
+    shards: Sequence[Shard],
+    replicated: ReplicatedState,
+    rank_state: RankState,
+    world_size: int,
+) -> bytes:
+    """Fills the rows, and restores replicated state and rank state. One rank, by itself.
+
+    Args:
+        reader: the reader that found `stored`.
+        stored: `check` has passed.
+        memory: a new arena's; its rows are overwritten.
+        shards: this rank's tables.
+        replicated: its model and optimizers are overwritten.
+        rank_state: its objects and generators are overwritten.
+        world_size: number of ranks now.
+
+    Returns:
+        The rank state for this rank's record.
+
+    Raises:
+        CheckpointError: the checkpoint can't be read, or doesn't fit.
+        LayoutMismatch: dense state doesn't fit the model and its optimizers.
+    """
+    rank, facts = memory.rank, stored.facts
+    reader.read(stored, _rows(memory, shards, rank))
+
+    outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
+    reader.read(stored, [_whole(_OUTLINE, outline)])
+    plain = outline_of(outline.numpy())
+    names, blanks = blank(plain)
+    tensors = [torch.empty(one.shape, dtype=one.dtype) for one in blanks]
+    reader.read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
+    replicated.restore(plain, tensors)
+
+    sizes = facts["rank_state_bytes"]
+    ranks = [rank] if rank < len(sizes) else range(len(sizes))
+    packed = [torch.empty(sizes[one], dtype=torch.uint8) for one in ranks]
+    pieces = zip(ranks, packed, strict=True)
+    reader.read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
+    states = [tensor.numpy().tobytes() for tensor in packed]
+    if len(sizes) == world_size:
+        rank_state.unpack(states[0])
+        return states[0]
+    if rank < len(sizes):
+        rank_state.unpack(states[0], positions=False)
+    else:
+        rank_state.unpack_common(states)
+    return rank_state.pack()

@@ -1,0 +1,299 @@
+"""A folder of checkpoints that plain torch.distributed.checkpoint reads.
+
+    {path}/step-000000001234/.metadata       DCP's index, a pickle; written last by DCP
+                             __0_0.distcp    the pieces of rank 0, as DCP writes them
+                             ecemb.json      facts: step, job, world size, tables
+    {path}/finished-{job}                    the job was closed
+
+Owns these names, and the way a checkpoint appears: it is written in a hidden folder next to its place,
+synced, and at last renamed. So a folder with a checkpoint's name is complete, and a hidden folder is a
+leftover of a killed save: the next save removes it.
+
+DCP's index is a pickle. It is loaded only if no user but this one (or root) can have written it: owner and
+mode of the folders and files are checked, symbolic links refused.
+
+torch.distributed.checkpoint takes a second to import: `dcp` is imported by the first save or load, so that no
+restart pays for it. Must not know: arenas, the network, DCP's own types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
+from .interface import Piece, Stored, is_stored
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+FACTS = "ecemb.json"
+_INDEX = ".metadata"  # dcp.INDEX, without importing it
+_MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
+_NAME = re.compile(r"step-(\d{12,})")
+_HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+SIGHT_S = 5.0  # time until other hosts see a new folder on a network file system
+_POLL_S = 0.1
+
+
+class CheckpointFolder:
+    """The checkpoints of a job in one folder: a `CheckpointWriter` and a `CheckpointReader`.
+
+    Args:
+        path: the folder; made by the first save. All ranks must see the same folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Path = Path(os.path.abspath(os.fspath(path)))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def prepare(self, step: int, facts: Mapping[str, Any]) -> str:
+        """See `CheckpointWriter`.
+
+        Raises:
+            CheckpointMismatch: the folder holds another training's checkpoints, later steps, or other files.
+            CheckpointInsecure: another user can write to the folder.
+            CheckpointFailed: the folder can't be made or written to.
+        """
+        with _told(self.path, "written"):
+            self._make()
+            if is_stored(self.path, self.newest(), step, facts):
+                return ""
+            for entry in self._hidden():  # not before the check: in another job's folder these are its files
+                _remove(entry)
+            token = f".step-{step:012d}.{secrets.token_hex(8)}"
+            os.mkdir(self.path / token)
+            _close_to_others(self.path / token)
+        return token
+
+    def write(self, token: str, rank: int, world_size: int, pieces: Sequence[Piece]) -> str:
+        """See `CheckpointWriter`."""
+        from . import dcp
+
+        folder = self.path / token
+        self._await_sight(folder)
+        with _told(folder, "written"):
+            receipt, files = dcp.write(folder, rank, world_size, pieces)
+            for name in files:
+                _close_to_others(folder / name)
+            _sync(folder)
+        return receipt
+
+    def commit(self, token: str, facts: Mapping[str, Any], receipts: Sequence[str]) -> None:
+        """See `CheckpointWriter`."""
+        from . import dcp
+
+        folder = self.path / token
+        with _told(folder, "written"):
+            dcp.write_index(folder, receipts)
+            _close_to_others(folder / dcp.INDEX)
+            _write_text(folder / FACTS, json.dumps(facts, sort_keys=True))
+            _sync(folder)
+            os.rename(folder, self.path / f"step-{facts['step']:012d}")  # makes it visible
+            _sync(self.path)
+
+    def discard(self, token: str) -> None:
+        """See `CheckpointWriter`."""
+        _remove(self.path / token)
+
+    def retain(self, keep: int) -> None:
+        """See `CheckpointWriter`. A folder that can't be removed is logged."""
+        for name in self._complete()[: -max(keep, 1)]:
+            hidden = self.path / f".{name}.{secrets.token_hex(8)}"
+            try:
+                os.rename(self.path / name, hidden)  # a partial checkpoint must not have a checkpoint's name
+                _remove(hidden)
+            except OSError as error:
+                logger.warning("the old checkpoint %s can't be removed: %s", self.path / name, error)
+
+    def finish(self, job: str, step: int) -> None:
+        """See `CheckpointWriter`.
+
+        Raises:
+            CheckpointFailed: the folder can't be written to.
+            CheckpointInsecure: another user can write to it.
+        """
+        hidden = self.path / f".step-{step:012d}.{secrets.token_hex(8)}"
+        with _told(self.path, "written"):
+            self._make()
+            _write_text(hidden, json.dumps({"job": job, "step": step}))
+            os.rename(hidden, self._finished(job))
+            _sync(self.path)
+
+    def finished(self, job: str) -> str | None:
+        """See `CheckpointReader`."""
+        with _told(self.path, "read"):
+            path = self._finished(job)
+            return str(path) if os.path.lexists(path) else None
+
+    def newest(self) -> Stored | None:
+        """See `CheckpointReader`.
+
+        Raises:
+            CheckpointInsecure: another user could have written it.
+            CheckpointFailed: its facts can't be read.
+            CheckpointMismatch: the folder is itself a checkpoint, or holds those of another store.
+        """
+        with _told(self.path, "read"):
+            if not os.path.lexists(self.path):
+                return None
+            _check_ours(self.path, folder=True)
+            names = self._complete()
+            if not names:
+                self._check_no_others()
+                return None
+            folder = self.path / names[-1]
+            _check_ours(folder, folder=True)
+            _check_ours(folder / FACTS, folder=False)
+            try:
+                facts = json.loads((folder / FACTS).read_text())
+                return Stored(names[-1], int(facts["step"]), facts)
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(folder, f"{FACTS}: {error!r}") from error
+
+    def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
+        """See `CheckpointReader`."""
+        from . import dcp
+
+        folder = self.path / stored.name
+        with _told(folder, "read"):
+            _check_ours(self.path, folder=True)
+            _check_ours(folder, folder=True)
+            for entry in sorted(os.listdir(folder)):
+                _check_ours(folder / entry, folder=False)
+            try:
+                dcp.read(folder, pieces)
+            except (EcembError, OSError):
+                raise
+            except Exception as error:  # on damaged bytes, torch and pickle raise errors of any class
+                raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+
+    def _finished(self, job: str) -> Path:
+        return self.path / f"finished-{job}"
+
+    def _complete(self) -> list[str]:
+        """Names of the complete checkpoints, by step."""
+        names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
+        return sorted(names, key=lambda name: int(name.removeprefix("step-")))
+
+    def _check_no_others(self) -> None:
+        """Raises CheckpointMismatch for checkpoints of another kind: training would begin at step 0."""
+        inside = sorted(os.listdir(self.path))
+        if FACTS in inside or _INDEX in inside:
+            raise CheckpointMismatch(
+                f"{self.path} is itself a checkpoint, not a folder of checkpoints: pass the folder above "
+                f"it, {self.path.parent}"
+            )
+        if manifests := [name for name in inside if _MANIFEST.fullmatch(name)]:
+            raise CheckpointMismatch(
+                f"{self.path} holds {manifests[-1]}, another store's checkpoints: pass the object that has "
+                f"written them (such as baselines.check_n_run.durable.DurableTier), or another folder"
+            )
+
+    def _hidden(self) -> list[Path]:
+        return [self.path / name for name in os.listdir(self.path) if _HIDDEN.fullmatch(name)]
+
+    def _make(self) -> None:
+        if not os.path.lexists(self.path):
+            os.makedirs(self.path, exist_ok=True)
+            _close_to_others(self.path)
+            _sync(self.path.parent)
+        _check_ours(self.path, folder=True)
+
+    def _await_sight(self, folder: Path) -> None:
+        deadline = time.monotonic() + SIGHT_S
+        while not os.path.isdir(folder):
+            if time.monotonic() > deadline:
+                raise CheckpointFailed(
+                    f"rank 0 made {folder}, and it is not there on this rank: a checkpoint needs a folder "
+                    f"that all ranks share; pass one on a file system that all hosts have mounted"
+                )
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Generator[None]:
+    """Turns an error of the file system into one that names the path and the way out."""
+    try:
+        yield
+    except EcembError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch.save hides a full disk behind a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointFailed(
+            f"{path} can't be {what}: {reason or error}. Checkpoints that were complete are untouched; make "
+            f"room on the file system or mend its permissions, or pass another folder"
+        ) from error
+
+
+def _damaged(folder: Path, what: str) -> CheckpointFailed:
+    return CheckpointFailed(
+        f"{folder} is damaged ({what}): to use the checkpoint before it, move this folder away"
+    )
+
+
+def _check_ours(path: Path, *, folder: bool) -> None:
+    """Raises CheckpointInsecure if a user other than this one, or root, can have written `path`."""
+    status = os.lstat(path)
+    wanted = stat.S_ISDIR if folder else stat.S_ISREG
+    if not wanted(status.st_mode):
+        raise CheckpointInsecure(
+            f"{path} is a symbolic link, or no plain {'folder' if folder else 'file'}: a checkpoint's "
+            f"index is a pickle, which is loaded only from a place where no other user can have put "
+            f"it; pass the folder itself"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CheckpointInsecure(
+            f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: a checkpoint's "
+            f"index is a pickle, which would run what its owner put into it. If you trust it, copy it"
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        raise CheckpointInsecure(
+            f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can write to it: a checkpoint's "
+            f"index is a pickle, which would run what they put into it. If you trust what is there, "
+            f"`chmod -R go-w {path}`"
+        )
+
+
+def _close_to_others(path: Path) -> None:
+    """Takes write permission from other users, whatever the umask is."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & _OTHERS_WRITE:
+        os.chmod(path, mode & ~_OTHERS_WRITE)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    _close_to_others(path)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)

@@ -1,0 +1,165 @@
+"""Runs a script up to its `protect`, and writes down what that call would protect.
+
+Owns the processes of the run, where no launcher has started them, and the text of a survey.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .. import session as sessions
+from .._wording import byte_size, counted
+from ..errors import ConfigurationError, NotInitialized
+from ..startup.survey import Survey, Surveyed
+
+_POLL_S = 0.05
+_GRACE_S = 20.0  # for the other ranks to end, when one has failed
+_SHOWN = 12  # names in a line of many
+
+
+def launch(
+    hosts: int, ranks_per_host: int, options: Sequence[str], script: Path, arguments: Sequence[str]
+) -> int:
+    """Runs the check of a script on this machine, in one process for each rank of some hosts.
+
+    Args:
+        hosts: Number of hosts that this machine stands for.
+        ranks_per_host: Ranks on each host.
+        options: Options of the check, for each process.
+        script: Path of the script.
+        arguments: Arguments of the script.
+
+    Returns:
+        The exit code: 0, or a failed rank's.
+    """
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    ranks = hosts * ranks_per_host
+    processes: list[subprocess.Popen[bytes]] = []
+    for rank in range(ranks):
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % ranks_per_host,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks_per_host,
+            "GROUP_RANK": rank // ranks_per_host,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RUN_ID": "check",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1),
+        }
+        stands_for = ["--as-host", f"host{rank // ranks_per_host}"] if hosts > 1 else []
+        check = [sys.executable, "-m", "ecemb", "check", *stands_for, *options]
+        command = [*check, str(script), *arguments]
+        changed = {name: str(value) for name, value in environment.items()}
+        processes.append(subprocess.Popen(command, env={**os.environ, **changed}))
+    deadline = float("inf")
+    try:
+        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            time.sleep(_POLL_S)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return next((abs(code) for code in codes if code), 0)
+
+
+def survey(script: Path, arguments: Sequence[str], host: str | None) -> Survey:
+    """Runs a script in this process, up to its `protect`. All ranks.
+
+    Args:
+        script: Path of the script.
+        arguments: Arguments of the script.
+        host: Replaces the hostname; None for the real one.
+
+    Returns:
+        The survey, the same on all ranks.
+
+    Raises:
+        ConfigurationError: The script is missing, or it doesn't call `protect`.
+        EcembError: The error that `protect` would raise.
+    """
+    if not script.is_file():
+        raise ConfigurationError(f"{script} is not a file: name the script that calls ecemb.protect()")
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    sessions.check_only(sessions.Check(host))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Surveyed as end:
+        return end.survey
+    finally:
+        _tidy()
+        sessions.check_only(None)
+    raise ConfigurationError(f"{script} ended without a call of ecemb.protect(): nothing to check")
+
+
+def _tidy() -> None:
+    """Ends the failure detector of the check, and removes its folder."""
+    with contextlib.suppress(NotInitialized):
+        session = sessions.current()
+        if session.watch is not None:
+            session.watch.say_goodbye()
+        for folder in (session.directory.path, session.directory.path.parent):
+            with contextlib.suppress(OSError):  # another rank's, or gone
+                folder.rmdir()
+
+
+def text(found: Survey) -> str:
+    """Returns a survey for reading."""
+    hosts = len(set(found.hosts))
+    ranks = f"{counted(len(found.hosts), 'rank')} on {counted(hosts, 'host')}"
+    lines = [
+        f"job {found.job!r}: {ranks}, Code(n={found.code[0]}, k={found.code[1]})",
+        "",
+        "protected tables",
+    ]
+    for name, (rows, columns) in found.tables.items():
+        each = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
+        lines.append(f"  {name}: {sum(rows):,} rows of {columns}; {each} on {counted(len(rows), 'rank')}")
+    lines += ["", "replicated, the same on all ranks"]
+    lines += _wrapped("parameters and buffers", [f"{k} {v}" for k, v in found.replicated.items()])
+    lines += _wrapped("optimizers of these", found.optimizers)
+    lines += ["", "kept for each rank"]
+    lines += _wrapped("generators", found.generators) + _wrapped("state= objects", found.state)
+    lines += ["", "UNKNOWN: comes back with nothing" if found.unknown else "unknown: nothing that was found"]
+    lines += [f"  {one.name} ({one.kind}): {one.lost}" for one in found.unknown]
+    lines.append(
+        "  not looked at: plain numbers in attributes, and what is made after ecemb.protect(), such as"
+    )
+    lines.append("  the positions of guard.batches(loader)")
+    lines += ["", "memory of a rank"]
+    for part, title in (
+        ("tables", "tables"),
+        ("parity", "parity"),
+        ("dense", "dense state, twice"),
+        ("rank_state", "rank state"),
+    ):
+        twice = 2 if part == "dense" else 1
+        sizes = [twice * one[part] for one in found.bytes]
+        most = "" if min(sizes) == max(sizes) else f"{byte_size(min(sizes))} to "
+        lines.append(f"  {title}: {most}{byte_size(max(sizes))}")
+    lines.append("  journals and inbox: by the rows that a step changes (python -m ecemb plan)")
+    return "\n".join([*lines, "", f"survives: {found.survives}"])
+
+
+def _wrapped(title: str, names: Sequence[str]) -> list[str]:
+    shown = list(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        shown.append(f"and {len(names) - _SHOWN} more")
+    return [f"  {title}: {', '.join(shown) or 'none'}"]

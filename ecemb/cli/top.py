@@ -1,0 +1,261 @@
+"""`python -m ecemb top`: the arenas of running jobs, once or live, read from their headers alone.
+
+Invariant: a look writes nothing, takes no lock, and reads no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+from ..arena.header import Found, Header, State, Word
+from ..arena.scan import arenas
+from ..errors import ConfigurationError
+from ..recovery.plan import Kind
+from .arenas import add_arena_dir
+from .table import aligned, no_arenas
+
+_HELP = "watch running jobs: a live view of their arenas on this machine"
+_SHOWS = """
+Of each arena of this user: the step that is next to be committed; how many steps it is behind the furthest
+rank of its job that is seen here; how many steps are open, that is, run without being in parity yet; the age
+of parity, which is the time since the last commit; memory; the process; and the last recovery. It reads
+headers alone, and changes nothing.
+"""
+_COLOURS = {"LIVE": "green", "down": "red", "damaged": "red", "INIT": "yellow", "REBUILDING": "yellow"}
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "top", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
+    )
+    parser.set_defaults(run=run)
+    add_arena_dir(parser)
+    parser.add_argument("--job", help="only this job's")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (1)")
+    parser.add_argument("--once", action="store_true", help="look once, as plain text; so does a pipe")
+    parser.add_argument("--json", action="store_true", help="look once, as a JSON list")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows the arenas: live in a terminal, else once.
+
+    Returns:
+        The exit code: 1 if a single look found no arena.
+
+    Raises:
+        ConfigurationError: A live view needs rich, which is not installed.
+    """
+
+    def look() -> list[Line]:
+        found = (arena for arena in arenas(options.arena_dir) if options.job in (None, arena.job))
+        return lines(found, time.time_ns())
+
+    if not (options.once or options.json) and sys.stdout.isatty():
+        watch(look, f"ecemb top: {options.arena_dir}", max(0.1, options.interval))
+        return 0
+    shown = look()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(line) for line in shown], indent=2))
+    elif shown:
+        print(text(shown))
+    else:
+        print(no_arenas(options.arena_dir, options.job), file=sys.stderr)
+    return 0 if shown else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """The last start of an arena's rank.
+
+    Attributes:
+        kind: "fresh", "process", "memory" or "checkpoint", as in `ecemb.RecoveryReport`.
+        step: The step that training continued from.
+        seconds: Time that `ecemb.protect` took.
+        ago_s: Seconds since.
+    """
+
+    kind: str
+    step: int
+    seconds: float
+    ago_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One arena; None where its header does not say.
+
+    Attributes:
+        job: From the folder's name.
+        host: From the folder's name.
+        rank: The logical rank that the memory belongs to.
+        state: Name of a `State`; "down" if LIVE and held by no process; "stale" if the job continued
+            without this arena; "torn" or "damaged" if the header can't be read.
+        step: The first step that is not committed.
+        behind: Steps that the job's furthest rank on this machine has committed and this rank hasn't.
+        open: Steps whose changes are not in parity: the one in flight, and those of an open window.
+        parity_age_s: Seconds since the last commit.
+        size_bytes: Memory in use.
+        pid: The process that holds the arena.
+        recovery: The last start.
+        damage: Why the header can't be read.
+        path: The file.
+    """
+
+    job: str | None
+    host: str | None
+    rank: int | None
+    state: str
+    step: int | None
+    behind: int | None
+    open: int | None
+    parity_age_s: float | None
+    size_bytes: int
+    pid: int | None
+    recovery: Recovery | None
+    damage: str | None
+    path: str
+
+
+def lines(found: Iterable[Found], now_ns: int) -> list[Line]:
+    """Returns one line per arena, by job, host and rank.
+
+    Args:
+        found: Arenas of `arena.scan.arenas`.
+        now_ns: The time, as of `time.time_ns`.
+    """
+    every = list(found)
+    known = [(one.job, one.header) for one in every if one.header is not None]
+    joined: dict[str | None, int] = {}
+    reached: dict[str | None, int] = {}
+    for job, header in known:
+        joined[job] = max(joined.get(job, header.joined), header.joined)
+    for job, header in known:
+        if header.joined == joined[job]:
+            reached[job] = max(reached.get(job, header.committed), header.committed)
+    shown = [_line(one, joined.get(one.job, 0), reached.get(one.job, 0), now_ns) for one in every]
+    return sorted(shown, key=_place)
+
+
+def _place(one: Line) -> tuple[str, str, int]:
+    return one.job or "", one.host or "", -1 if one.rank is None else one.rank
+
+
+def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
+    header, words = one.header, one.words
+    step = age = recovery = None
+    if header is not None:
+        step = header.committed if header.committed >= 0 else None
+        if words[Word.COMMITTED_NS]:
+            age = max(0, now_ns - words[Word.COMMITTED_NS]) / 1e9
+        if words[Word.RECOVERED_NS] and 0 < words[Word.RECOVERY_KIND] <= len(get_args(Kind)):
+            recovery = Recovery(
+                get_args(Kind)[words[Word.RECOVERY_KIND] - 1],
+                words[Word.RECOVERY_STEP],
+                words[Word.RECOVERY_US] / 1e6,
+                max(0, now_ns - words[Word.RECOVERED_NS]) / 1e9,
+            )
+    return Line(
+        job=one.job,
+        host=one.host,
+        rank=header.constants.rank if header else None,
+        state=_state(one, header, joined),
+        step=step,
+        behind=None if step is None else reached - step,
+        open=None if step is None else max(0, words[Word.ROWS_LABEL] - step, words[Word.NEXT_LABEL] - step),
+        parity_age_s=age,
+        size_bytes=one.size_bytes,
+        pid=one.holder,
+        recovery=recovery,
+        damage=one.damage,
+        path=str(one.path),
+    )
+
+
+def _state(one: Found, header: Header | None, joined: int) -> str:
+    if header is None:
+        return "torn" if one.torn else "damaged"
+    if header.joined < joined:
+        return "stale"
+    return "down" if header.state is State.LIVE and one.holder is None else header.state.name
+
+
+_NUMBERS = ("step", "behind", "open", "parity age", "MiB")
+_TITLES = ("job", "host", "rank", "state", *_NUMBERS, "pid", "last recovery")
+
+
+def text(shown: Sequence[Line]) -> str:
+    """Returns the lines as a plain table."""
+    return aligned(_TITLES, [_cells(one) for one in shown], [one.damage for one in shown if one.damage])
+
+
+def watch(look: Callable[[], Sequence[Line]], title: str, interval_s: float, *, console: Any = None) -> None:
+    """Shows lines in the terminal until Ctrl-C.
+
+    Args:
+        look: Returns the lines of now.
+        title: Text above the lines.
+        interval_s: Seconds between two looks.
+        console: A console of rich; None for the terminal.
+
+    Raises:
+        ConfigurationError: rich is not installed.
+    """
+    try:
+        from rich.live import Live
+    except ImportError as error:
+        raise ConfigurationError(
+            "a live view needs rich, which is not installed: pip install 'ecemb[top]', or give --once"
+        ) from error
+    try:
+        with Live(_table(look(), title), console=console, screen=True, auto_refresh=False) as view:
+            while True:
+                time.sleep(interval_s)
+                view.update(_table(look(), title), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _table(shown: Sequence[Line], title: str) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    size = sum(one.size_bytes for one in shown) / 2**20
+    notes = [one.damage for one in shown if one.damage]
+    caption = "\n".join([f"{len(shown)} arenas, {size:.1f} MiB; Ctrl-C ends", *notes])
+    table = Table(title=title, caption=Text(caption), title_justify="left", caption_justify="left")
+    for name in _TITLES:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for one in shown:
+        cells = [Text(cell) for cell in _cells(one)]  # names may contain rich's markup
+        cells[3].stylize(_COLOURS.get(one.state, ""))
+        if one.behind:
+            cells[5].stylize("yellow")
+        table.add_row(*cells)
+    return table
+
+
+def _cells(one: Line) -> list[str]:
+    numbers = [one.job, one.host, one.rank, one.state, one.step, one.behind, one.open]
+    cells = ["-" if value is None else str(value) for value in numbers]
+    cells.append("-" if one.parity_age_s is None else _span(one.parity_age_s))
+    cells.append(f"{one.size_bytes / 2**20:.1f}")
+    cells.append("-" if one.pid is None else str(one.pid))
+    last = one.recovery
+    recovery = "-"
+    if last is not None:
+        recovery = f"{last.kind}, step {last.step}, {last.seconds:.2f} s, {_span(last.ago_s)} ago"
+    return [*cells, recovery]
+
+
+def _span(seconds: float) -> str:
+    """`0.3 s`, `12 s`, `5 min`, `7.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

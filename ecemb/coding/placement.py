@@ -1,0 +1,350 @@
+"""The placement of parity: rotating parity, declustered over all ranks.
+
+Owns the map between ranks, positions, stripe classes and blocks. Its invariant: the n blocks of a stripe
+class sit at n consecutive positions of a ring of N >= n, so on n different ranks. It is arithmetic over
+integers, with the same results on every rank. Must not know: the code's coefficients, bytes, processes.
+
+Stripe class c (0 <= c < N) has its r = n - k parity blocks at positions c .. c+r-1 and its k data
+blocks at c+r .. c+n-1, modulo N. A class's blocks are numbered as in the code: data 0 .. k-1,
+parity k .. n-1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ecemb.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stripe classes of N ranks under an (n, k) code.
+
+    Attributes:
+        n: Blocks in a stripe.
+        k: Data blocks among them. A rank's row space is cut into k blocks, each in another class.
+        positions: Rank -> position on the ring, a permutation of 0 .. N-1.
+
+    Raises:
+        PlacementError: Not 1 <= k < n <= N, or the positions are not a permutation.
+    """
+
+    n: int
+    k: int
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", tuple(self.positions))
+        _check_code(self.n, self.k)
+        if len(self.positions) < self.n:
+            ranks = range(len(self.positions))
+            raise PlacementError(_too_few_ranks(self.n, self.k, len(self.positions), ranks))
+        if sorted(self.positions) != list(range(self.world_size)):
+            raise PlacementError(
+                f"positions must hold each of 0 .. {self.world_size - 1} once, one for each rank; "
+                f"got {_shortened(self.positions)}"
+            )
+
+    @classmethod
+    def ranks(cls, n: int, k: int, world_size: int) -> Placement:
+        """Places rank p at position p, for ranks that are their own failure domains.
+
+        Raises:
+            PlacementError: Not 1 <= k < n <= world_size; the message lists codes that fit.
+        """
+        return cls(n, k, tuple(range(world_size)))
+
+    @classmethod
+    def plan(cls, n: int, k: int, domains: Sequence[str | int]) -> Placement:
+        """Finds positions that put the n blocks of every stripe in n different domains.
+
+        M ranks of one domain, n or more positions apart on the ring, need N >= n * M positions, so no domain
+        may hold more than floor(N / n) ranks. This is also sufficient: `_interleaved` constructs the
+        positions in O(N log N), and its docstring has the proof.
+
+        Args:
+            n: Blocks in a stripe.
+            k: Data blocks among them.
+            domains: Rank -> name of its failure domain, usually its host.
+
+        Raises:
+            PlacementError: Not 1 <= k < n <= N, or a domain holds too many ranks; the message lists codes
+                that fit these domains, and domains that fit this code.
+        """
+        _check_code(n, k)
+        world_size = len(domains)
+        if world_size < n:
+            raise PlacementError(_too_few_ranks(n, k, world_size, domains))
+        limit = world_size // n
+        crowded = [(name, held) for name, held in Counter(domains).items() if held > limit]
+        if crowded:
+            held_by = ", ".join(f"{name!r} holds {held}" for name, held in crowded[:4])
+            more = f" and {len(crowded) - 4} more do" if len(crowded) > 4 else ""
+            raise PlacementError(
+                f"code ({n}, {k}) needs the {n} blocks of every stripe in {n} different failure "
+                f"domains, so none may hold more than floor({world_size} / {n}) = {limit} of the "
+                f"{world_size} ranks, but {held_by}{more}; {_suggestion(n, k, domains)}; "
+                f"{_domains_that_fit(n, k, domains)}"
+            )
+        return cls(n, k, _interleaved(domains))
+
+    @classmethod
+    def interleaved(cls, n: int, k: int, domains: Sequence[str | int]) -> Placement:
+        """Keeps ranks of one domain as far apart as possible, also where `plan` raises.
+
+        `fragile` returns the domains whose loss is then not tolerated.
+
+        Args:
+            n: Blocks in a stripe.
+            k: Data blocks among them.
+            domains: Rank -> name of its failure domain.
+
+        Raises:
+            PlacementError: Not 1 <= k < n <= N.
+        """
+        return cls(n, k, _interleaved(domains) if domains else ())
+
+    @property
+    def r(self) -> int:
+        """Parity blocks in a stripe, n - k."""
+        return self.n - self.k
+
+    @property
+    def world_size(self) -> int:
+        """The number N of ranks, of positions and of stripe classes."""
+        return len(self.positions)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Position -> rank, the inverse of `positions`."""
+        return tuple(sorted(range(self.world_size), key=self.positions.__getitem__))
+
+    def stripe_class(self, rank: int, block: int) -> int:
+        """The class that has data block `block` of `rank`, as its data block of the same number.
+
+        Raises:
+            PlacementError: No such rank, or no such data block.
+        """
+        if not 0 <= block < self.k:
+            raise PlacementError(f"a rank's data blocks are 0 .. {self.k - 1}; got block {block}")
+        return (self._position(rank) - self.r - block) % self.world_size
+
+    def keepers(self, rank: int, block: int) -> tuple[int, ...]:
+        """The r ranks that keep parity of data block `block` of `rank`; the q-th keeps row q.
+
+        Raises:
+            PlacementError: No such rank, or no such data block.
+        """
+        c = self.stripe_class(rank, block)
+        return tuple(self.order[(c + q) % self.world_size] for q in range(self.r))
+
+    def recipients(self, rank: int) -> dict[int, range]:
+        """The keepers of the parity of `rank`: n - 1 ranks, each for at most r neighbouring data blocks.
+
+        By `keepers`, parity of block i at position p is at positions p - r - i + q, so the rank at p - d
+        keeps parity of the blocks i = d - r + q.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        position = self._position(rank)
+        return {
+            self.order[(position - d) % self.world_size]: range(max(0, d - self.r), min(self.k, d))
+            for d in range(1, self.n)
+        }
+
+    def kept(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The r parity blocks that `rank` keeps, as (class, parity row) for row 0 .. r-1.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        position = self._position(rank)
+        return tuple(((position - q) % self.world_size, q) for q in range(self.r))
+
+    def members(self, c: int) -> tuple[int, ...]:
+        """The n ranks that hold blocks 0 .. n-1 of class c: k with data, then r with parity.
+
+        Raises:
+            PlacementError: No such class.
+        """
+        self._check_class(c)
+        offsets = (*range(self.r, self.n), *range(self.r))
+        return tuple(self.order[(c + offset) % self.world_size] for offset in offsets)
+
+    def erasures(self, lost: Collection[int]) -> dict[int, tuple[int, ...]]:
+        """Class -> its blocks on the `lost` ranks, ascending; only classes with such blocks.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        found: dict[int, list[int]] = {}
+        for rank in set(lost):
+            for offset in range(self.n):
+                c = (self._position(rank) - offset) % self.world_size
+                block = self.k + offset if offset < self.r else offset - self.r
+                found.setdefault(c, []).append(block)
+        return {c: tuple(sorted(found[c])) for c in sorted(found)}
+
+    def broken(self, lost: Collection[int]) -> tuple[int, ...]:
+        """The classes that lose more than r blocks with the `lost` ranks, and so data.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        return tuple(c for c, blocks in self.erasures(lost).items() if len(blocks) > self.r)
+
+    def tolerates(self, lost: Collection[int]) -> bool:
+        """Whether all data of the `lost` ranks can be rebuilt: exact for any set, true for any r ranks.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        return not self.broken(lost)
+
+    def slice_holders(self, c: int) -> tuple[int, ...]:
+        """The r + 1 ranks that each hold slice c of the replicated state, which is cut into N slices.
+
+        They are consecutive members of class c: the r with its parity, and the next one. So a slice is lost
+        only with more than r members of one class: slices tolerate all losses that parity tolerates. Holders
+        are in different failure domains if the members of a stripe are.
+
+        Raises:
+            PlacementError: No such class.
+        """
+        self._check_class(c)
+        return tuple(self.order[(c + offset) % self.world_size] for offset in range(self.r + 1))
+
+    def held_slices(self, rank: int) -> tuple[int, ...]:
+        """The r + 1 slices of the replicated state that `rank` holds, ascending.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        position = self._position(rank)
+        return tuple(sorted((position - offset) % self.world_size for offset in range(self.r + 1)))
+
+    def spread(self, domains: Sequence[str | int]) -> bool:
+        """Whether every stripe is in n different `domains` (rank -> name).
+
+        Then the loss of any r domains is tolerated, with any number of ranks in each.
+
+        Raises:
+            PlacementError: Not one domain for each rank.
+        """
+        self._check_domains(domains)
+        ring = [domains[rank] for rank in self.order]
+        ring += ring[: self.n - 1]
+        return all(len(set(ring[c : c + self.n])) == self.n for c in range(self.world_size))
+
+    def fragile(self, domains: Sequence[str | int]) -> list[str | int]:
+        """The `domains` (rank -> name) whose loss alone, of all their ranks, is more than is tolerated.
+
+        Raises:
+            PlacementError: Not one domain for each rank.
+        """
+        self._check_domains(domains)
+        ranks: dict[str | int, list[int]] = {}
+        for rank, name in enumerate(domains):
+            ranks.setdefault(name, []).append(rank)
+        return [name for name, lost in ranks.items() if not self.tolerates(lost)]
+
+    def _check_domains(self, domains: Sequence[str | int]) -> None:
+        if len(domains) != self.world_size:
+            raise PlacementError(
+                f"domains must name one failure domain for each of the {self.world_size} ranks; "
+                f"got {len(domains)}"
+            )
+
+    def _position(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise PlacementError(f"ranks are 0 .. {self.world_size - 1}; got rank {rank}")
+        return self.positions[rank]
+
+    def _check_class(self, c: int) -> None:
+        if not 0 <= c < self.world_size:
+            raise PlacementError(f"stripe classes are 0 .. {self.world_size - 1}; got class {c}")
+
+
+def fitting_codes(domains: Sequence[str | int]) -> list[tuple[int, int]]:
+    """All codes (n, k) that `Placement.plan` can place on `domains`, longest and cheapest first.
+
+    `range(N)` gives those that `Placement.ranks` can place on N ranks.
+
+    Args:
+        domains: Rank -> name of its failure domain.
+    """
+    return [(n, k) for n in range(_longest(domains), 1, -1) for k in range(n - 1, 0, -1)]
+
+
+def _longest(domains: Sequence[str | int]) -> int:
+    """The largest n with M <= floor(N / n), which is floor(N / M), M the most ranks of a domain."""
+    most = max(Counter(domains).values(), default=1)
+    return min(256, len(domains) // most)  # GF(2^8) has codes of 256 blocks at most
+
+
+def _interleaved(domains: Sequence[str | int]) -> tuple[int, ...]:
+    """Rank -> position, ranks of one domain floor(N / M) or more positions apart on the ring.
+
+    M is the most ranks that one domain holds. Write the ranks, domain by domain and the fullest
+    first, into the columns of a table with M rows, top to bottom; rows have L = floor(N / M)
+    columns, and the first N mod M of them one more. Reading row by row gives the ring.
+
+    A domain with M ranks fills one column, so its ranks are a row's length apart: L or more. One
+    with fewer may start in row a of column j and wrap to rows 0 .. b of column j+1, where
+    b <= a - 2. Downwards, and around the ring from the last row to the first, its ranks are again
+    L or more apart; from (b, j+1) to (a, j) it is two rows or more, less one: 2L - 1 >= L.
+    For equal domains all this is plain round-robin.
+    """
+    counts = Counter(domains)  # by first appearance, which sorted() keeps: the same on every rank
+    height = max(counts.values())
+    place = {name: i for i, name in enumerate(sorted(counts, key=lambda name: -counts[name]))}
+    listed = sorted(range(len(domains)), key=lambda rank: place[domains[rank]])
+    width, longer_rows = divmod(len(domains), height)
+    positions = [0] * len(domains)
+    for i, rank in enumerate(listed):
+        column, row = divmod(i, height)
+        positions[rank] = row * width + min(row, longer_rows) + column
+    return tuple(positions)
+
+
+def _check_code(n: int, k: int) -> None:
+    if not 1 <= k < n:
+        raise PlacementError(f"a code (n, k) needs 1 <= k < n, or it has no parity; got ({n}, {k})")
+
+
+def _too_few_ranks(n: int, k: int, world_size: int, domains: Sequence[str | int]) -> str:
+    more = "start more ranks"
+    if len(set(domains)) < world_size:
+        more = _domains_that_fit(n, k, domains)
+    return (
+        f"code ({n}, {k}) needs n = {n} ranks or more for the {n} blocks of a stripe, but there "
+        f"are {world_size}; {_suggestion(n, k, domains)}; or {more}"
+    )
+
+
+def _domains_that_fit(n: int, k: int, domains: Sequence[str | int]) -> str:
+    """Names hosts on which the code can be placed: with as many ranks in all, or on each, as now."""
+    most, limit = max(Counter(domains).values()), len(domains) // n
+    fitting = [f"{n} hosts with {most} ranks on each" if most > 1 else f"{n} hosts"]
+    if limit > 0:
+        fitting.append(
+            f"{-(-len(domains) // limit)} hosts with at most {limit} of {len(domains)} ranks on each"
+        )
+    return f"({n}, {k}) fits on {', or on '.join(reversed(fitting))}"
+
+
+def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
+    """Names the longest codes that fit, with as much parity as (n, k) first, then with less."""
+    longest = _longest(domains)
+    codes = [(longest, longest - r) for r in range(min(n - k, longest - 1), 0, -1)]
+    if not codes:
+        return "no code fits here"
+    return "codes that fit here: " + ", ".join(str(code) for code in codes[:4])
+
+
+def _shortened(values: Sequence[int]) -> str:
+    return str(values) if len(values) <= 16 else f"{str(values[:16])[:-1]}, ...)"

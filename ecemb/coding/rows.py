@@ -1,0 +1,384 @@
+"""Tables as fixed-size byte records in one address space.
+
+Owns the geometry of a rank's rows: the bytes of a row's *record*, and the address of each record in the
+rank's *row space* of 8-byte words. A table shard is a list of row-aligned tensors (the weight and each
+per-row optimizer state); row i's record is their bytes side by side, padded with zeros to 8. Records are
+virtual: they exist in journals, deltas and parity, while the tensors stay contiguous in the arena.
+
+Invariant: two ranks (or two generations of one rank) with equal layouts have equal addresses.
+Must not know: optimizers, processes, the use of the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigurationError
+from ..kernels.contract import Ids, Kernels, Words
+
+WORD_BYTES = 8
+ALIGN_BYTES = 64
+_NONE = np.empty(0, np.uint64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One row-aligned tensor of a table shard.
+
+    Attributes:
+        name: "weight", or the optimizer's name of its state ("sum", "exp_avg", ...).
+        dtype: torch's name of the element type without "torch.", e.g. "float32".
+        row_bytes: bytes of one row.
+    """
+
+    name: str
+    dtype: str
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLayout:
+    """The layout in bytes of one rank's shard of one table.
+
+    Attributes:
+        name: the table's key, unique on the rank.
+        rows: number of local rows, 0 allowed.
+        columns: the row-aligned tensors, in the order of their bytes in the record.
+        group: neighbours in the row space with the same group lie column by column in memory: the first
+            columns of all tables, end to end, then the second columns; "" for a table without a group.
+    """
+
+    name: str
+    rows: int
+    columns: tuple[Column, ...]
+    group: str = ""
+
+    @property
+    def record_words(self) -> int:
+        """8-byte words of one row's record."""
+        return -(-sum(column.row_bytes for column in self.columns) // WORD_BYTES)
+
+    @property
+    def words(self) -> int:
+        """8-byte words of all records."""
+        return self.rows * self.record_words
+
+    def to_json(self) -> list[object]:
+        """This layout as plain lists, for headers and for comparison between ranks."""
+        return [self.name, self.rows, [[c.name, c.dtype, c.row_bytes] for c in self.columns], self.group]
+
+    def difference(self, then: TableLayout) -> str:
+        """The first difference from `then`, a layout of the same name, as text; empty if they are equal."""
+        if self.columns != then.columns:
+            return f"its rows hold {_listed(self.columns)} now, and held {_listed(then.columns)} then"
+        if self.rows != then.rows:
+            return f"it has {self.rows} rows on this rank now, and had {then.rows} then"
+        return "" if self.group == then.group else "it shares its buffer with other tables now than then"
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> TableLayout:
+        """Inverse of `to_json`."""
+        name, rows, columns, group = fields
+        return cls(name, rows, tuple(Column(*column) for column in columns), group)
+
+
+def _listed(columns: Sequence[Column]) -> str:
+    return " and ".join(f"{one.name} ({one.dtype}, {one.row_bytes} bytes)" for one in columns)
+
+
+def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
+    """Computes the place of each column of each table in memory; columns of a group are aligned to 64 bytes.
+
+    Args:
+        layouts: the rank's tables, in the order of their addresses.
+
+    Returns:
+        For each table the byte at which each of its columns starts; and the size of all tables in bytes.
+
+    Raises:
+        ConfigurationError: tables of a group have different numbers of columns.
+    """
+    starts: list[list[int]] = []
+    end = 0
+    for group in _groups(layouts):
+        if len({len(layout.columns) for layout in group}) > 1:
+            raise ConfigurationError(
+                f"tables {[layout.name for layout in group]} are in one group and have different numbers of "
+                f"columns"
+            )
+        places: list[list[int]] = [[] for _ in group]
+        for i in range(len(group[0].columns)):
+            for place, layout in zip(places, group, strict=True):
+                place.append(end)
+                end += layout.rows * layout.columns[i].row_bytes
+            end = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        starts += places
+    return starts, end
+
+
+def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
+    """Merges each group of tables with equal columns into one table, so that one call can take rows of all.
+
+    The first table of the group gets the rows of all, one table after another, as they lie in memory
+    (`arrange`) and in the row space. Tables without a group stay as they are.
+    """
+    found: list[TableLayout] = []
+    for first, *others in _groups(layouts):
+        if any(one.columns != first.columns for one in others):
+            found += [first, *others]
+        else:
+            rows = sum(one.rows for one in (first, *others))
+            found += [dataclasses.replace(first, name=first.group or first.name, rows=rows), *others]
+    return found
+
+
+def _groups(layouts: Sequence[TableLayout]) -> Iterator[list[TableLayout]]:
+    """Runs of neighbours with the same group; a table without a group is a run of its own."""
+    alone = itertools.count()
+    for _, group in itertools.groupby(layouts, lambda layout: layout.group or next(alone)):
+        yield list(group)
+
+
+class Table:
+    """One table shard, bound to its memory.
+
+    Args:
+        layout: the shard's layout.
+        memory: uint8, the memory of all tables of the rank, 64-byte aligned. Read and overwritten in place.
+        starts: the byte of `memory` at which each column starts, from `arrange`.
+        kernels: gathers and scatters rows.
+
+    Attributes:
+        layout: the shard's layout.
+        columns: the memory of each column, uint8 [rows, row_bytes].
+        kernels: as given.
+    """
+
+    def __init__(
+        self, layout: TableLayout, memory: NDArray[np.uint8], starts: Sequence[int], kernels: Kernels
+    ) -> None:
+        self.layout = layout
+        self.columns: list[NDArray[np.uint8]] = []
+        self.kernels = kernels
+        self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
+        offset = 0
+        for column, start in zip(layout.columns, starts, strict=True):
+            size = layout.rows * column.row_bytes
+            rows = memory[start : start + size].reshape(layout.rows, column.row_bytes)
+            self.columns.append(rows)
+            if column.row_bytes:
+                width = math.gcd(WORD_BYTES, column.row_bytes, offset, start)
+                element = f"u{width}"
+                self._parts.append((rows.view(element), element, offset // width))
+            offset += column.row_bytes
+        self._padded = offset % WORD_BYTES != 0
+
+    def gather(self, ids: Ids, out: Words) -> None:
+        """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
+        if self._padded:
+            out[:, -1] = 0
+        for rows, element, at in self._parts:
+            self.kernels.gather(rows, ids, out.view(element), at)
+
+    def change(self, ids: Ids, old: Words, out: Words) -> None:
+        """Writes old XOR new of the records of rows `ids` (int64 [m]) to `out`.
+
+        Args:
+            ids: int64 [m].
+            old: uint64 [m, record_words], the earlier output of `gather`; read.
+            out: uint64 [m, record_words], overwritten.
+        """
+        if self._padded:
+            out[:, -1] = 0
+        for rows, element, at in self._parts:
+            self.kernels.change(rows, ids, old.view(element), out.view(element), at)
+
+    def scatter_(self, ids: Ids, records: Words) -> None:
+        """Overwrites rows `ids` (int64 [m]) with `records` (uint64 [m, record_words])."""
+        for rows, element, at in self._parts:
+            self.kernels.scatter_(rows, ids, records.view(element), at)
+
+    def read(self, start: int, stop: int) -> Words:
+        """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""
+        out = np.empty((stop - start, self.layout.record_words), np.uint64)
+        if self._padded:
+            out[:, -1] = 0
+        for rows, element, at in self._parts:
+            out.view(element)[:, at : at + rows.shape[1]] = rows[start:stop]
+        return out
+
+    def write_(self, start: int, records: Words) -> None:
+        """Overwrites the rows from `start` on with `records` (uint64 [m, record_words])."""
+        for rows, element, at in self._parts:
+            part = records.view(element)[:, at : at + rows.shape[1]]
+            rows[start : start + len(records)] = part
+
+
+def cut(layouts: Sequence[TableLayout], k: int) -> tuple[int, ...]:
+    """Cuts a row space into k blocks at record boundaries.
+
+    Args:
+        layouts: the rank's tables in the order of their addresses.
+        k: number of data blocks of the code.
+
+    Returns:
+        k + 1 word addresses, from 0 to the row space's length; block i is [cut[i], cut[i+1]).
+    """
+    bases = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
+    total = bases[-1]
+    bounds = [0]
+    for i in range(1, k):
+        goal = total * i // k
+        at = goal
+        for layout, base in zip(layouts, bases, strict=False):
+            if base <= goal < base + layout.words:
+                width = layout.record_words
+                at = base + (goal - base + width // 2) // width * width
+        bounds.append(max(at, bounds[-1]))
+    return (*bounds, total)
+
+
+class Addresses:
+    """The meaning of the words of a rank's row space.
+
+    It follows from layouts alone, so any rank can compute it for any other.
+
+    Args:
+        layouts: the rank's tables, in the order of their addresses.
+        k: number of data blocks.
+
+    Attributes:
+        bases: the first word of each table, and the end of the last one.
+        bounds: k + 1 words; block i is [bounds[i], bounds[i+1]).
+    """
+
+    def __init__(self, layouts: Sequence[TableLayout], k: int) -> None:
+        self._layouts = list(layouts)
+        self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
+        self.bounds: tuple[int, ...] = cut(layouts, k)
+
+    def mask(self, block: int, offsets: Ids) -> Words:
+        """The bits of words that belong to rows. The others are padding, or beyond the block's end.
+
+        Args:
+            block: the data block.
+            offsets: int64 [m], words counted from the block's start; read.
+
+        Returns:
+            uint64 [m], new.
+        """
+        masks = np.zeros(len(offsets), np.uint64)
+        at = offsets + self.bounds[block]
+        inside = at < self.bounds[block + 1]
+        for layout, base in zip(self._layouts, self.bases, strict=False):
+            here = inside & (at >= base) & (at < base + layout.words)
+            masks[here] = np.iinfo(np.uint64).max
+            if tail := sum(column.row_bytes for column in layout.columns) % WORD_BYTES:
+                last = here & ((at - base) % max(layout.record_words, 1) == layout.record_words - 1)
+                masks[last] = (1 << 8 * tail) - 1
+        return masks
+
+    def rows(self, block: int, start: int, stop: int) -> tuple[tuple[str, range], ...]:
+        """The tables, with their rows, under words start..stop-1 of a data block; empty beyond its end."""
+        low, high = self.bounds[block] + start, min(self.bounds[block] + stop, self.bounds[block + 1])
+        return tuple(
+            (layout.name, range((first - base) // width, -(-(last - base) // width)))
+            for layout, base in zip(self._layouts, self.bases, strict=False)
+            if (first := max(low, base)) < (last := min(high, base + layout.words))
+            and (width := layout.record_words)
+        )
+
+
+class RowSpace:
+    """A rank's tables in one address space of 8-byte words, cut into the code's k data blocks.
+
+    Args:
+        tables: the rank's tables, in the order of their addresses.
+        k: number of data blocks.
+        named: the tables by which rows are captured and undone (see `joined`); by default `tables`.
+    """
+
+    def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
+        names = [table.layout.name for table in tables]
+        if len(set(names)) != len(names):
+            raise ConfigurationError(
+                f"tables need distinct names; the names are {names}: rename one in tables="
+            )
+        self.tables: list[Table] = list(tables)
+        self.named: list[Table] = list(named or tables)
+        layouts = [table.layout for table in tables]
+        addresses = Addresses(layouts, k)
+        self.bases: list[int] = addresses.bases
+        self.bounds: tuple[int, ...] = addresses.bounds
+        self.words: int = self.bases[-1]
+        self._cuts = [
+            [self._first_row(one.layout, base, bound) for bound in self.bounds]
+            for one, base in zip(self.named, self.bases, strict=False)
+        ]
+
+    @staticmethod
+    def _first_row(layout: TableLayout, base: int, bound: int) -> int:
+        """The first row of a table at word `base` that belongs to the block after a bound.
+
+        Records of 0 words belong to no block.
+        """
+        if not layout.words:
+            return 0
+        return min(max(0, -(-(bound - base) // layout.record_words)), layout.rows)
+
+    def cut(self, table: int, ids: Ids) -> list[int]:
+        """The k + 1 indices at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
+        return np.searchsorted(ids, self._cuts[table]).tolist()
+
+    def completed(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """The rows, table by table, whose last word is within words start..stop-1.
+
+        For consecutive ranges of words, each row belongs to exactly one of them: the one that completes it.
+        """
+        for index, (table, base) in enumerate(zip(self.tables, self.bases, strict=False)):
+            if width := table.layout.record_words:
+                first, last = (min(max(0, at - base) // width, table.layout.rows) for at in (start, stop))
+                if first < last:
+                    yield index, range(first, last)
+
+    def read(self, start: int, stop: int) -> Words:
+        """Returns words start..stop-1 of the row space as a new uint64 array."""
+        parts: list[Words] = []
+        for table, base, low, high in self._overlaps(start, stop):
+            first, last, width = self._rows(table, base, low, high)
+            skip = low - base - first * width
+            parts.append(table.read(first, last).reshape(-1)[skip : skip + high - low])
+        return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
+
+    def write_(self, start: int, words: Words) -> None:
+        """Overwrites the row space from word `start` on with `words` (uint64 [m])."""
+        for table, base, low, high in self._overlaps(start, start + len(words)):
+            first, last, width = self._rows(table, base, low, high)
+            skip = low - base - first * width
+            whole = (last - first) * width
+            part = words[low - start : high - start]
+            if skip or high - low != whole:  # a record is cut: keep its other words
+                records = table.read(first, last)
+                records.reshape(-1)[skip : skip + high - low] = part
+            else:
+                records = part.reshape(last - first, width)
+            table.write_(first, records)
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[Table, int, int, int]]:
+        return [
+            (table, base, max(start, base), min(stop, base + table.layout.words))
+            for table, base in zip(self.tables, self.bases, strict=False)
+            if max(start, base) < min(stop, base + table.layout.words)
+        ]
+
+    @staticmethod
+    def _rows(table: Table, base: int, low: int, high: int) -> tuple[int, int, int]:
+        width = table.layout.record_words
+        return (low - base) // width, -(-(high - base) // width), width

@@ -1,0 +1,228 @@
+"""The workers of a start, and which worker gets which rank: pure values (docs/protocol.md, 3).
+
+torchrun may give a restarted worker another RANK. `assign` gives out logical ranks from the reports of all
+workers: ranks follow their memory, replacement ranks go to workers without memory. This module touches no
+files, processes or network; `announcement` packs these values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from ..arena.classify import Judgement, classify
+from ..arena.header import NONE, Header
+from ..errors import ArenaBusy, ArenaIncompatible, InconsistentArenas, RendezvousError
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One arena of the job, as a worker on its host found it.
+
+    Attributes:
+        host: the host whose folder it lies in.
+        path: the file.
+        header: its content, with only the `Identity` of its constants; None if it can't be read.
+        damage: why the header can't be read; None if it can.
+        holder: pid of a living process that still held it at the deadline, or None.
+        torn: its creation was cut short; it holds nothing.
+        incompatible: another version of ecemb wrote it, in a format that this version doesn't read.
+    """
+
+    host: str
+    path: str
+    header: Header | None
+    damage: str | None
+    holder: int | None
+    torn: bool = False
+    incompatible: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """One worker of this start.
+
+    Attributes:
+        host: the name of its host.
+        nonce: random; distinguishes it from the workers of earlier starts.
+        pid: of its process.
+        addresses: of its failure detector, the likeliest first.
+        port: of its failure detector.
+    """
+
+    host: str
+    nonce: str
+    pid: int = 0
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """A worker's logical rank, and the id of its arena; None for a replacement rank."""
+
+    rank: int
+    arena_id: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roster:
+    """What all workers of a start agree on.
+
+    Attributes:
+        generation: number of this start; higher than every one before it.
+        generation_id: random, below 2**62.
+        prefix: fresh prefix in the store for this start's process groups.
+        started: the job's `started` mark stands in the store.
+        finished: its `finished` mark does.
+        workers: in the order of torchrun's RANK.
+        reports: every arena found on any host, each once.
+        secret: random, in hex; known to the workers of this start only.
+        opened: the last generation that was opened as far as the store knows.
+    """
+
+    generation: int
+    generation_id: int
+    prefix: str
+    started: bool
+    finished: bool
+    workers: tuple[Worker, ...]
+    reports: tuple[Report, ...] = ()
+    secret: str = dataclasses.field(default="", repr=False)
+    opened: int = NONE
+
+    @property
+    def headers(self) -> list[Header]:
+        """Headers of the arenas that can be read."""
+        return [report.header for report in self.reports if report.header is not None]
+
+    @property
+    def judgement(self) -> Judgement:
+        """Judges the headers: which count, and for what."""
+        return classify(self.headers, self.opened)
+
+
+def assign(
+    workers: Sequence[Worker], reports: Sequence[Report], opened: int = NONE
+) -> tuple[Assignment, ...]:
+    """Gives out logical ranks: ranks follow their memory, the others go to workers without memory.
+
+    One new host takes all ranks of one lost host where the numbers allow it, so that failure domains stay
+    as the position table says. A pure function: the same on all workers.
+
+    Args:
+        workers: in the order of torchrun's RANK.
+        reports: every arena found on any host.
+        opened: the last generation that was opened as far as the store knows.
+
+    Returns:
+        One assignment per worker. Without valid arenas the logical rank is torchrun's.
+
+    Raises:
+        ArenaBusy: a living process holds an arena of the job.
+        ArenaIncompatible: another version of ecemb wrote one.
+        RendezvousError: the launch does not fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
+    """
+    if held := [report for report in reports if report.holder is not None]:
+        names = ", ".join(f"{r.path} on {r.host} by process {r.holder}" for r in held)
+        raise ArenaBusy(
+            f"living processes hold arenas of this job: {names}. Another launch of the job runs, or a "
+            f"worker was orphaned: end it, or give this job another name"
+        )
+    if other := [report for report in reports if report.incompatible]:
+        raise ArenaIncompatible(
+            f"{other[0].damage} (on {other[0].host}). It is neither damaged nor lost: nothing was started, "
+            f"not even from a checkpoint, and nothing was removed"
+        )
+    survivors = classify([r.header for r in reports if r.header is not None], opened).survivors
+    if not survivors:
+        return tuple(Assignment(index, None) for index in range(len(workers)))
+    _check_copies(reports)
+    constants = survivors[0].constants
+    if constants.world_size != len(workers):
+        raise RendezvousError(
+            f"the number of ranks of job {constants.job!r} was {constants.world_size} when it was started, "
+            f"and is {len(workers)} in this launch: launch {constants.world_size} (torchrun --nnodes x "
+            f"--nproc-per-node), or begin a new job under another name"
+        )
+    at = {report.header.constants.arena_id: report.host for report in reports if report.header}
+    assignments: dict[int, Assignment] = {}
+    homes: dict[str, set[str]] = {}
+    for host in sorted({worker.host for worker in workers} | set(at.values())):
+        here = [index for index, worker in enumerate(workers) if worker.host == host]
+        kept = sorted(
+            (header.constants.rank, header.constants.arena_id)
+            for header in survivors
+            if at[header.constants.arena_id] == host
+        )
+        if len(kept) > len(here):
+            raise RendezvousError(
+                f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and the number of "
+                f"workers that this launch starts there is {len(here)}: start {len(kept)}, or end the "
+                f"launch and remove the arenas to count as lost (python -m ecemb arenas rm)"
+            )
+        assignments.update({i: Assignment(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
+        homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}
+    lost = sorted(set(range(len(workers))) - {assignment.rank for assignment in assignments.values()})
+    free = [index for index in range(len(workers)) if index not in assignments]
+    for index, rank in _match(free, lost, [worker.host for worker in workers], constants.domains, homes):
+        assignments[index] = Assignment(rank, None)
+    return tuple(assignments[index] for index in range(len(workers)))
+
+
+def _check_copies(reports: Sequence[Report]) -> None:
+    """One arena in two files would give two workers the same rank."""
+    paths: dict[str, str] = {}
+    for report in reports:
+        if report.header is None:
+            continue
+        name, path = report.header.constants.arena_id, f"{report.path} on {report.host}"
+        if (other := paths.setdefault(name, path)) != path:
+            raise InconsistentArenas(
+                f"{other} and {path} are copies of one arena: remove the copy that shall not count "
+                f"(python -m ecemb arenas rm PATH)"
+            )
+
+
+def _match(
+    free: list[int],
+    lost: list[int],
+    hosts: Sequence[str],
+    domains: Sequence[str],
+    homes: Mapping[str, Collection[str]],
+) -> list[tuple[int, int]]:
+    """Pairs free workers with lost ranks, so that few failure domains share a host.
+
+    Args:
+        free: workers without memory, by index; emptied.
+        lost: ranks without memory, as many; emptied.
+        hosts: worker -> its host.
+        domains: rank -> its failure domain.
+        homes: host -> its domains: those of the ranks whose memory it has, else its own name.
+    """
+    pairs: list[tuple[int, int]] = []
+
+    def take(indices: list[int], ranks: list[int]) -> None:
+        for index, rank in list(zip(indices, ranks, strict=False)):
+            pairs.append((index, rank))
+            free.remove(index)
+            lost.remove(rank)
+
+    def on(host: str) -> list[int]:
+        return [index for index in free if hosts[index] == host]
+
+    def of(domain: str) -> list[int]:
+        return [rank for rank in lost if domains[rank] == domain]
+
+    for host in sorted({hosts[index] for index in free}):  # the lost part of a domain joins the part left
+        for domain in sorted(homes[host]):
+            take(on(host), of(domain))
+    for host in sorted({hosts[index] for index in free}):  # a new host for a lost host
+        size = len(on(host))
+        whole = [d for d in sorted({domains[rank] for rank in lost}) if len(of(d)) == size]
+        if whole:
+            take(on(host), of(whole[0]))
+    by_host = sorted(free, key=lambda index: (hosts[index], index))
+    take(by_host, sorted(lost, key=lambda rank: (domains[rank], rank)))
+    return pairs

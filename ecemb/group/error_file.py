@@ -1,0 +1,125 @@
+"""The error file of a worker; torchrun takes the file with the earliest time for the cause.
+
+Owns the file that TORCHELASTIC_ERROR_FILE names, in the form of torch.distributed.elastic's `record`, which
+scripts need not use. An error that began on this rank gets the time of the error; an error that another rank
+caused gets a later time. The file appears complete or not at all: torchrun's agent fails on a partial file.
+
+The files of the last attempt are beside it: they show an error that comes again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+_WRITING_S = 2.0  # time for the main thread to finish a file that it has begun
+_LATER_S = 3  # added to the time of an error that another rank caused, so that it does not count as the cause
+_FACTS = "ecemb"
+_E = TypeVar("_E", bound=BaseException)
+
+
+def follows(error: _E, cause: str = "") -> _E:
+    """Marks an error that another rank's error has caused.
+
+    Args:
+        error: the error to raise.
+        cause: the class of the other rank's error, if known.
+    """
+    error.__dict__["_ecemb_cause"] = cause
+    return error
+
+
+def cause_of(error: BaseException) -> str | None:
+    """The class of the other rank's error that caused this one, "" if unknown; None if no rank caused it."""
+    return error.__dict__.get("_ecemb_cause")
+
+
+def write(text: str, callstack: str, *, later: bool, name: str = "", repeats: int = 0) -> None:
+    """Writes the file; if it exists, adds only the missing keys.
+
+    Args:
+        text: the error in one line.
+        callstack: the stack, for torchrun's summary.
+        later: whether another rank caused the error.
+        name: of the error, by which the next attempt recognizes it; "" if it need not.
+        repeats: how many attempts before this one ended by the error.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    at = math.ceil(time.time()) + _LATER_S if later else int(time.time())
+    extra: dict[str, Any] = {"py_callstack": callstack, "timestamp": str(at)}
+    content: Any = {"message": {"message": text, "extraInfo": extra}}
+    known = read(path)
+    if known is not None:
+        content, extra = known, known["message"]["extraInfo"]
+        if later:
+            extra["timestamp"] = str(max(at, int(extra["timestamp"])))
+    if name:
+        extra[_FACTS] = {"name": name, "repeats": repeats}
+    whole = f"{path}.{os.getpid()}.{time.monotonic_ns()}"
+    try:
+        with open(whole, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        if known is not None:
+            os.replace(whole, path)
+        else:
+            os.link(whole, path)
+    except FileExistsError:  # another thread was faster
+        pass
+    finally:
+        Path(whole).unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The content of a file if it is complete and of `record`'s form; else None."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        int(content["message"]["extraInfo"]["timestamp"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return content
+
+
+def repeats(name: str) -> int:
+    """How many attempts of this host's workers in a row, up to the last, ended by an error of this name."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    attempt = path.parent.parent  # .../attempt_7/0/error.json
+    number = re.fullmatch(r"attempt_(\d+)", attempt.name)
+    if number is None or not int(number[1]):
+        return 0
+    found = [0]
+    for file in attempt.with_name(f"attempt_{int(number[1]) - 1}").glob(f"*/{path.name}"):
+        facts = ((read(file) or {}).get("message", {}).get("extraInfo", {})).get(_FACTS, {})
+        if facts.get("name") == name:
+            found.append(1 + int(facts["repeats"]))
+    return max(found)
+
+
+def is_last_attempt() -> bool:
+    """Whether torchrun starts no worker after this attempt."""
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return not (count.isdigit() and most.isdigit()) or int(count) >= int(most)
+
+
+def wait_while_written() -> None:
+    """Waits a moment if the main thread is writing its exception to the file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    ends_at = time.monotonic() + _WRITING_S
+    while path and time.monotonic() < ends_at:
+        try:
+            with open(path, encoding="utf-8") as file:
+                json.load(file)
+            return
+        except ValueError:
+            time.sleep(0.01)
+        except OSError:
+            return

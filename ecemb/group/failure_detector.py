@@ -1,0 +1,374 @@
+"""The failure detector: notices a peer's end at once, and ends this process.
+
+gloo tells only some ranks that a peer is gone; the other ranks would wait for the group's timeout, and the
+workers of another host would learn nothing. So a thread of every worker listens to its neighbours on separate
+links. Each worker sends a sign of life every second. A link that ends without a goodbye means a death, and so
+does a silence longer than the deadline. The news goes from neighbour to neighbour and names the first death.
+
+The process then ends, so that torchrun restarts the job: the arena is safe at any instant. Only silence
+counts, never slowness: a rank that computes for minutes sends signs of life meanwhile, even while a call
+keeps the interpreter's lock, because `Beats` run outside of the interpreter. A silence counts only while this
+thread was awake itself: a thread that was stopped, or waited for the lock, does not take others for dead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import select
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+
+from .._wording import listed
+from . import error_file
+from .heartbeat import Beats
+from .links import Link, drop, neighbours, pair
+from .whereabouts import Whereabouts
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
+GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that shows its place
+_BEAT_S = 1.0
+_BEATS = 10  # at least, within the deadline
+_GOODBYE_S = 1.0  # for neighbours to receive a goodbye
+
+_BEAT = b"\1"  # one byte, never sent in parts; every other message begins with another byte
+_MESSAGE = struct.Struct("!BBHII")  # kind; of a death: why, bytes of text that follow, index, silence in ms
+_MOST_BYTES = 400  # of text
+_BYE, _DEAD, _ASK, _HERE = 2, 3, 4, 5
+WAIT_S = 30.0  # of one wait of the main thread, after which a log line says where the others are
+_ANSWER_S = 3.0  # for the others' answers
+_DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Death:
+    """A worker's end.
+
+    Attributes:
+        index: of the worker.
+        why: one of the codes above.
+        silence_s: duration of its silence.
+        error: the error that ended it, if it gave up.
+    """
+
+    index: int
+    why: int
+    silence_s: float = 0.0
+    error: str = ""
+
+    def pack(self) -> bytes:
+        """As a message."""
+        text = self.error.encode()[:_MOST_BYTES]
+        silence_ms = min(int(self.silence_s * 1000), 2**32 - 1)
+        return _MESSAGE.pack(_DEAD, self.why, len(text), self.index, silence_ms) + text
+
+    def told(self, name: str) -> str:
+        """In words."""
+        return {
+            _DIED: f"{name} died",
+            _SILENT: f"{name} was silent for {self.silence_s:.1f} s",
+            _GAVE_UP: f"{name} ended by {self.error or 'an exception'} (see its log)",
+            _GARBLED: f"{name} sent bytes that are not a message",
+        }[self.why]
+
+
+class FailureDetector:
+    """Watches the neighbours from its own thread until `say_goodbye`, `announce_failure` or a death.
+
+    Says goodbye by itself when the process ends without an exception.
+
+    Args:
+        links: with all neighbours; consumed.
+        index: this worker's.
+        names: of all workers, by index, for messages.
+        timeout_s: a longer silence is a death.
+        end: called in the detector's thread with the verdict, in place of `end_process`.
+        whereabouts: this worker's place, for the ranks that wait for it.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        index: int,
+        names: Sequence[str],
+        timeout_s: float,
+        end: Callable[[str], None] | None = None,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        self._links = {link.fileno(): link for link in links}
+        self._silence_s = {link.peer: 0.0 for link in links}
+        self._index, self._names, self._timeout_s = index, names, timeout_s
+        self._end = end
+        self._beat_s = min(_BEAT_S, timeout_s / _BEATS)
+        self._last_word: bytes | None = None
+        self._death: _Death | None = None
+        self._decided = threading.Event()
+        self._pid = os.getpid()
+        self._wake, self._alarm = pair()
+        self._poll = select.poll()
+        self._whereabouts = whereabouts or Whereabouts()
+        self._answers: dict[int, tuple[str, bool]] = {}  # of neighbours: their places, and whether they wait
+        self._asked_at: float | None = None
+        self._asked = ""  # this worker's place at that time
+        self._beats = Beats(list(self._links), self._beat_s, _BEAT)
+        self._at_exit = Finalize(None, self._at_process_end, exitpriority=0)
+        self._thread = threading.Thread(target=self._run, name="ecemb-watch", daemon=True)
+        self._thread.start()
+
+    def say_goodbye(self) -> None:
+        """Says goodbye: this worker has finished, and its end is no failure. May be called twice."""
+        self._stop(_MESSAGE.pack(_BYE, 0, 0, self._index, 0))
+
+    def announce_failure(self, error: str = "") -> None:
+        """Announces to the others that this worker fails. May be called twice.
+
+        Args:
+            error: its error, in a line.
+        """
+        self._stop(_Death(self._index, _GAVE_UP, error=error).pack())
+
+    def news(self, timeout_s: float) -> str | None:
+        """Waits until a worker is gone, and returns the verdict; None if none is gone within the time."""
+        self._decided.wait(timeout_s)
+        return None if self._death is None else self._verdict(self._death)
+
+    def _at_process_end(self) -> None:
+        if _last_exception() is None and sys.exc_info()[0] is None:
+            self.say_goodbye()
+        else:
+            self.announce_failure()
+
+    def _stop(self, last_word: bytes) -> None:
+        if os.getpid() != self._pid or not self._thread.is_alive():
+            return
+        self._last_word = last_word
+        self._at_exit.cancel()
+        drop(self._alarm)  # wakes the thread, if it has not looked yet
+        self._decided.wait(_GOODBYE_S)
+        if self._death is None:  # else the thread is about to end the process, and the caller may be faster
+            self._thread.join(2 * _GOODBYE_S)
+
+    def _run(self) -> None:
+        try:
+            self._death = self._watch()
+            self._beats.stop()
+            self._decided.set()
+            if self._death is not None:
+                self._send_to_all(self._death.pack())
+                if self._end is None:
+                    end_process(self._verdict(self._death), briefly=self._another_rank_reports(self._death))
+                else:
+                    self._end(self._verdict(self._death))
+            elif self._last_word is not None:
+                self._send_to_all(self._last_word)
+                self._await_hang_ups()
+        except BaseException:  # noqa: BLE001 - no other thread would report it
+            self._decided.set()
+            (self._end or end_process)(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
+        finally:
+            self._beats.stop()
+            for link in self._links.values():
+                link.close()
+            drop(self._wake)
+            drop(self._alarm)
+
+    def _watch(self) -> _Death | None:
+        """Listens until a worker is gone, or this worker is to stop."""
+        self._poll.register(self._wake, select.POLLIN)
+        for descriptor in self._links:
+            self._poll.register(descriptor, select.POLLIN)
+        last = time.monotonic()
+        while True:
+            ready = [descriptor for descriptor, _ in self._poll.poll(math.ceil(self._beat_s * 1000))]
+            awake_s = min(time.monotonic() - last, 2 * self._beat_s)  # without the time it was stopped for
+            last = time.monotonic()
+            for link in self._links.values():
+                self._silence_s[link.peer] += awake_s
+            found = [self._listen(self._links[one]) for one in ready if one in self._links]
+            heard = [death for death in found if death is not None]
+            if heard:
+                return min(heard, key=lambda death: death.why == _DIED)  # a report of another's end says more
+            for peer in (link.peer for link in self._links.values()):
+                if self._silence_s[peer] > self._timeout_s:
+                    return _Death(peer, _SILENT, self._silence_s[peer])
+            self._ask_where_others_are(last)
+            if self._last_word is not None:
+                return None
+            if _main_thread_failed():
+                logger.error("the main thread has ended by an exception: announcing it to the other ranks")
+                self._last_word = _Death(self._index, _GAVE_UP).pack()
+                return None
+
+    def _listen(self, link: Link) -> _Death | None:
+        """Reads a neighbour's messages."""
+        there = link.read()
+        while (first := link.peek(1)) is not None:
+            self._silence_s[link.peer] = 0.0
+            if first == _BEAT:
+                link.take(1)
+                continue
+            if (head := link.peek(_MESSAGE.size)) is None:
+                break
+            kind, why, size, index, silence_ms = _MESSAGE.unpack(head)
+            if kind == _BYE:
+                self._forget(link)
+                return None
+            if kind not in (_DEAD, _ASK, _HERE) or size > _MOST_BYTES:
+                return _Death(link.peer, _GARBLED)
+            if (message := link.take(_MESSAGE.size + size)) is None:
+                break
+            text = "".join(filter(str.isprintable, message[_MESSAGE.size :].decode(errors="replace")))
+            if kind == _HERE:
+                self._answers[link.peer] = text, bool(why)
+            elif kind == _ASK:
+                self._answer(link)
+            elif index >= len(self._names) or not _DIED <= why <= _GARBLED:
+                return _Death(link.peer, _GARBLED)
+            else:
+                return _Death(index, why, silence_ms / 1000, text)
+        return None if there else _Death(link.peer, _DIED)
+
+    def _ask_where_others_are(self, now: float) -> None:
+        """Asks the neighbours for their places, once per long wait of the main thread.
+
+        Questions and answers are sent beside the beats. A beat could come between two parts of a message only
+        on a full connection: to a neighbour that hasn't read for hours.
+        """
+        place, waited_s = self._whereabouts.place, self._whereabouts.waited_s
+        if waited_s < WAIT_S:
+            self._asked_at = None
+        elif self._asked_at is None and place != self._asked:
+            self._asked_at, self._asked = now, place
+            self._answers.clear()
+            self._send_to_all(_MESSAGE.pack(_ASK, 0, 0, self._index, 0))
+        elif self._asked_at is not None and (
+            len(self._answers) >= len(self._links) or now - self._asked_at > _ANSWER_S
+        ):
+            self._asked_at = None
+            self._say_where_others_are(place, waited_s)
+
+    def _answer(self, link: Link) -> None:
+        text = self._whereabouts.place.encode()[:_MOST_BYTES]
+        link.send(_MESSAGE.pack(_HERE, self._whereabouts.waited_s > 0, len(text), self._index, 0) + text)
+
+    def _say_where_others_are(self, place: str, waited_s: float) -> None:
+        """Names the neighbours at other places, unless a lower rank that waits as well will name them."""
+        waiting = {peer for peer, (_, waits) in self._answers.items() if waits}
+        elsewhere: dict[str, list[int]] = {}
+        for peer in sorted(link.peer for link in self._links.values()):
+            there, _ = self._answers.get(
+                peer, ("in a call that keeps Python's interpreter, or stopped", False)
+            )
+            lower = {one for one in (peer, *neighbours(peer, len(self._names))) if one < self._index}
+            if there != place and not lower & waiting:
+                elsewhere.setdefault(there, []).append(peer)
+        if elsewhere:
+            logger.warning(
+                "%s has waited for %.0f s %s, and %s: all ranks make the same calls in every step",
+                listed([self._rank(self._index)]),
+                waited_s,
+                place,
+                ", ".join(
+                    f"{listed(list(map(self._rank, peers)))} {'is' if len(peers) == 1 else 'are'} {there}"
+                    for there, peers in elsewhere.items()
+                ),
+            )
+
+    def _rank(self, index: int) -> int:
+        """`rank 2 (host a, pid 7)` -> 2."""
+        return int(self._names[index].split()[1])
+
+    def _forget(self, link: Link) -> None:
+        """Ends a link. No beat may go to its descriptor's number afterwards."""
+        self._beats.stop()
+        self._poll.unregister(link)
+        del self._links[link.fileno()]
+        link.close()
+        self._beats = Beats(list(self._links), self._beat_s, _BEAT)
+
+    def _send_to_all(self, message: bytes) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    def _await_hang_ups(self) -> None:
+        """Waits until the neighbours have hung up: unread beats would turn the last message into a reset."""
+        deadline = time.monotonic() + _GOODBYE_S
+        poll = select.poll()
+        for descriptor, link in self._links.items():
+            link.finish()
+            poll.register(descriptor, select.POLLIN)
+        waiting = dict(self._links)
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(math.ceil(left_s * 1000)):
+                if not waiting[descriptor].read():
+                    poll.unregister(descriptor)
+                    del waiting[descriptor]
+
+    def _another_rank_reports(self, death: _Death) -> bool:
+        """Whether another rank reports a death at length: the lowest neighbour of the dead worker.
+
+        After a silence no rank relies on another one: that neighbour may be cut off as well.
+        """
+        if death.why == _SILENT:
+            return False
+        return death.index != self._index != min(neighbours(death.index, len(self._names)))
+
+    def _verdict(self, death: _Death) -> str:
+        name = self._names[death.index]
+        if death.index == self._index:
+            return f"the other ranks count this rank as lost: {death.told(name)}"
+        return death.told(name)
+
+
+def end_process(why: str, *, briefly: bool = False) -> None:
+    """Ends this process, unless its main thread ends it first; does not return.
+
+    Args:
+        why: for the log, and for torchrun's summary of failures.
+        briefly: another rank reports it at length.
+    """
+    try:  # in a thread: logging may block, on a pipe or on a lock of the main thread
+        threading.Thread(target=_report, args=(why, briefly), daemon=True).start()
+    except RuntimeError:  # no more threads: the interpreter is ending
+        _report(why, briefly)
+    time.sleep(GRACE_S)
+    error_file.wait_while_written()
+    os._exit(EXIT_UNDECIDED)
+
+
+def _report(why: str, briefly: bool) -> None:
+    text = f"PeerFailure: {why}; ending this process so that torchrun restarts the job from its arenas"
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames.get(threading.main_thread().ident or 0)
+    place = "" if frame is None else "".join(traceback.format_stack(frame))
+    try:
+        error_file.write(text, f"{text}\nThe main thread was here:\n{place}", later=True)
+    except OSError as error:
+        logger.warning("torchrun will not show why this process ended: %s", error)
+    if _last_exception() is not None:  # it has been printed, and this end follows from it
+        logger.debug(text)
+    elif briefly:
+        logger.warning("%s; this rank ends as well", why)
+    else:
+        logger.critical(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _last_exception() -> BaseException | None:
+    """The exception that ended the main thread, if any."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _main_thread_failed() -> bool:
+    """Whether an exception has ended the main thread, while other threads keep the process alive."""
+    return not threading.main_thread().is_alive() and _last_exception() is not None

@@ -1,0 +1,320 @@
+"""Links the workers of a start: every worker calls its neighbours, and is called by them.
+
+Nothing that comes over the network is trusted. A connection becomes a `Link` only when both ends have proved
+that they know the secret of this start: by a digest over a number of the answering end, as the secret never
+travels. Before the proof, a caller gets a few dozen bytes and a few seconds, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Generator, Sequence
+
+from ..errors import RendezvousError
+from .links import Link, calls, drop, keep, listen, neighbours
+
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_HELLO = struct.Struct("!I32s")  # who calls, proof
+_WELCOME = b"+"
+_PROOF_S = 5.0  # a connection has to prove itself within this time
+_GUESTS = 64  # callers without a proof at a time
+_STAGGER_S = 0.25  # before a peer's next address is tried beside the last one
+_PAUSE_S = 0.5  # before all of a peer's addresses are tried again
+_TICK_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One worker of this start.
+
+    Attributes:
+        name: in messages, e.g. "rank 2 (host b, pid 123)".
+        addresses: possible addresses, the likeliest first.
+        port: of its listener.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+class Listener:
+    """The socket that neighbours call: open before this worker is announced, closed when all have called."""
+
+    def __init__(self) -> None:
+        self.socket: socket.socket = listen()
+        self.port: int = self.socket.getsockname()[1]
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuses further calls. May be called twice."""
+        drop(self.socket)
+
+
+def connect(
+    listener: Listener, index: int, peers: Sequence[Peer], secret: bytes, deadline: float
+) -> list[Link]:
+    """Links this worker with its neighbours. All workers.
+
+    Args:
+        listener: announced to all; closed when this returns or raises.
+        index: this worker's place in `peers`.
+        peers: all workers.
+        secret: known to the workers of this start only.
+        deadline: on time.monotonic().
+
+    Returns:
+        A link with each neighbour. They may have received something already.
+
+    Raises:
+        RendezvousError: a neighbour ended, or was not linked before the deadline.
+    """
+    meeting = _Meeting(listener, index, peers, secret)
+    try:
+        return meeting.hold(deadline)
+    except BaseException:
+        for link in meeting.links.values():
+            link.close()
+        raise
+    finally:
+        meeting.close()
+
+
+class _NotOurs(Exception):
+    """The other end is not a worker of this start, or not the expected worker."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """The attempts to reach one peer, at all of its addresses."""
+
+    peer: int
+    untried: list[str]
+    next_at: float = 0.0
+    open: int = 0
+    errors: dict[str, Exception] = dataclasses.field(default_factory=dict[str, Exception])
+
+
+@dataclasses.dataclass(eq=False)
+class _Contact:
+    """A connection that is not a link yet.
+
+    Attributes:
+        socket: the connection.
+        call: the call that it belongs to; None for a guest, which called here.
+        address: the other end.
+        until: deadline of the proof.
+        handshake: yields the events that it waits for, and returns the link.
+    """
+
+    socket: socket.socket
+    call: _Call | None
+    address: str
+    until: float
+    handshake: Generator[int, None, Link] = dataclasses.field(init=False)
+
+
+class _Meeting:
+    """One loop over all sockets, in which no connection waits for another."""
+
+    def __init__(self, listener: Listener, index: int, peers: Sequence[Peer], secret: bytes) -> None:
+        self.links: dict[int, Link] = {}
+        self._listener, self._index, self._peers, self._secret = listener, index, peers, secret
+        self._near = neighbours(index, len(peers))
+        self._calls = {
+            peer: _Call(peer, list(peers[peer].addresses))
+            for peer in self._near
+            if calls(index, peer, len(peers))
+        }
+        self._contacts: set[_Contact] = set()
+        self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
+        self._selector.register(listener.socket, selectors.EVENT_READ)
+
+    def hold(self, deadline: float) -> list[Link]:
+        """Runs until all neighbours are linked."""
+        while missing := [peer for peer in self._near if peer not in self.links]:
+            now = time.monotonic()
+            for peer in missing:
+                if peer in self._calls:
+                    self._dial(self._calls[peer], now)
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener.socket:
+                    self._admit(now)
+                elif isinstance(key.data, _Contact):
+                    self._advance(key.data)
+                elif isinstance(key.data, Link) and not key.data.read():
+                    name = self._peers[key.data.peer].name
+                    raise RendezvousError(f"{name} ended while the workers were connecting: see its log")
+            for contact in [one for one in self._contacts if one.until < now]:
+                self._end(contact, TimeoutError(errno.ETIMEDOUT, f"no proof came within {_PROOF_S:.0f} s"))
+            if now > deadline and len(self.links) < len(self._near):
+                raise RendezvousError(self._late())
+        return [self.links[peer] for peer in self._near]
+
+    def close(self) -> None:
+        """Ends all connections that are not links."""
+        for contact in list(self._contacts):
+            self._end(contact)
+        self._listener.close()
+        self._selector.close()
+
+    def _dial(self, call: _Call, now: float) -> None:
+        """Tries a peer's next address once the last address has failed, or takes long."""
+        if call.open and (now < call.next_at or not call.untried):
+            return
+        peer = self._peers[call.peer]
+        if not call.untried:
+            if all(isinstance(error, ConnectionRefusedError) for error in call.errors.values()):
+                raise RendezvousError(
+                    f"{_reach(peer)} refuses connections: it ended while the workers were connecting (see "
+                    f"its log), or a firewall is between"
+                )
+            if now < call.next_at + _PAUSE_S:
+                return
+            call.untried = list(peer.addresses)
+        address = call.untried.pop(0)
+        call.next_at = now + _STAGGER_S
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            connection = keep(socket.socket(family, socket.SOCK_STREAM))
+        except OSError as error:  # no such family here
+            call.errors[address] = error
+            return
+        error = connection.connect_ex((address, peer.port))
+        contact = _Contact(connection, call, address, now + _PROOF_S)
+        contact.handshake = self._introduce(contact, call.peer, 0 if error == errno.EINPROGRESS else error)
+        self._begin(contact)
+
+    def _admit(self, now: float) -> None:
+        try:
+            connection, (address, *_) = self._listener.socket.accept()
+        except OSError:  # the caller has hung up, or this process is out of descriptors: it may call again
+            return
+        keep(connection)
+        if sum(contact.call is None for contact in self._contacts) >= _GUESTS:
+            drop(connection)
+            return
+        contact = _Contact(connection, None, str(address), now + _PROOF_S)
+        contact.handshake = self._answer(connection)
+        self._begin(contact)
+
+    def _begin(self, contact: _Contact) -> None:
+        self._contacts.add(contact)
+        self._selector.register(contact.socket, selectors.EVENT_READ, contact)
+        if contact.call is not None:
+            contact.call.open += 1
+        self._advance(contact)
+
+    def _advance(self, contact: _Contact) -> None:
+        """Continues a handshake whose socket is ready."""
+        if contact not in self._contacts:  # another address of the peer was faster
+            return
+        try:
+            events = next(contact.handshake)
+        except StopIteration as end:
+            link: Link = end.value
+            self.links[link.peer] = link
+            self._forget(contact)
+            self._selector.register(link, selectors.EVENT_READ, link)
+            for other in [one for one in self._contacts if one.call and one.call is contact.call]:
+                self._end(other)
+        except (OSError, _NotOurs) as error:
+            self._end(contact, error)
+        else:
+            self._selector.modify(contact.socket, events, contact)
+
+    def _end(self, contact: _Contact, error: Exception | None = None) -> None:
+        self._forget(contact)
+        drop(contact.socket)
+        if contact.call is not None and error is not None:
+            contact.call.errors[contact.address] = error
+
+    def _forget(self, contact: _Contact) -> None:
+        self._contacts.remove(contact)
+        self._selector.unregister(contact.socket)
+        if contact.call is not None:
+            contact.call.open -= 1
+
+    def _introduce(self, contact: _Contact, peer: int, error: int) -> Generator[int, None, Link]:
+        """The caller's part: the answering end has to prove itself first."""
+        connection = contact.socket
+        if not error:
+            yield selectors.EVENT_WRITE
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        greeting = yield from _read(connection, _NONCE_BYTES + _PROOF_BYTES)
+        nonce, proof = greeting[:_NONCE_BYTES], greeting[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(b"answers", peer, peer, nonce)):
+            raise _NotOurs("something else answers there")
+        _say(connection, _HELLO.pack(self._index, self._proof(b"calls", self._index, peer, nonce)))
+        contact.until = float("inf")  # the peer may have a link already, and relies on this end
+        yield from _read(connection, len(_WELCOME))
+        return Link(peer, connection)
+
+    def _answer(self, connection: socket.socket) -> Generator[int, None, Link]:
+        """The listener's part."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        _say(connection, nonce + self._proof(b"answers", self._index, self._index, nonce))
+        caller, proof = _HELLO.unpack((yield from _read(connection, _HELLO.size)))
+        if not hmac.compare_digest(proof, self._proof(b"calls", caller, self._index, nonce)):
+            raise _NotOurs("it does not know the secret of this start")
+        if caller not in self._near or caller in self._calls or caller in self.links:
+            raise _NotOurs(f"worker {caller} has no reason to call")
+        _say(connection, _WELCOME)
+        return Link(caller, connection)
+
+    def _proof(self, role: bytes, who: int, whom: int, nonce: bytes) -> bytes:
+        return hmac.digest(self._secret, role + struct.pack("!II", who, whom) + nonce, "sha256")
+
+    def _late(self) -> str:
+        missing: list[str] = []
+        for peer in self._near:
+            if peer not in self.links:
+                call = self._calls.get(peer)
+                errors = {} if call is None else call.errors
+                why = "has not called" if call is None else "does not answer"
+                why += "".join(f", {address}: {error}" for address, error in errors.items())
+                missing.append(f"{_reach(self._peers[peer])} {why}")
+        return (
+            f"the workers were not connected before the deadline of the rendezvous: {'; '.join(missing)}. "
+            f"See their logs; a firewall between hosts must let workers reach each other at any port"
+        )
+
+
+def _reach(peer: Peer) -> str:
+    return f"{peer.name} at {', '.join(peer.addresses)}, port {peer.port},"
+
+
+def _read(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
+    """Reads exactly `size` bytes, and nothing after them."""
+    data = b""
+    while len(data) < size:
+        yield selectors.EVENT_READ
+        try:
+            part = connection.recv(size - len(data))
+        except BlockingIOError:
+            continue
+        if not part:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "it hung up")
+        data += part
+    return data
+
+
+def _say(connection: socket.socket, data: bytes) -> None:
+    if connection.send(data, socket.MSG_NOSIGNAL) < len(data):  # the first bytes: the buffer has room
+        raise ConnectionAbortedError(errno.ECONNABORTED, "it takes nothing")

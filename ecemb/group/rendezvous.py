@@ -1,0 +1,288 @@
+"""Identity: which worker is which rank, and whose memory it gets (docs/protocol.md, 3.1).
+
+torchrun may give a restarted worker another RANK, and keeps dead addresses in its store. So the workers of
+every start agree on one list of workers and of the memory on their hosts (`rollcall`), and `assign` gives out
+logical ranks from that list: ranks follow their memory, and replacement ranks take what is missing.
+`ecemb.session` calls this module's functions in their order. Must not know: what an arena holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+# Its default arguments keep the group that exists when it is imported, which is at the first step of an
+# optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
+import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+from ..arena.arena import Arena
+from ..arena.scan import Directory, Found
+from ..errors import ConfigurationError, RendezvousError
+from ..state.ddp_buckets import note_made
+from . import rollcall
+from .assignment import Assignment, Report, Roster, Worker, assign
+from .failure_detector import FailureDetector
+from .handshake import Listener, Peer, connect
+from .links import own_addresses
+from .whereabouts import Whereabouts
+from .worker_exit import hook
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+_PR_SET_PDEATHSIG = 1
+_pid = 0
+"""The process that has initialised the groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """The workers of one start, once each has its rank.
+
+    Attributes:
+        index: torchrun's RANK of this worker.
+        roster: what all workers agreed on.
+        assignments: rank and arena of each worker, in the order of torchrun's RANK.
+        watch: watches the other ranks; None if there are none.
+    """
+
+    index: int
+    roster: Roster
+    assignments: tuple[Assignment, ...]
+    watch: FailureDetector | None
+
+    @property
+    def own(self) -> Assignment:
+        """This worker's rank and arena."""
+        return self.assignments[self.index]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Rank -> host of its worker."""
+        hosts = {one.rank: w.host for one, w in zip(self.assignments, self.roster.workers, strict=True)}
+        return tuple(hosts[rank] for rank in range(len(hosts)))
+
+
+def environment() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun gave them.
+
+    Raises:
+        ConfigurationError: there is no torchrun environment.
+    """
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"the environment has no usable {error}: launch the script with torchrun, e.g. "
+            f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`"
+        ) from error
+
+
+def prepare() -> Whereabouts:
+    """Prepares this process for the end of its agent, and for its own; before any group is made.
+
+    Returns:
+        What the exception hook and the watch know of this process's place in the training.
+
+    Raises:
+        RendezvousError: torchrun's agent has ended.
+    """
+    _die_with_agent()
+    hook.prepare()
+    hook.watch, hook.whereabouts = None, Whereabouts()
+    note_made()
+    return hook.whereabouts
+
+
+def assemble(
+    job_flags: dist.Store,
+    directory: Directory,
+    found: Sequence[Found],
+    index: int,
+    world_size: int,
+    timeout_s: float,
+    deadline: float,
+    whereabouts: Whereabouts,
+) -> Workers:
+    """Agrees on the roster, gives out ranks, and begins to watch the other workers. All ranks.
+
+    Args:
+        job_flags: the part of the store that outlives this start.
+        directory: this host's folder of arenas.
+        found: the arenas in it.
+        index: torchrun's RANK.
+        world_size: number of workers.
+        timeout_s: how long a peer may be silent.
+        deadline: of the whole, on the monotonic clock.
+        whereabouts: where this process is in the training.
+
+    Raises:
+        ArenaBusy: a living process holds an arena of this job.
+        ArenaIncompatible: another version of ecemb wrote an arena of this job.
+        RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
+    """
+    with Listener() as listener:
+        addresses = own_addresses(os.environ["MASTER_ADDR"])
+        worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port)
+        reports = [_report(directory, one) for one in found]
+        roster = rollcall.agree(job_flags, worker, reports, index, world_size, deadline)
+        assignments = assign(roster.workers, roster.reports, roster.opened)
+        hook.watch = watch = _watch(listener, roster, assignments, index, timeout_s, deadline, whereabouts)
+    return Workers(index, roster, assignments, watch)
+
+
+def make_group(
+    backend: str | None,
+    store: dist.Store,
+    workers: Workers,
+    found: Sequence[Found],
+    timeout_s: float,
+    patience_s: float,
+) -> Arena | None:
+    """Claims this rank's arena, and makes torch.distributed's default group. All ranks.
+
+    Args:
+        backend: as torch.distributed's.
+        store: for this group alone.
+        workers: of this start.
+        found: the arenas of this host, as they were reported.
+        timeout_s: how long to wait for a process that still holds the arena.
+        patience_s: deadline of the group's collectives.
+
+    Returns:
+        This rank's arena, locked; None for a replacement rank.
+
+    Raises:
+        RendezvousError: the arena changed, or is not on this host.
+        ArenaBusy: a living process holds it.
+    """
+    global _pid
+    try:
+        own = workers.own
+        arena = _claim(found, own, timeout_s) if own.arena_id is not None else None
+        os.environ["RANK"] = str(own.rank)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=own.rank,
+            world_size=len(workers.assignments),
+            timeout=datetime.timedelta(seconds=patience_s),
+        )
+        hook.prepare()
+    except BaseException:
+        if workers.watch is not None:
+            workers.watch.announce_failure()
+        raise
+    _pid = os.getpid()
+    atexit.register(_destroy_groups)
+    return arena
+
+
+def _watch(
+    listener: Listener,
+    roster: Roster,
+    assignments: Sequence[Assignment],
+    index: int,
+    timeout_s: float,
+    deadline: float,
+    whereabouts: Whereabouts,
+) -> FailureDetector | None:
+    """Links this worker with its neighbours, and begins to watch them."""
+    peers = [
+        Peer(f"rank {one.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
+        for one, worker in zip(assignments, roster.workers, strict=True)
+    ]
+    links = connect(listener, index, peers, bytes.fromhex(roster.secret), deadline)
+    names = [peer.name for peer in peers]
+    return FailureDetector(links, index, names, timeout_s, whereabouts=whereabouts) if links else None
+
+
+def _destroy_groups() -> None:
+    """Ends the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
+    if os.getpid() == _pid and dist.is_initialized():  # a forked child shares its parent's sockets
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def connect_store(index: int, timeout: datetime.timedelta) -> dist.Store:
+    """torchrun's own store, or one that RANK 0 hosts where the launcher keeps none.
+
+    Raises:
+        ConfigurationError: the environment names no store.
+        RendezvousError: no store answers.
+    """
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"the environment has no usable {error}: torchrun sets it; launchers of your own must as well"
+        ) from error
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # Surviving agents keep the address of the first round's store and don't tell it to a new agent
+        # (torch 2.13); if its host is the one that is lost, they even go on with a dead address.
+        logger.warning(
+            "torchrun was launched so that a lost host can't be replaced: a new agent gets no address of "
+            "the store that the others share with their workers. Launch with --rdzv-backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every agent"
+        )
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=index == 0 and not agents,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"no store answers at {address}:{port} within {timeout.total_seconds():.0f} s: "
+            f"{str(error).splitlines()[0]}; is torchrun's agent alive?"
+        ) from error
+
+
+def _report(directory: Directory, found: Found) -> Report:
+    header = found.header
+    if header is not None:
+        header = dataclasses.replace(header, constants=header.constants.identity)
+    where = directory.host, str(found.path)
+    return Report(*where, header, found.damage, found.holder, found.torn, found.incompatible)
+
+
+def _claim(found: Sequence[Found], own: Assignment, timeout_s: float) -> Arena:
+    """Locks this worker's arena, and checks that it is still what was reported."""
+    for one in found:
+        if one.header is not None and one.header.constants.arena_id == own.arena_id:
+            arena = Arena.attach(one, timeout_s=timeout_s)
+            if arena.header() != one.header:
+                raise RendezvousError(
+                    f"{one.path} changed while this worker was claiming it: another process wrote to "
+                    f"it; is the job running twice?"
+                )
+            return arena
+    raise RendezvousError(
+        f"rank {own.rank} was given arena {own.arena_id}, which this worker did not see on its host: "
+        f"do two hosts of the job share the name? Give each one its own, init_process_group(host=)"
+    )
+
+
+def _die_with_agent() -> None:
+    """Workers run in sessions of their own: without this, a killed agent leaves them training on."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise RendezvousError("torchrun's agent ended while this worker was starting: launch the job again")

@@ -1,0 +1,405 @@
+"""The workers of a start agree on one roster over torchrun's store (docs/protocol.md, 3.1).
+
+torchrun reuses its store, with entries of dead workers in it. So every worker stores its announcement under
+its index, where its successor overwrites it, and waits at its own mailbox, named by a random nonce. The
+worker with torchrun's RANK 0 leads: it reads all announcements, writes one plan, the roster, and puts the
+plan's name into every mailbox. A plan counts when all of its workers have taken it. A plan with a dead worker
+never counts, and is superseded when that worker's successor has come.
+
+    announce/I    the announcement of worker I        arrivals    number of announcements so far
+    domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a plan
+    roster/P      a plan: the roster of all           taken/P     number of workers that have taken it
+    verdict/P     it counts, or the plan instead      current     plans that are in the store, and nonces
+
+Nothing here grows with the tables, or from start to start: a start overwrites or removes the entries of the
+last start. All workers but the leader make a few operations, whatever their number is, and wait without
+polling; while the leader waits for others, it polls one counter.
+
+The store is trusted as far as the job's own workers are; no value in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..arena.header import NONE, State
+from ..errors import RendezvousError
+from . import announcement
+from .announcement import Domains
+from .assignment import Report, Roster, Worker
+
+T = TypeVar("T")
+
+MOST_BYTES = 4 << 20
+"""Of one value. torch's store takes 8 MiB, and resets a connection that sends more."""
+_COUNTS = "counts"
+_OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
+_SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
+_ROUNDING_S = 0.01  # of the store's deadlines
+_AGAIN_S = 0.25  # before a second read of announcements that may be a dead worker's
+
+
+def agree(
+    store: dist.Store,
+    worker: Worker,
+    reports: Sequence[Report],
+    index: int,
+    world_size: int,
+    deadline: float,
+) -> Roster:
+    """Finds the workers of this start among the entries of earlier starts in the store. All workers.
+
+    Args:
+        store: the store of the job, for all workers.
+        worker: this worker.
+        reports: the arenas on its host.
+        index: torchrun's RANK.
+        world_size: number of workers.
+        deadline: on time.monotonic().
+
+    Returns:
+        The same roster on all workers.
+
+    Raises:
+        RendezvousError: a worker did not come before the deadline, the store is gone, or it holds values
+            that are not ecemb's.
+    """
+    board = _Board(store, deadline)
+    _announce(board, worker, reports, index)
+    if index == 0:
+        return _Leader(board, worker, world_size).lead()
+    name = board.wait(f"plan/{worker.nonce}", lambda: _unheard(board, world_size))
+    while True:
+        _take(board, name, worker.nonce, world_size)
+        verdict = board.wait(f"verdict/{name}", lambda: _unheard(board, world_size))
+        if verdict == _COUNTS:
+            return announcement.read(board.get(f"roster/{name}"))
+        name = verdict
+
+
+class _Board:
+    """A store, with limits and named errors."""
+
+    def __init__(self, store: dist.Store, deadline: float) -> None:
+        self.deadline = deadline
+        self._store = store
+
+    def put(self, key: str, value: bytes | str) -> None:
+        """Stores a value."""
+        data = value.encode() if isinstance(value, str) else value
+        if len(data) > MOST_BYTES:
+            raise RendezvousError(
+                f"{key} of this start takes {len(data)} bytes, and ecemb stores at most {MOST_BYTES} in one "
+                f"value of torchrun's store, which takes no more than 8388608: remove unneeded arenas "
+                f"(python -m ecemb arenas ls, and rm), or launch fewer ranks"
+            )
+        self._asked(lambda: self._store.set(key, data))  # pyright: ignore[reportArgumentType]
+
+    def mail(self, keys: Sequence[str], value: str) -> None:
+        """Stores one value under all keys."""
+        if keys:
+            self._asked(lambda: self._store.multi_set(list(keys), [value] * len(keys)))  # pyright: ignore
+
+    def get(self, key: str) -> bytes:
+        """Reads an existing value."""
+        return self._asked(lambda: self._store.get(key))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Reads existing values."""
+        return self._asked(lambda: list(self._store.multi_get(list(keys)))) if keys else []
+
+    def has(self, *keys: str) -> bool:
+        """Whether all keys exist."""
+        return self._asked(lambda: self._store.check(list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter; returns the sum."""
+        return self._asked(lambda: self._store.add(key, amount))
+
+    def decide(self, key: str, value: str) -> str:
+        """Stores a value unless the key exists; returns the value stored."""
+        return _text(self._asked(lambda: self._store.compare_set(key, "", value)))
+
+    def remove(self, *keys: str) -> None:
+        """Removes the keys that exist."""
+        for key in keys:
+            self._asked(lambda: self._store.delete_key(key))  # noqa: B023
+
+    def wait(self, key: str, late: Callable[[], str]) -> str:
+        """Waits for a value until the deadline; `late` makes the error about the missing workers."""
+        left_s = max(self.deadline - time.monotonic(), 0) + _ROUNDING_S
+        try:
+            self._store.wait([key], timedelta(seconds=left_s))
+        except RuntimeError as error:
+            if time.monotonic() < self.deadline:
+                raise _gone(error) from error
+            raise RendezvousError(late()) from error
+        return _text(self.get(key))
+
+    def _asked(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+class _Leader:
+    """The part of RANK 0."""
+
+    def __init__(self, board: _Board, worker: Worker, world_size: int) -> None:
+        self._board, self._worker, self._world_size = board, worker, world_size
+        self._names = [f"announce/{i}" for i in range(world_size)]
+        self._tables: dict[str, Domains] = {}
+        self._arrivals = 0
+        self._before = _Plans.of(board.get("current")) if board.has("current") else _Plans()
+        self._names_given: list[str] = []
+        self._roster: Roster | None = None
+
+    def lead(self) -> Roster:
+        """Plans, and plans again while a dead worker is in the plan."""
+        told = self._first()
+        while True:
+            roster = self._publish(told)
+            if (again := self._settled(roster.prefix, told)) is None:
+                break
+            told = again
+        name = _text(self._board.get(f"verdict/{roster.prefix}"))
+        if name != _COUNTS:
+            raise _foreign(f"the verdict {name[:40]!r}")
+        self._clean(roster)
+        return roster
+
+    def _first(self) -> list[Roster]:
+        """The announcements of all workers, without those of workers that an earlier start planned with."""
+        dead = set(self._before.nonces)
+        alive: list[int] = []
+        enough = 0
+        pause_s = _SHORTEST_S
+        while True:
+            arrivals = self._board.add("arrivals", 0)
+            if arrivals >= enough and self._board.has(*self._names):
+                # Read all: an earlier announcement may be a dead worker's, whose successor has come.
+                texts = self._read(range(self._world_size))
+                self._arrivals = arrivals
+                alive = [i for i, text in enumerate(texts) if text.workers[0].nonce not in dead]
+                if len(alive) == self._world_size:
+                    return texts
+                # A missing worker still has to add 1: until then there is nothing to read.
+                enough = arrivals + self._world_size - len(alive)
+            elif arrivals >= enough:
+                enough = max(arrivals + 1, self._world_size)
+            else:
+                pause_s = self._pause(pause_s, lambda: _unheard(self._board, self._world_size, alive))  # noqa: B023
+
+    def _publish(self, told: Sequence[Roster]) -> Roster:
+        """Writes a plan and sends its name to its workers; returns the plan before it if that one counts."""
+        board, name, last = self._board, secrets.token_hex(8), self._roster
+        roster = _propose(board, name, told)
+        board.put(f"roster/{name}", announcement.write(roster, whole=True))
+        self._names_given.append(name)
+        known = set() if last is None else {one.nonce for one in last.workers}
+        nonces = [one.nonce for one in roster.workers]
+        left = [*self._before.nonces, *known.difference(nonces)]
+        names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *self._tables}
+        board.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
+        if last is not None:
+            if board.decide(f"verdict/{last.prefix}", name) == _COUNTS:
+                return last
+            board.remove(*(f"plan/{nonce}" for nonce in known.difference(nonces)))
+        board.mail([f"plan/{nonce}" for nonce in nonces if nonce not in known], name)
+        self._roster = roster
+        _take(board, name, self._worker.nonce, self._world_size)
+        return roster
+
+    def _settled(self, name: str, told: Sequence[Roster]) -> list[Roster] | None:
+        """Returns None once a plan counts; the new announcements, if they differ from the planned ones."""
+        pause_s, again_at = _SHORTEST_S, time.monotonic() + _AGAIN_S
+        while not self._board.has(f"verdict/{name}"):
+            if time.monotonic() > again_at and (arrivals := self._board.add("arrivals", 0)) != self._arrivals:
+                self._arrivals, again_at = arrivals, time.monotonic() + _AGAIN_S
+                texts = self._read(range(self._world_size))
+                if [one.workers for one in texts] != [one.workers for one in told]:
+                    return texts
+            pause_s = self._pause(pause_s, lambda: self._untaken(told))
+        return None
+
+    def _read(self, indices: Sequence[int]) -> list[Roster]:
+        texts = self._board.get_all([self._names[i] for i in indices])
+        return [self._announced(text) for text in texts]
+
+    def _announced(self, text: bytes) -> Roster:
+        roster = announcement.read(text, self._domains)
+        if len(roster.workers) != 1:
+            raise _foreign(f"an announcement of {len(roster.workers)} workers")
+        return roster
+
+    def _domains(self, digest: str) -> Domains:
+        if digest not in self._tables:
+            if not self._board.has(f"domains/{digest}"):
+                raise _foreign(f"an announcement that names domains/{digest}, and not that")
+            self._tables[digest] = announcement.read_domains(self._board.get(f"domains/{digest}"))
+        return self._tables[digest]
+
+    def _clean(self, roster: Roster) -> None:
+        """Removes the entries of earlier starts, and this start's plans that did not count."""
+        board, before = self._board, self._before
+        for name in {*before.names, *self._names_given} - {roster.prefix}:
+            board.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
+        if not before.counted:
+            board.remove(*(f"plan/{nonce}" for nonce in before.nonces))
+        used = {
+            announcement.digest(names)
+            for names in {one.header.constants.domains for one in roster.reports if one.header}
+        }
+        board.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
+        last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
+        board.put("current", last.to_json())
+
+    def _untaken(self, told: Sequence[Roster]) -> str:
+        left = [i for i, one in enumerate(told) if self._board.has(f"plan/{one.workers[0].nonce}")]
+        return _late(self._world_size, left or [0])
+
+    def _pause(self, pause_s: float, late: Callable[[], str]) -> float:
+        if time.monotonic() > self._board.deadline:
+            raise RendezvousError(late())
+        time.sleep(pause_s)
+        return min(pause_s * 1.5, _LONGEST_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """A leader's entry for the next start's leader.
+
+    Attributes:
+        names: of its plans, the last plan last.
+        nonces: of the workers in the last plan.
+        tables: digests of tables of failure domains that are in the store.
+        counted: whether the last plan counted, so that it is in no mailbox any more.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list[str])
+    nonces: list[str] = dataclasses.field(default_factory=list[str])
+    tables: list[str] = dataclasses.field(default_factory=list[str])
+    counted: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps([self.names, self.nonces, self.tables, self.counted])
+
+    @classmethod
+    def of(cls, text: bytes) -> _Plans:
+        try:
+            names, nonces, tables, counted = json.loads(text)
+            return cls(list(map(str, names)), list(map(str, nonces)), list(map(str, tables)), bool(counted))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _foreign(f"an invalid list of plans ({error})") from error
+
+
+def _announce(board: _Board, worker: Worker, reports: Sequence[Report], index: int) -> None:
+    domains = {one.header.constants.domains for one in reports if one.header is not None}
+    for names in sorted(domains):
+        if not board.has(key := f"domains/{announcement.digest(names)}"):
+            board.put(key, announcement.write_domains(names))
+    alone = Roster(0, 0, "", False, False, (worker,), tuple(reports))
+    board.put(f"announce/{index}", announcement.write(alone, whole=False))
+    board.add("arrivals", 1)
+
+
+def _take(board: _Board, name: str, nonce: str, world_size: int) -> None:
+    """Finds this worker in a plan, which counts once all of its workers have done so."""
+    board.remove(f"plan/{nonce}")
+    if board.add(f"taken/{name}", 1) == world_size:
+        board.decide(f"verdict/{name}", _COUNTS)
+
+
+def _propose(board: _Board, prefix: str, told: Sequence[Roster]) -> Roster:
+    reports = tuple({one.path + "@" + one.host: one for roster in told for one in roster.reports}.values())
+    headers = [one.header for one in reports if one.header is not None]
+    opened = _mark(board, "started")
+    if held := [
+        one.header.opened for one in reports if one.header and one.holder is not None and _began(one)
+    ]:
+        # Another launch of the job runs. Its memory may be gone when this job is started again.
+        opened = max(opened, 0, *held)
+        board.put("started", str(opened))
+    known = [_mark(board, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
+    generation = max(1 + max(known), time.time_ns())
+    board.put("generation", str(generation))  # the next leader's clock may be behind
+    return Roster(
+        generation=generation,
+        generation_id=secrets.randbits(62),
+        prefix=prefix,
+        started=opened != NONE,
+        finished=board.has("finished"),
+        workers=tuple(roster.workers[0] for roster in told),
+        reports=reports,
+        secret=secrets.token_hex(16),
+        opened=opened,
+    )
+
+
+def _began(report: Report) -> bool:
+    return report.header is not None and report.header.state in (State.LIVE, State.REBUILDING)
+
+
+def _mark(board: _Board, name: str) -> int:
+    """The generation in a mark of the store; NONE without the mark."""
+    if not board.has(name):
+        return NONE
+    text = board.get(name)
+    try:
+        return max(0, int(text))
+    except ValueError as error:
+        raise RendezvousError(
+            f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does another "
+            f"program use the store? {_OWN_STORE}"
+        ) from error
+
+
+def _unheard(board: _Board, world_size: int, heard: Sequence[int] = ()) -> str:
+    """Indices without an announcement, among those that were not heard yet."""
+    silent: list[int] = []
+    spans = [[i for i in range(world_size) if i not in heard]]
+    while spans:  # halves: few are missing, and one request shows that a whole span is there
+        span = spans.pop()
+        if not span or board.has(*(f"announce/{i}" for i in span)):
+            continue
+        if len(span) == 1:
+            silent += span
+        else:
+            spans += [span[len(span) // 2 :], span[: len(span) // 2]]
+    if not silent and heard:
+        silent = [i for i in range(world_size) if i not in heard]  # their entries are an earlier start's
+    return _late(world_size, silent or [0])  # all are heard, so the leader is missing
+
+
+def _late(world_size: int, silent: Sequence[int]) -> str:
+    return (
+        f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
+        f"ranks {list(silent)}: see their logs, or raise timeout= if they are only slow to start"
+    )
+
+
+def _gone(error: RuntimeError) -> RendezvousError:
+    return RendezvousError(
+        f"torchrun's store does not answer any more ({str(error).splitlines()[0]}): its agent, or RANK 0 if "
+        f"the launcher keeps no store, has ended; see its log"
+    )
+
+
+def _foreign(what: str) -> RendezvousError:
+    return RendezvousError(
+        f"the store holds {what}, which no worker of this version of ecemb writes: do all hosts run the same "
+        f"version, and does no other program use the store? {_OWN_STORE}"
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

@@ -1,0 +1,104 @@
+"""A worker's end by an exception: its error file, its announcement to the others, and its delay.
+
+Replaces sys.excepthook in a worker, so that the script needs no decorator. In this order:
+
+1. An error that another rank caused waits a moment for that rank's announcement, from the failure detector.
+2. The error file is written before the others learn of the error, so that torchrun shows the first error as
+   the root cause, and not a consequence of it.
+3. The traceback is printed, once. An attempt that ends like the attempt before, without a step in between,
+   logs one line and waits before it ends, longer each time: torchrun restarts after any error, and would
+   spend all its restarts within minutes.
+4. The failure is announced to the other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from .._wording import short
+from ..errors import PeerFailure
+from . import error_file
+from .error_file import cause_of
+from .failure_detector import FailureDetector
+from .whereabouts import Whereabouts
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+_NEWS_S = 2.0  # wait for the announcement of the rank that caused this error
+_LONGEST_WAIT_S = 60.0
+
+
+class ExceptHook:
+    """The function that python calls with the exception that ends the main thread.
+
+    Attributes:
+        watch: the failure detector, once it exists.
+        whereabouts: show whether a step has ended since the start.
+    """
+
+    def __init__(self) -> None:
+        self.watch: FailureDetector | None = None
+        self.whereabouts = Whereabouts()
+        self._first = self._before = sys.excepthook
+        self._pid = os.getpid()
+        self._called = False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Ends the worker's part in the job."""
+        if self._called:  # by the hook that it called, which torch.distributed has put over it
+            self._first(kind, error, trace)
+            return
+        self._called = True
+        if os.getpid() != self._pid or not isinstance(error, Exception):
+            self._before(kind, error, trace)
+            return
+        cause = cause_of(error)
+        name = cause or kind.__name__
+        again = 0
+        if not self.whereabouts.steps and (cause or not isinstance(error, PeerFailure)):
+            again = error_file.repeats(name)
+        self._leave_file(error, trace, name, again)
+        if again and not error_file.is_last_attempt():
+            wait_s = min(2.0**again, _LONGEST_WAIT_S)
+            level = logging.ERROR if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+            logger.log(
+                level,
+                "start %d in a row that ends by %s, next in %.0f s: %s",
+                again + 1,
+                name,
+                wait_s,
+                short(error, 90),
+            )
+            time.sleep(wait_s)
+        else:
+            self._before(kind, error, trace)
+        if cause is None and self.watch is not None:
+            self.watch.announce_failure(short(f"{kind.__name__}: {error}", 100))
+
+    def _leave_file(self, error: Exception, trace: TracebackType | None, name: str, again: int) -> None:
+        later = cause_of(error) is not None
+        text = f"{type(error).__name__}: {error}"
+        stack = "".join(traceback.format_exception(type(error), error, trace))
+        if later and self.watch is not None and (news := self.watch.news(_NEWS_S)):
+            text = f"{news}; {text}"
+            stack = f"{news}, and so this rank ended:\n{stack}"
+        if self.whereabouts.steps or (isinstance(error, PeerFailure) and not cause_of(error)):
+            name = ""
+        try:
+            error_file.write(text, stack, later=later, name=name, repeats=again)
+        except OSError as reason:
+            logger.warning("torchrun will not show why this process ended: %s", reason)
+
+    def prepare(self) -> None:
+        """Installs this hook; does so again when another hook has been put over it."""
+        if sys.excepthook is not self:
+            self._before, sys.excepthook = sys.excepthook, self
+
+
+hook = ExceptHook()
+"""The hook of this process."""

@@ -1,0 +1,350 @@
+"""Kernels: the few operations on bulk bytes that everything else is built on.
+
+Owns: the contract (`Kernels`) and its checks, and the choice of an implementation by name (`get_kernels`).
+`reference` is plain numpy, slow and easy to read, and is the specification. The others are fast and equal to
+it bit for bit.
+
+Invariant: arguments are checked before the first byte is written, so a call either does all of its work or
+raises `KernelError` and has written nothing. No kernel reads or writes outside of its arguments.
+
+Knows nothing of: codes, placement, tables, ranks. All arrays are numpy, C-contiguous, aligned and
+in the machine's byte order. A *word* is 8 bytes (uint64); `ids` and `offsets` are int64.
+Calls keep no state (a `RowSet` belongs to the caller) and may run in several threads on different outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Final, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecemb.errors import KernelError, KernelUnavailable
+
+from .checks import (
+    BYTE,
+    INDEX,
+    WORD,
+    Elements,
+    Ids,
+    Words,
+    check_array,
+    check_ids,
+    check_length,
+    check_output,
+    check_places,
+    check_rows,
+    check_weight,
+)
+from .row_set import RowSet
+from .thread_team import Team
+
+__all__ = ["NAMES", "POLYNOMIAL", "Elements", "Ids", "Kernels", "RowSet", "Words", "get_kernels"]
+
+POLYNOMIAL: Final = 0x11D
+"""The field polynomial of GF(2^8) that the products use: x^8 + x^4 + x^3 + x^2 + 1."""
+
+_MODULES: Final = {
+    "reference": ("ecemb.kernels.reference", "Reference"),
+    "cpu": ("ecemb.kernels.cpu", "Cpu"),
+}
+
+NAMES: Final = tuple(_MODULES)
+"""The names that `get_kernels` takes. Importing the module of one may still fail on this machine."""
+
+
+def get_kernels(name: str, threads: int = 1) -> Kernels:
+    """Returns the kernels of this name, imported on the first call. It never substitutes others.
+
+    Args:
+        name: One of `NAMES`.
+        threads: Threads that share the work of one call, where the kernels support it.
+
+    Raises:
+        KernelUnavailable: There are no kernels of this name, or a package that they need is not installed.
+    """
+    return _cached(name, threads)
+
+
+@functools.cache
+def _cached(name: str, threads: int) -> Kernels:
+    if name not in _MODULES:
+        raise KernelUnavailable(
+            f"there are no kernels named {name!r}; the names are {', '.join(map(repr, NAMES))}"
+        )
+    module, kind = _MODULES[name]
+    try:
+        return cast("type[Kernels]", getattr(importlib.import_module(module), kind))(threads=threads)
+    except ImportError as error:
+        raise KernelUnavailable(
+            f"the kernels {name!r} can't be imported here: {error}; install the missing package, or "
+            "use 'reference', which is slow and needs only numpy"
+        ) from error
+
+
+class Kernels(ABC):
+    """The contract. Public methods check their arguments and are final; private ones implement them.
+
+    Implementations are final and keep no state. `*` is the product in GF(2^8) / 0x11D of each byte.
+
+    Args:
+        threads: Threads that share the work of one call, where the implementation supports it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, threads: int = 1) -> None:
+        self._team = Team(threads)
+
+    @final
+    def gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
+        """Copies rows of a table into a column range of records.
+
+        `out[:, column:column+w] = table[ids]`
+
+        Args:
+            table: uint8/16/32/64 [rows, w]; read.
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others
+                left alone. Not overlapping the table.
+            column: First column in `out`, in elements; column + w <= W.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_rows("gather", table, ids, "out", out, column)
+        check_output("gather", "out", out, table=table)
+        self._gather(table, ids, out, column)
+
+    @final
+    def scatter_(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
+        """Copies a column range of records into rows of a table.
+
+        `table[ids] = records[:, column:column+w]`
+
+        Records are written in order: the last record of a repeated id stays.
+
+        Args:
+            table: uint8/16/32/64 [rows, w]; the rows `ids` are overwritten, the others left alone.
+            ids: int64 [m], row numbers; read.
+            records: the table's dtype [m, W]; read. Not overlapping the table.
+            column: First column in `records`, in elements; column + w <= W.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_rows("scatter_", table, ids, "records", records, column)
+        check_output("scatter_", "table", table, records=records)
+        self._scatter(table, ids, records, column)
+
+    @final
+    def change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
+        """Computes how rows of a table differ from a column range of records: gather and delta in one pass.
+
+        `out[:, column:column+w] = table[ids] XOR old[:, column:column+w]`
+
+        Args:
+            table: uint8/16/32/64 [rows, w]; read.
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            old: the table's dtype [m, W]; read.
+            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others left
+                alone. Not overlapping the table or `old`.
+            column: First column in `old` and `out`, in elements; column + w <= W.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_rows("change", table, ids, "out", out, column)
+        check_array("change", "old", old, 2, (table.dtype,))
+        if old.shape != out.shape:
+            raise KernelError(
+                f"change: old has the shape {list(old.shape)}; it has to have out's, {list(out.shape)}"
+            )
+        check_output("change", "out", out, table=table, old=old)
+        self._change(table, ids, old, out, column)
+
+    @final
+    def distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
+        """Adds rows to a set, and returns the rows that were not in it before.
+
+        Args:
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            rows: The set; afterwards all of `ids` are in it.
+            out: int64 [at least m]; the first count elements are overwritten with the new rows, ascending,
+                each once; the others are left alone. Not overlapping `ids`.
+
+        Returns:
+            count, the number of new rows.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("distinct", "ids", ids, 1, (INDEX,))
+        check_array("distinct", "out", out, 1, (INDEX,))
+        if out.size < ids.size:
+            raise KernelError(f"distinct: out has room for {out.size} ids, and all {ids.size} may be new")
+        check_ids("distinct", ids, rows.rows, "set")
+        check_output("distinct", "out", out, ids=ids)
+        return self._distinct(ids, rows, out)
+
+    @final
+    def forget_(self, rows: RowSet, ids: Ids) -> None:
+        """Takes rows out of a set.
+
+        Args:
+            rows: The set; afterwards none of `ids` is in it.
+            ids: int64 [m], row numbers, in any order, in the set or not; read.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("forget_", "ids", ids, 1, (INDEX,))
+        check_ids("forget_", ids, rows.rows, "set")
+        self._forget(rows, ids)
+
+    @final
+    def gather_rows(self, src: Words, offsets: Ids, out: Words) -> None:
+        """Packs m rows of w words.
+
+        `out[i] = src[offsets[i]:offsets[i]+w]`
+
+        Args:
+            src: uint64 [S]; read.
+            offsets: int64 [m], where each row begins in `src`, in words; any order, repeats and
+                overlaps allowed; read.
+            out: uint64 [m, w]; overwritten. Not overlapping `src`.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("gather_rows", "src", src, offsets, "out", out)
+        check_output("gather_rows", "out", out, src=src)
+        self._gather_rows(src, offsets, out)
+
+    @final
+    def scatter_rows_(self, dst: Words, offsets: Ids, src: Words) -> None:
+        """Unpacks m rows of w words.
+
+        `dst[offsets[i]:offsets[i]+w] = src[i]`
+
+        Rows are written in order: where rows overlap in `dst`, the last one stays.
+
+        Args:
+            dst: uint64 [S]; the rows are overwritten, the rest left alone.
+            offsets: int64 [m], where each row begins in `dst`, in words; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("scatter_rows_", "dst", dst, offsets, "src", src)
+        check_output("scatter_rows_", "dst", dst, src=src)
+        self._scatter_rows(dst, offsets, src)
+
+    @final
+    def mul_add_rows_(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
+        """Adds m weighted rows of w words.
+
+        `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`
+
+        Deltas update parity by this.
+
+        Args:
+            dst: uint64 [S]; the rows are updated, the rest left alone.
+            offsets: int64 [m], where each row begins in `dst`, in words; repeats and overlaps add up; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+            weight: 0..255; 0 changes nothing, 1 is plain XOR.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("mul_add_rows_", "dst", dst, offsets, "src", src)
+        check_output("mul_add_rows_", "dst", dst, src=src)
+        check_weight("mul_add_rows_", weight)
+        if weight:
+            self._mul_add_rows(dst, offsets, src, weight)
+
+    @final
+    def mul_add_block_(self, dst: Words, src: Words, weight: int) -> None:
+        """Adds a weighted block: `dst ^= weight * src`.
+
+        Args:
+            dst: uint64 [S]; updated.
+            src: uint64 [S]; read. Not overlapping `dst`.
+            weight: 0..255; 0 changes nothing, 1 is plain XOR.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("mul_add_block_", "dst", dst, 1, (WORD,))
+        check_array("mul_add_block_", "src", src, 1, (WORD,))
+        check_length("mul_add_block_", "src", src, "dst", dst)
+        check_output("mul_add_block_", "dst", dst, src=src)
+        check_weight("mul_add_block_", weight)
+        if weight:
+            self._mul_add_block(dst, src, weight)
+
+    @final
+    def dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
+        """Combines blocks: `outs[q] = XOR_j weights[q, j] * blocks[j]`; zeros when there is no block.
+
+        This encodes parity and rebuilds lost blocks.
+
+        Args:
+            blocks: k arrays uint64 [S]; read. Not overlapping an output.
+            weights: uint8 [p, k]; read.
+            outs: p arrays uint64 [S]; overwritten. Not overlapping each other.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_array("dot", "weights", weights, 2, (BYTE,))
+        if weights.shape != (len(outs), len(blocks)):
+            shapes = f"{len(blocks)} blocks, {len(outs)} outs and weights {list(weights.shape)}"
+            raise KernelError(f"dot: {shapes}; weights has to be [outs, blocks]")
+        targets = {f"outs[{q}]": out for q, out in enumerate(outs)}
+        named = {f"blocks[{j}]": block for j, block in enumerate(blocks)}
+        for label, array in (targets | named).items():
+            check_array("dot", label, array, 1, (WORD,))
+            check_length("dot", label, array, *next(iter(targets.items()), (label, array)))
+        for label, out in targets.items():
+            check_output("dot", label, out, **named)
+            named[label] = out
+        self._dot(blocks, weights, outs)
+
+    # An implementation supplies these methods. Arguments have been checked. A weight is not 0, except in
+    # `_dot`.
+
+    @abstractmethod
+    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None: ...
+
+    @abstractmethod
+    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None: ...
+
+    @abstractmethod
+    def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int: ...
+
+    @abstractmethod
+    def _forget(self, rows: RowSet, ids: Ids) -> None: ...
+
+    @abstractmethod
+    def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None: ...
+
+    @abstractmethod
+    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None: ...
+
+    @abstractmethod
+    def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None: ...
+
+    @abstractmethod
+    def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None: ...
+
+    @abstractmethod
+    def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None: ...

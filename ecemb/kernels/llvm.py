@@ -1,0 +1,213 @@
+"""Machine code for this processor, made while the program runs: loops and vectors in LLVM's terms.
+
+Owns: how functions of 64-bit integers are written (`Emitter`) and compiled (`compiled`). LLVM compiles the
+few loops here in a few milliseconds, so there is no cache of compiled code on disk, which would have to be
+protected from other users.
+
+Must not know: the purpose of the loops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+from llvmlite import binding as _binding
+from llvmlite import ir as _ir
+
+binding: Final[Any] = _binding
+ir: Final[Any] = _ir
+
+Value: TypeAlias = Any
+"""A value of the code that is being written: an integer of 64 bits, or a vector of bytes."""
+
+I64: Final = ir.IntType(64)
+I32: Final = ir.IntType(32)
+I8: Final = ir.IntType(8)
+LINE_BYTES: Final = 64
+
+
+def number(value: int) -> Value:
+    """A constant integer."""
+    return ir.Constant(I64, value)
+
+
+def vector(size: int) -> Any:
+    """The type of `size` bytes, a power of two: a vector from 8 on, an integer below."""
+    return ir.VectorType(I8, size) if size >= 8 else ir.IntType(8 * size)
+
+
+@dataclass
+class Loop:
+    """A loop whose body is being written.
+
+    Attributes:
+        index: the running integer.
+        carried: the values that pass from iteration to iteration: before this iteration, or, after the loop,
+            at its end.
+        following: the same values after this iteration; the body sets them.
+    """
+
+    index: Value
+    carried: list[Value]
+    following: list[Value]
+
+
+class Emitter:
+    """One function under construction; `make` gives the instructions of llvmlite's IRBuilder."""
+
+    def __init__(self, name: str, arguments: int) -> None:
+        self.module: Any = ir.Module(name)
+        kind = ir.FunctionType(I64, [I64] * arguments)
+        self.function: Any = ir.Function(self.module, kind, f"{name}.{next(_names)}")
+        self.arguments: tuple[Value, ...] = tuple(self.function.args)
+        self.make: Any = ir.IRBuilder(self.function.append_basic_block())
+
+    def end(self, result: Value | None = None) -> Emitter:
+        """Ends the function by returning `result`, 0 when None."""
+        self.make.ret(number(0) if result is None else result)
+        return self
+
+    def call(self, intrinsic: str, result: Any, *values: Value) -> Value:
+        """Calls one of LLVM's intrinsics."""
+        known = self.module.globals.get(intrinsic)
+        kind = ir.FunctionType(result, [value.type for value in values])
+        return self.make.call(known or ir.Function(self.module, kind, intrinsic), values)
+
+    def pointer(self, address: Value) -> Value:
+        """An address as a pointer."""
+        return self.make.inttoptr(address, ir.PointerType())
+
+    def load(self, kind: Any, address: Value) -> Value:
+        """Reads a value that may lie at any byte."""
+        return self.make.load(self.pointer(address), align=1, typ=kind)
+
+    def store(self, value: Value, address: Value) -> None:
+        """Writes a value to any byte."""
+        self.make.store(value, self.pointer(address), align=1)
+
+    def word(self, base: Value, index: Value) -> Value:
+        """Reads word `index` of an array of 64-bit integers."""
+        return self.load(I64, self.place(base, index, number(8)))
+
+    def place(self, base: Value, index: Value, scale: Value) -> Value:
+        """The address base + index · scale."""
+        return self.make.add(base, self.make.mul(index, scale))
+
+    @contextmanager
+    def loop(self, stop: Value, step: int = 1, carried: Sequence[Value] = ()) -> Generator[Loop, None, None]:
+        """Repeats the block's instructions for an index from 0 up to, but not including, `stop`."""
+        make = self.make
+        first = (number(0), *carried)
+        below, after = (lambda i: make.icmp_signed("<", i, stop)), (lambda i: make.add(i, number(step)))
+        with self._repeat(first, below, after) as loop:
+            yield loop
+
+    @contextmanager
+    def bits(self, word: Value, carried: Sequence[Value] = ()) -> Generator[Loop, None, None]:
+        """Repeats the block's instructions for the index of each set bit of `word`, lowest first."""
+        make, any_for_0 = self.make, ir.Constant(ir.IntType(1), 1)
+        some, rest = (
+            (lambda left: make.icmp_signed("!=", left, number(0))),
+            (lambda left: make.and_(left, make.sub(left, number(1)))),
+        )
+        with self._repeat((word, *carried), some, rest) as loop:
+            loop.index = self.call("llvm.cttz.i64", I64, loop.index, any_for_0)
+            yield loop
+
+    @contextmanager
+    def _repeat(
+        self, first: Sequence[Value], goes_on: Callable[[Value], Value], step: Callable[[Value], Value]
+    ) -> Generator[Loop, None, None]:
+        make = self.make
+        before, head, body, behind = make.block, *(make.append_basic_block() for _ in range(3))
+        make.branch(head)
+        make.position_at_end(head)
+        phis = [make.phi(value.type) for value in first]
+        loop = Loop(phis[0], phis[1:], [])
+        make.cbranch(goes_on(phis[0]), body, behind)
+        make.position_at_end(body)
+        yield loop
+        following = (step(phis[0]), *loop.following)
+        for phi, value, then in zip(phis, first, following, strict=True):
+            phi.add_incoming(value, before)
+            phi.add_incoming(then, make.block)
+        make.branch(head)
+        make.position_at_end(behind)
+
+    def pieces(self, size: Value, largest: int, smallest: int, act: Callable[[Value, int], None]) -> None:
+        """Calls `act(at, bytes)` to write the instructions for each piece of `size` bytes.
+
+        Pieces have `largest` bytes, and then each smaller power of two at most once.
+        """
+        make = self.make
+        at = make.and_(size, number(-largest))
+        with self.loop(at, largest) as main:
+            act(main.index, largest)
+        piece = largest // 2
+        while piece >= smallest:
+            part = make.and_(size, number(piece))
+            with make.if_then(make.icmp_signed("!=", part, number(0))):
+                act(at, piece)
+            at = make.add(at, part)
+            piece //= 2
+
+    def prefetch(self, address: Value, *, write: bool) -> None:
+        """Fetches a line of memory before it is needed. Any address is allowed."""
+        flags = (ir.Constant(I32, int(write)), ir.Constant(I32, 3), ir.Constant(I32, 1))
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(address), *flags)
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """The features of this processor that the system allows, by LLVM's names."""
+    return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
+
+
+def engine(source: str = "") -> Any:
+    """Makes a compiler for this processor. The code that it compiles lives as long as the compiler.
+
+    Args:
+        source: LLVM assembly of its first module.
+    """
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    flat = binding.get_host_cpu_features().flatten()
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=flat, opt=2, jit=True)
+    return binding.create_mcjit_compiler(binding.parse_assembly(source), machine)
+
+
+_engine: Final = functools.cache(engine)
+
+
+_names: Final = itertools.count()
+_compiling: Final = threading.Lock()
+
+
+def compiled(*emitters: Emitter) -> list[Callable[..., int]]:
+    """Compiles functions for this processor. One call for several functions takes less time than one each.
+
+    Returns:
+        Callables of ints, in the order of `emitters`, which release the interpreter's lock while they run.
+    """
+    module, *others = (binding.parse_assembly(str(emitter.module)) for emitter in emitters)
+    for other in others:
+        module.link_in(other)
+    with _compiling:
+        engine = _engine()
+        engine.add_module(module)
+        engine.finalize_object()
+        addresses = [engine.get_function_address(emitter.function.name) for emitter in emitters]
+    return [
+        cast(
+            "Callable[..., int]", ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + len(emitter.arguments)))(address)
+        )
+        for emitter, address in zip(emitters, addresses, strict=True)
+    ]

@@ -1,0 +1,369 @@
+"""Undo records and the inbox: the data that a transaction may need after its process has died.
+
+Growing regions of the arena, each guarded by aligned words of the header (docs/protocol.md, 1.1):
+
+- `RowJournal`: the old records of the rows that a transaction changes. Written before the data change. There
+  are two, so that a transaction can begin before the previous one is decided.
+- `Inbox`: the deltas that other ranks sent for the parity of this keeper. Complete before `prepared` is
+  stored.
+- `ParityJournal`: the old parity words under those deltas. Complete before parity changes.
+
+Undo and redo copy bytes, so they may be repeated, also after an interruption. Must not know: the network, the
+decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..arena.arena import Arena
+from ..arena.header import NONE, Word
+from ..coding.delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words, unpack
+from ..coding.rows import WORD_BYTES, RowSpace
+from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
+from ..kernels.contract import Ids, Kernels, RowSet, Words
+
+Chunk = tuple[int, Ids, Words]
+"""A table, rows of it, and their old records (uint64 [m, record_words])."""
+
+ROW_JOURNALS = {
+    "row_journal": (Word.ROWS_LABEL, Word.ROWS_BYTES),
+    "next_journal": (Word.NEXT_LABEL, Word.NEXT_BYTES),
+}
+"""Regions -> their words. The second region is used while the transaction of the first is undecided."""
+
+_CHUNK_HEAD_WORDS = 2
+
+
+def _words(arena: Arena, region: str, word: Word) -> Words:
+    """The words of a region that are in use, without a partial last word."""
+    used = arena.filled(region, word)
+    return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+
+
+@dataclasses.dataclass
+class _Savepoint:
+    """The start of a step that is not the first of its transaction.
+
+    Attributes:
+        bytes: bytes of the journal in use at that point.
+        chunks: number of chunks at that point.
+        again: rows that both earlier steps and this step change, as they were at its start. They are in the
+            process's own memory, since only an abort restores them.
+    """
+
+    bytes: int
+    chunks: int
+    again: list[Chunk] = dataclasses.field(default_factory=list[Chunk])
+
+
+class RowJournal:
+    """Old records of the rows that one transaction changes, in chunks of one table each.
+
+    Args:
+        arena: holds the region and its words of the header.
+        space: the rank's rows; read by `capture`, overwritten by `undo`.
+        kernels: copy and compare rows.
+        region: one of `ROW_JOURNALS`.
+    """
+
+    def __init__(self, arena: Arena, space: RowSpace, kernels: Kernels, region: str = "row_journal") -> None:
+        self._arena = arena
+        self._region = region
+        self._label, self._bytes = ROW_JOURNALS[region]
+        self._space = space
+        self._kernels = kernels
+        self._ids = Scratch()
+        self._chunks: list[Chunk] = []
+        self._seen: dict[int, RowSet] = {}
+        self._seen_in_step: dict[int, RowSet] = {}
+        self._savepoint: _Savepoint | None = None
+        self._capturing = False  # also after an interrupted capture, when it is unknown which rows are saved
+
+    @property
+    def label(self) -> int:
+        """The transaction of the old records; meaningless once it is committed."""
+        return self._arena.get(self._label)
+
+    def arm(self, transaction: int) -> None:
+        """Empties the journal for a new transaction: the count first, then the label."""
+        self._end_step()
+        self._arena.set(self._bytes, 0)
+        self._arena.set(self._label, transaction)
+        self._drop(0)
+
+    def extend(self, transaction: int, *, savepoint: bool) -> None:
+        """Adds a step to the transaction, under a new, higher label.
+
+        Args:
+            transaction: its number from here on.
+            savepoint: whether rows are also saved as they are now: `undo_step` goes back to here.
+        """
+        self._end_step()
+        if savepoint:
+            self._savepoint = _Savepoint(self._arena.get(self._bytes), len(self._chunks))
+        self._arena.set(self._label, transaction)
+
+    def _end_step(self) -> None:
+        if self._savepoint is not None:
+            for table, ids, _ in (*self._savepoint.again, *self._chunks[self._savepoint.chunks :]):
+                self._kernels.forget_(self._seen_in_step[table], ids)
+            self._savepoint = None
+
+    def _drop(self, first: int) -> None:
+        """Drops the chunks from number `first` on."""
+        for table, ids, _ in self._chunks[first:]:
+            self._kernels.forget_(self._seen[table], ids)
+        del self._chunks[first:]
+
+    def capture(self, table: int, ids: Ids) -> int:
+        """Saves rows before they change.
+
+        Args:
+            table: index of the table in the row space.
+            ids: int64 [m], in any order. Repeated rows, and rows already saved in this transaction, are
+                skipped.
+
+        Returns:
+            The number of rows that were saved for the first time in this transaction.
+
+        Raises:
+            NotEnoughSpace: the journal can't grow; nothing was saved, and no row may change.
+            StepFailed: an exception, such as one of a signal, interrupted an earlier call. The journal takes
+                no more rows, since rows that were not saved could change without their parity.
+        """
+        if self._capturing:
+            raise StepFailed(
+                "an exception interrupted the saving of rows before they change, and the step continued: "
+                "let the exception end the step; a restart undoes the step"
+            )
+        self._capturing = True
+        savepoint = self._savepoint
+        touched = ids
+        if savepoint is not None:
+            touched = self._new(self._seen_in_step, table, ids).copy()
+        fresh = self._new(self._seen, table, touched)
+        try:
+            if savepoint is not None:
+                again = np.ones(len(touched), np.bool_)
+                again[np.searchsorted(touched, fresh)] = False
+                savepoint.again += self._copied(table, touched[again])
+            if len(fresh):
+                self._chunks.append(self._save(table, fresh))
+        except NotEnoughSpace:
+            self._kernels.forget_(self._seen[table], fresh)
+            if savepoint is not None:
+                self._kernels.forget_(self._seen_in_step[table], touched)
+            self._capturing = False
+            raise
+        self._capturing = False
+        return len(fresh)
+
+    def _new(self, sets: dict[int, RowSet], table: int, ids: Ids) -> Ids:
+        """Adds rows to a table's set. Returns the new ones, ascending; they are valid until the next call."""
+        if table not in sets:
+            sets[table] = RowSet(self._space.named[table].layout.rows)
+        out = self._ids.room(len(ids)).view(np.int64)
+        return out[: self._kernels.distinct(ids, sets[table], out)]
+
+    def _copied(self, table: int, ids: Ids) -> list[Chunk]:
+        if not len(ids):
+            return []
+        records = np.empty((len(ids), self._space.named[table].layout.record_words), np.uint64)
+        self._space.named[table].gather(ids, records)
+        return [(table, ids, records)]
+
+    def _save(self, table: int, ids: Ids) -> Chunk:
+        """Writes the chunk, then the count; returns the chunk as views of the arena."""
+        m, width = len(ids), self._space.named[table].layout.record_words
+        used = self._arena.get(self._bytes)
+        size = (_CHUNK_HEAD_WORDS + m + m * width) * WORD_BYTES
+        self._arena.reserve(self._region, used + size)
+        words = self._arena.region(self._region)[used : used + size].view(np.uint64)
+        signed = words.view(np.int64)
+        signed[:_CHUNK_HEAD_WORDS] = (table, m)
+        saved = signed[_CHUNK_HEAD_WORDS : _CHUNK_HEAD_WORDS + m]
+        saved[:] = ids
+        records = words[_CHUNK_HEAD_WORDS + m :].reshape(m, width)
+        self._space.named[table].gather(saved, records)
+        self._arena.set(self._bytes, used + size)
+        return table, saved, records
+
+    def changes(self, scratch: Scratch) -> tuple[Words, list[int]]:
+        """The Deltas of all captured rows: their old records XOR their current ones.
+
+        Args:
+            scratch: memory for the Deltas.
+
+        Returns:
+            The Deltas in the order of their blocks; and k + 1 edges: the first word of each block's Deltas,
+            and the end of the last.
+        """
+        chunks = [(*chunk, self._space.cut(*chunk[:2])) for chunk in self._chunks]
+        blocks = len(self._space.bounds) - 1
+        out = scratch.room(
+            sum(size_words(len(ids), old.shape[1]) + blocks * HEAD_WORDS for _, ids, old, _ in chunks)
+        )
+        edges = [0]
+        for block in range(blocks):
+            at = edges[-1]
+            for table, ids, old, cut in chunks:
+                rows = slice(cut[block], cut[block + 1])
+                if rows.start < rows.stop:
+                    at += self._change(out[at:], block, table, ids[rows], old[rows])
+            edges.append(at)
+        return out, edges
+
+    def _change(self, out: Words, block: int, table: int, ids: Ids, old: Words) -> int:
+        """Writes one Delta to the start of `out`; returns its size in words.
+
+        The unchanged last words of a single record are left out: rank state fills only a part of its record.
+        """
+        records, width = old.shape
+        delta = blank(out, block, records, width)
+        first = self._space.bases[table] - self._space.bounds[block]
+        np.add(ids * width, first, out=delta.offsets)
+        self._space.named[table].change(ids, old, delta.words)
+        if records == 1:
+            changed = np.flatnonzero(delta.words)
+            width = int(changed[-1]) + 1 if len(changed) else 0
+            blank(out, block, records, width)
+        return size_words(records, width)
+
+    def undo(self) -> int:
+        """Copies the saved records back, the last chunk first. The journal is void afterwards.
+
+        Returns:
+            The number of rows written.
+        """
+        rows = 0
+        for table, ids, records in reversed(list(self._stored())):
+            self._space.named[table].scatter_(ids, records)
+            rows += len(ids)
+        self._arena.set(self._label, NONE)  # a later transaction may reuse this number with the other journal
+        return rows
+
+    def undo_step(self) -> None:
+        """Restores the rows to the start of the transaction's last step, which is then empty."""
+        savepoint = self._savepoint
+        began = savepoint or _Savepoint(0, 0)
+        for table, ids, records in (*began.again, *self._chunks[began.chunks :]):
+            self._space.named[table].scatter_(ids, records)
+        self._arena.set(self._bytes, began.bytes)
+        self._end_step()
+        self._drop(began.chunks)
+        if savepoint is not None:
+            self._savepoint = _Savepoint(began.bytes, began.chunks)
+
+    def _stored(self) -> Iterator[Chunk]:
+        words = _words(self._arena, self._region, self._bytes)
+        signed = words.view(np.int64)
+        at = 0
+        while at < len(words):
+            head = signed[at : at + _CHUNK_HEAD_WORDS].tolist()
+            table, m = head if len(head) == _CHUNK_HEAD_WORDS else (-1, 0)
+            if not 0 <= table < len(self._space.named):
+                raise self._damaged(f"refers to table {table}, but the rank has {len(self._space.named)}")
+            layout = self._space.named[table].layout
+            at += _CHUNK_HEAD_WORDS
+            if m < 0 or at + m * (1 + layout.record_words) > len(words):
+                raise self._damaged(f"claims that {m} rows of table {layout.name!r} follow word {at}")
+            ids, at = signed[at : at + m], at + m
+            if m and not 0 <= int(ids.min()) <= int(ids.max()) < layout.rows:
+                raise self._damaged(f"refers to a row beyond the {layout.rows} rows of table {layout.name!r}")
+            size = m * layout.record_words
+            records, at = words[at : at + size].reshape(m, layout.record_words), at + size
+            yield table, ids, records
+
+    def _damaged(self, what: str) -> InconsistentArenas:
+        return InconsistentArenas(
+            f"the row journal {what}: the arena's memory is damaged; nothing was undone. "
+            f"{self._arena.way_out}"
+        )
+
+
+class Inbox:
+    """The deltas that all ranks sent to this keeper in one transaction.
+
+    Args:
+        arena: holds the region "inbox" and the words `inbox_label`, `inbox_bytes`.
+        world_size: number of senders.
+    """
+
+    def __init__(self, arena: Arena, world_size: int) -> None:
+        self._arena = arena
+        self._senders = world_size
+
+    def open(self, lengths: Sequence[int]) -> dict[int, Words]:
+        """Makes room for messages of the given lengths (words, one for each rank).
+
+        Returns:
+            Sender -> uint64 [length] in the arena, to fill with its message; empty messages are left out.
+
+        Raises:
+            NotEnoughSpace: the inbox can't grow; nothing was received.
+        """
+        self._arena.set(Word.INBOX_LABEL, NONE)
+        size = (self._senders + sum(lengths)) * WORD_BYTES
+        self._arena.reserve("inbox", size)
+        words = self._arena.region("inbox")[:size].view(np.uint64)
+        words.view(np.int64)[: self._senders] = lengths
+        self._arena.set(Word.INBOX_BYTES, size)
+        return parted(words[self._senders :], lengths)
+
+    def seal(self, transaction: int) -> None:
+        """Records that every message of `transaction` has been received."""
+        self._arena.set(Word.INBOX_LABEL, transaction)
+
+    def deltas(self, transaction: int) -> list[tuple[int, Delta]]:
+        """The received Deltas, each with its sender.
+
+        Raises:
+            InconsistentArenas: the inbox holds another transaction.
+        """
+        if (label := self._arena.get(Word.INBOX_LABEL)) != transaction:
+            raise InconsistentArenas(
+                f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
+                f"this behind; the arena's memory is damaged. {self._arena.way_out}"
+            )
+        words = _words(self._arena, "inbox", Word.INBOX_BYTES)
+        lengths = words.view(np.int64)[: self._senders].tolist()
+        if len(lengths) < self._senders or min(lengths) < 0 or self._senders + sum(lengths) != len(words):
+            raise InconsistentArenas(
+                f"the inbox of {len(words)} words claims messages of {lengths} words: the arena's memory "
+                f"is damaged. {self._arena.way_out}"
+            )
+        messages = parted(words[self._senders :], lengths)
+        return [(sender, delta) for sender, message in messages.items() for delta in unpack(message)]
+
+
+class ParityJournal:
+    """Old parity words under the inbox's deltas, in the inbox's order, so they need no addresses.
+
+    Args:
+        arena: holds the region "parity_journal" and the word `parity_label`.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    @property
+    def label(self) -> int:
+        """The transaction under which parity has begun to change."""
+        return self._arena.get(Word.PARITY_LABEL)
+
+    def open(self, words: int) -> Words:
+        """Reserves `words` old parity words: uint64 [words] in the arena.
+
+        Raises:
+            NotEnoughSpace: the journal can't grow.
+        """
+        self._arena.reserve("parity_journal", words * WORD_BYTES)
+        return self._arena.region("parity_journal")[: words * WORD_BYTES].view(np.uint64)
+
+    def seal(self, transaction: int) -> None:
+        """Records that all old words of `transaction` are saved; from here on parity may change."""
+        self._arena.set(Word.PARITY_LABEL, transaction)

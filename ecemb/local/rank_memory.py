@@ -1,0 +1,303 @@
+"""What one rank does alone, in its own arena: capture, undo, apply, redo, commit.
+
+`RankMemory` puts the parts of an arena together and writes the header's words in the order that
+docs/protocol.md, 1.1 demands. No network here: whatever this module does can be cut off between any two
+instructions and done again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arena.arena import Arena
+from ..arena.header import NONE, State, Word
+from ..coding.delta import Scratch, blank, messages, size_words
+from ..coding.parity import ParityBlocks
+from ..coding.placement import Placement
+from ..coding.rows import RowSpace, Table, TableLayout, arrange, joined
+from ..errors import InconsistentArenas
+from ..kernels.contract import Kernels, Words
+from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
+from .state_slots import Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What all ranks know of each other's memory.
+
+    Attributes:
+        placement: who keeps whose parity; None for a world of one rank, which has none.
+        block_words: [world size][k], words of every rank's data blocks.
+        generator: uint8 [n, k].
+    """
+
+    placement: Placement | None
+    block_words: tuple[tuple[int, ...], ...]
+    generator: NDArray[np.uint8]
+
+
+class RankMemory:
+    """One rank's arena, opened: its rows, its parity, and the journals of the transaction in flight.
+
+    Args:
+        arena: attached or just created; read and overwritten.
+        layouts: this rank's tables in the order of their addresses; the rank state's record is the last.
+        geometry: what all ranks know.
+        kernels: does the work on bytes.
+    """
+
+    def __init__(
+        self, arena: Arena, layouts: Sequence[TableLayout], geometry: Geometry, kernels: Kernels
+    ) -> None:
+        self.arena = arena
+        self.geometry = geometry
+        self.rank: int = arena.header().constants.rank
+        rows = arena.region("rows")
+        starts, _ = arrange(layouts)
+        tables, named = (
+            [Table(layout, rows, at, kernels) for layout, at in zip(each, starts, strict=True)]
+            for each in (layouts, joined(layouts))
+        )
+        self.space: RowSpace = RowSpace(tables, geometry.generator.shape[1], named)
+        self.parity: ParityBlocks | None = None
+        if geometry.placement is not None:
+            self.parity = ParityBlocks(
+                arena.region("parity").view(np.uint64),
+                geometry.placement,
+                self.rank,
+                geometry.block_words,
+                geometry.generator,
+                kernels,
+            )
+        self._journals = [RowJournal(arena, self.space, kernels, region) for region in ROW_JOURNALS]
+        self.journal: RowJournal = self._journals[0]
+        self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
+        self.parity_journal: ParityJournal = ParityJournal(arena)
+        self.slots: Slots = Slots(arena)
+        self._messages = Scratch()
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that this rank committed."""
+        return self.arena.get(Word.COMMITTED)
+
+    @property
+    def prepared(self) -> int:
+        """The last transaction that this rank can bring forward."""
+        return self.arena.get(Word.PREPARED)
+
+    @property
+    def rank_state(self) -> NDArray[np.uint8]:
+        """The bytes of the rank state's record, uint8, a view."""
+        return self.space.tables[-1].columns[0][0]
+
+    @property
+    def message_bytes(self) -> int:
+        """Memory for messages to keepers, in this process."""
+        return self._messages.size_bytes
+
+    def join(self, generation: int, generation_id: int) -> None:
+        """Says that this arena is a member of a generation (docs/protocol.md, 2)."""
+        self.arena.join(generation, generation_id)
+
+    def mark_opened(self, generation: int) -> None:
+        """Says that rows and parity may change, as all ranks have joined (docs/protocol.md, 2)."""
+        self.arena.set(Word.OPENED, generation)
+
+    def mark_prepared(self, transaction: int) -> None:
+        """Says that this rank can bring a transaction forward (docs/protocol.md, 1.1 and 3.3)."""
+        self.arena.set(Word.PREPARED, transaction)
+
+    def mark_undeclared(self) -> None:
+        """Says that rows differ from what parity was made of (docs/protocol.md, 3.3).
+
+        The next start encodes parity again.
+        """
+        self.arena.set(Word.UNDECLARED, 1)
+
+    def mark_encoded(self) -> None:
+        """Says that parity fits the rows again (docs/protocol.md, 3.3)."""
+        self.arena.set(Word.UNDECLARED, 0)
+
+    def go_live(self) -> None:
+        """Says that the arena is a survivor from here on: the last store of a start (docs/protocol.md, 2)."""
+        self.arena.set(Word.STATE, State.LIVE)
+
+    def finish(self) -> None:
+        """Makes the arena the tombstone of a closed job (docs/protocol.md, 2)."""
+        self.arena.set(Word.STATE, State.FINISHED)
+
+    def record_recovery(self, kind: int, step: int, total_s: float) -> None:
+        """Writes facts of this start for people who watch the job from outside (docs/protocol.md, 2).
+
+        Args:
+            kind: number of the recovery's kind, from 1 on.
+            step: number of the step to run next.
+            total_s: wall time of the start on this rank, in seconds.
+        """
+        self.arena.set(Word.RECOVERY_KIND, kind)
+        self.arena.set(Word.RECOVERY_STEP, step)
+        self.arena.set(Word.RECOVERY_US, round(total_s * 1e6))
+        self.arena.set(Word.RECOVERED_NS, time.time_ns())
+
+    def arm(self, transaction: int) -> None:
+        """Begins a transaction, in a row journal that no undecided one needs."""
+        self.journal = next(one for one in self._journals if one.label <= self.committed)
+        self.journal.arm(transaction)
+
+    def undo(self, transaction: int) -> int:
+        """Takes back what this rank did to its rows after a transaction, the newest first.
+
+        Returns:
+            The number of rows written.
+        """
+        undone = [one for one in self._journals if one.label > transaction]
+        return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
+
+    def capture_rank_state(self) -> None:
+        """Saves the rank state's old record; it may be written after this."""
+        self.journal.capture(len(self.space.tables) - 1, np.zeros(1, np.int64))
+
+    def read_block(self, stripe_class: int, block: int, start: int, stop: int) -> Words:
+        """Words start..stop-1 of this rank's block of a class, fewer at its end; read-only, may be a view.
+
+        Args:
+            stripe_class: a class that this rank is a member of.
+            block: its number in the stripe: data 0..k-1, parity k..n-1.
+            start: first word, counted from the block's start.
+            stop: end of the words.
+        """
+        if block >= self.geometry.generator.shape[1] and self.parity is not None:
+            return self.parity.block(stripe_class)[start:stop]
+        low, high = self.space.bounds[block], self.space.bounds[block + 1]
+        return self.space.read(min(low + start, high), min(low + stop, high))
+
+    def write_block_(self, stripe_class: int, block: int, start: int, words: Words) -> None:
+        """Overwrites this rank's block of a class from word `start` on with `words` (uint64 [m])."""
+        if block >= self.geometry.generator.shape[1] and self.parity is not None:
+            self.parity.block(stripe_class)[start : start + len(words)] = words
+        else:
+            self.space.write_(self.space.bounds[block] + start, words)
+
+    def outgoing(self) -> dict[int, Words]:
+        """The deltas of the transaction in flight, as messages to keepers; the next call overwrites them."""
+        placement = self.geometry.placement
+        if placement is None:
+            return {}
+        words, edges = self.journal.changes(self._messages)
+        return messages(words, edges, placement, self.rank)
+
+    def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
+        """Makes room for other ranks' messages, and for the old parity under them.
+
+        Everything that `apply` will need is reserved here: nothing may fail for want of space once the
+        transaction is prepared.
+
+        Args:
+            lengths: what each rank announces, in words.
+
+        Returns:
+            Sender -> the inbox's memory for its message, to be filled.
+
+        Raises:
+            InconsistentArenas: a negative length.
+            NotEnoughSpace: there is no room; nothing was received.
+        """
+        if min(lengths) < 0:
+            raise InconsistentArenas(
+                f"the ranks announce messages of {list(lengths)} words: the network is damaged, or the ranks "
+                f"run different versions of ecemb; restart the job"
+            )
+        self.parity_journal.open(sum(lengths))
+        return self.inbox.open(lengths)
+
+    def prepare(self, transaction: int) -> None:
+        """The inbox is complete and all is written: whatever happens now, the vote decides.
+
+        Raises:
+            InconsistentArenas: a received delta fits nothing here; the transaction is not prepared.
+        """
+        self.inbox.seal(transaction)
+        self._check(transaction)
+        self.mark_prepared(transaction)
+
+    def _check(self, transaction: int) -> None:
+        if self.parity is not None:
+            self.parity.check(self.inbox.deltas(transaction))
+
+    def apply(self, transaction: int) -> None:
+        """Brings parity to `transaction` from the inbox, old words first; may be done again."""
+        if self.parity is None:
+            return
+        received = self.inbox.deltas(transaction)
+        saved = self.parity_journal.open(sum(delta.words.size for _, delta in received))
+        if self.parity_journal.label == transaction:
+            self.parity.restore_(received, saved)
+        else:
+            self.parity.save(received, saved)
+            self.parity_journal.seal(transaction)
+        self.parity.update_(received)
+
+    def commit(self, transaction: int) -> None:
+        """Says that a transaction is decided, in its last store (docs/protocol.md, 1.1).
+
+        Journals with this label, or a lower one, are void from here on. The time, which is for people, is
+        stored before.
+        """
+        self.arena.set(Word.COMMITTED_NS, time.time_ns())
+        self.arena.set(Word.COMMITTED, transaction)
+
+    def decide(self, transaction: int) -> tuple[int, bool]:
+        """Brings this rank to the transaction that recovery decided on (docs/protocol.md, 3.3).
+
+        Args:
+            transaction: T, the smallest prepared transaction among the valid arenas.
+
+        Returns:
+            The number of rows undone, and whether a transaction was redone.
+
+        Raises:
+            InconsistentArenas: this rank has committed more than T, or what it has to undo or redo from is
+                damaged; no row and no parity was written.
+        """
+        if self.committed > transaction:
+            raise InconsistentArenas(
+                f"rank {self.rank} has committed transaction {self.committed}, and the survivors stand "
+                f"on {transaction}: no failure leaves this behind; nothing was written. "
+                f"{self.arena.way_out}"
+            )
+        if self.prepared > transaction:  # first: a second crash must not roll forward
+            self.mark_prepared(transaction)
+        undone = self.undo(transaction)
+        redone = self.committed < transaction
+        if redone:
+            if self.committed != NONE:  # else it is what this arena began with, and has no inbox
+                self._check(transaction)
+                self.apply(transaction)
+            self.commit(transaction)
+        return undone, redone
+
+
+def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:
+    """Words start..stop-1 of each of this rank's blocks, to their keepers, as deltas from zero."""
+    placement = memory.geometry.placement
+    if placement is None:
+        return {}
+    out = np.empty(placement.k * size_words(1, stop - start), np.uint64)
+    edges = [0]
+    for block, (low, high) in enumerate(itertools.pairwise(memory.space.bounds)):
+        words = memory.space.read(min(low + start, high), min(low + stop, high))
+        at = edges[-1]
+        if len(words):
+            delta = blank(out[at:], block, 1, len(words))
+            delta.offsets[:] = start
+            delta.words[:] = words
+            at += size_words(1, len(words))
+        edges.append(at)
+    return messages(out, edges, placement, memory.rank)

@@ -1,0 +1,343 @@
+"""The cost of a code for a job, and the losses that it survives: the arithmetic of `python -m ecemb plan`.
+
+Owns: the formulas for memory, bytes per step, overhead, recovery time and the chance of loss. They are pure
+first-order arithmetic over a `Job`, derived here unless marked otherwise; bench/ compares them with simulated
+events.
+
+Knows nothing of: running jobs, torch, files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from .._wording import counted
+from ..coding.code import Code
+from ..coding.placement import Placement, fitting_codes
+from ..errors import ConfigurationError, PlacementError
+from .data_loss import Odds
+
+MONTH_H = 730.5
+"""A twelfth of 365.25 days."""
+HOST_FAULTS_PER_DAY = 4.2e-3
+"""Of one host: 584 faults of 400 GPU servers in 349 days (published: InfiniteHBD's fault trace, 2025)."""
+HOST_SHARE = 0.25
+"""The part of a job's faults that lose a host's memory: three of four faults end with a restart of the
+process (published: DLRover)."""
+BURST_SHARE = 56 / 483
+"""The part of host failures in which several hosts fail within 10 minutes, in InfiniteHBD's trace."""
+BURST_SIZES = {2: 39 / 56, 3: 9 / 56, 4: 3 / 56, 5: 2 / 56, 6: 1 / 56, 9: 1 / 56, 14: 1 / 56}
+"""Number of hosts that fail together -> share of such failures; from the same trace."""
+ROW_HEAD_BYTES = 8
+"""The bytes of a row's number in a delta."""
+MESSAGE_ROUNDS = 3
+"""Rounds of messages in a step: step status, deltas, votes."""
+CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8), Code(8, 5))
+"""The codes that are compared by default."""
+_SHOWN_CODES = 4
+MOST, LEAST = 1e18, 1e-9
+"""The largest valid number, and the smallest one above 0."""
+MOST_RANKS = 1 << 20
+"""Of a job: the computation for more would take minutes."""
+SPARE = 1.25
+"""Journals and inbox grow by a quarter at a time (`Arena.reserve`)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, and the machines that it runs on.
+
+    Attributes:
+        hosts: Number of machines.
+        ranks_per_host: Number of ranks on each host.
+        table_bytes: Bytes of all tables on all ranks, with optimizer state.
+        touched_rows: Rows of a rank's shard that a step changes.
+        row_bytes: Bytes of one row, with optimizer state; records are padded to words of 8 bytes.
+        step_s: Seconds of a step without protection.
+        network_bytes_per_s: Speed of a host's network, each way.
+        memory_bytes_per_s: Speed of a rank's memory while it gathers rows and updates parity (chosen).
+        latency_s: Seconds of a round of small messages among all ranks (chosen).
+        restart_s: Seconds from a process's death until all processes train again, without data to move
+            (chosen).
+        replace_s: Seconds until another host replaces a lost one (chosen).
+        rebuild_over_network: Part of the network's speed that a rebuild reaches (docs/results/recovery.md).
+        mtbf_h: Hours between faults of any kind in the whole job; None for the published rates.
+        host_share: Part of those faults that lose a host's memory.
+        burst_share: Part of host faults that lose several hosts at once, in numbers from `BURST_SIZES`.
+        rack_hosts: Number of hosts in a rack; a burst takes all its hosts from one rack. With 0, a burst
+            takes any hosts.
+        dense_bytes: Bytes of replicated state: dense parameters and their optimizer's state.
+
+    Raises:
+        ConfigurationError: A number is outside of its range.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    table_bytes: float
+    touched_rows: float
+    row_bytes: float
+    step_s: float
+    network_bytes_per_s: float
+    memory_bytes_per_s: float = 5e9
+    latency_s: float = 2e-4
+    restart_s: float = 30.0
+    replace_s: float = 120.0
+    rebuild_over_network: float = 0.45
+    mtbf_h: float | None = None
+    host_share: float = HOST_SHARE
+    burst_share: float = BURST_SHARE
+    rack_hosts: int = 0
+    dense_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = bounds(field.name)
+            if value is not None and not low <= value <= high:
+                raise ConfigurationError(
+                    f"{field.name} of a job has to be a number from {low:g} to {high:g}; it is {value}"
+                )
+        if self.ranks > MOST_RANKS:
+            raise ConfigurationError(
+                f"a job can have at most {MOST_RANKS:,} ranks, since the placement of each rank is computed; "
+                f"{self.hosts:,} hosts with {self.ranks_per_host:,} ranks on each are {self.ranks:,}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def record_bytes(self) -> float:
+        """Bytes of one row as it is journaled and sent."""
+        return 8 * math.ceil(self.row_bytes / 8)
+
+    @property
+    def host_faults_per_h(self) -> float:
+        """Rate at which hosts lose their memory, one at a time or several."""
+        if self.mtbf_h is None:
+            return self.hosts * HOST_FAULTS_PER_DAY / 24
+        return self.host_share / self.mtbf_h
+
+    @property
+    def process_faults_per_h(self) -> float:
+        """Rate at which a process dies while its host stays up."""
+        if self.mtbf_h is None:
+            return self.host_faults_per_h * (1 - HOST_SHARE) / HOST_SHARE
+        return (1 - self.host_share) / self.mtbf_h
+
+    def host_of_ranks(self, *, racks_in_turn: bool = False) -> list[int]:
+        """Rank -> its host. Host h is in rack h // rack_hosts.
+
+        Args:
+            racks_in_turn: Consecutive hosts are in different racks, in turn; otherwise rack by rack.
+        """
+        hosts = list(range(self.hosts))
+        if racks_in_turn:
+            hosts.sort(key=lambda host: (host % self.rack_hosts, host // self.rack_hosts))
+        return [host for host in hosts for _ in range(self.ranks_per_host)]
+
+
+_BOUNDS = {
+    **dict.fromkeys(("hosts", "ranks_per_host"), (1, MOST)),
+    **dict.fromkeys(("host_share", "burst_share"), (0, 1)),
+    "rebuild_over_network": (LEAST, 1),
+    **dict.fromkeys(
+        ("table_bytes", "row_bytes", "step_s", "network_bytes_per_s", "memory_bytes_per_s", "mtbf_h"),
+        (LEAST, MOST),
+    ),
+}
+"""Attribute -> its range, where it differs from 0 to `MOST`."""
+
+
+def bounds(attribute: str) -> tuple[float, float]:
+    """The smallest and the largest value that an attribute of a `Job` may have."""
+    return _BOUNDS.get(attribute, (0, MOST))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of one code for a job, and the losses that it survives.
+
+    Attributes:
+        n: Blocks in a stripe.
+        k: Data blocks among them.
+        spread: "rank", "host" or "rack": the failure domains; every stripe is in n different ones. See
+            `placed`.
+        survives: Any this many failure domains may be lost at once, but 0 if they are ranks that share
+            hosts: then any n - k ranks may be lost, but no host.
+        memory_bytes: Memory of a rank beyond its tables: parity, journals, inbox, replicated state.
+        memory_over_tables: The same, divided by the bytes of the rank's tables.
+        step_bytes: Bytes that a rank sends in a step.
+        overhead: Additional part of a step's time, without `window` and `overlap`.
+        process_recovery_s: Seconds from the death of a process until training continues.
+        host_recovery_s: Seconds from the death of a host until training continues.
+        time_lost: Part of all time that recoveries take.
+        loss_per_month_alone: Probability that hosts lost one at a time exceed the code within a month.
+        loss_per_month_bursts: The same for several hosts lost at once.
+        loss_per_month: The same for both.
+    """
+
+    n: int
+    k: int
+    spread: str
+    survives: int
+    memory_bytes: float
+    memory_over_tables: float
+    step_bytes: float
+    overhead: float
+    process_recovery_s: float
+    host_recovery_s: float
+    time_lost: float
+    loss_per_month_alone: float
+    loss_per_month_bursts: float
+    loss_per_month: float
+
+
+def placed(job: Job, code: Code, spread: str) -> tuple[Placement, list[int]]:
+    """Returns the placement of parity, and rank -> host.
+
+    Args:
+        job: The job.
+        code: The code.
+        spread: "rank" is `failure_domain="rank"`, ranks on hosts rack by rack. "host" is
+            `failure_domain="host"`, for the same ranks. "rack" is `failure_domain="host"` with ranks on hosts
+            of each rack in turn: positions on the ring follow the order of ranks.
+
+    Raises:
+        PlacementError: The code doesn't fit; names codes that do.
+        ConfigurationError: An unknown spread, or "rack" for a job without racks.
+    """
+    if spread not in ("rank", "host", "rack") or (spread == "rack" and not job.rack_hosts):
+        raise ConfigurationError(
+            f"parity can be spread over 'rank', 'host' or, with racks, 'rack'; not {spread!r}"
+        )
+    hosts = job.host_of_ranks(racks_in_turn=spread == "rack")
+    if spread == "rank":
+        return Placement.ranks(code.n, code.k, job.ranks), hosts
+    placement = Placement.plan(code.n, code.k, hosts)
+    if spread == "rack" and not placement.spread([host // job.rack_hosts for host in hosts]):
+        raise PlacementError(
+            f"code ({code.n}, {code.k}) needs {code.n} or more racks, with equally many hosts in each, for "
+            f"the {code.n} blocks of a stripe; the job has {job.hosts} hosts in racks of {job.rack_hosts}"
+        )
+    return placement, hosts
+
+
+def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
+    """Computes the estimate of one code.
+
+    - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + 2 r
+      times, and reserve up to `SPARE` times that; two copies of replicated state.
+    - bytes: each touched row goes to r keepers, with its number.
+    - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
+      rows and 3 times the bytes that keepers receive; and `MESSAGE_ROUNDS` rounds of messages. Nothing
+      overlaps. The wait for slower ranks is not included; where ranks share cores, it is the largest part
+      (docs/performance.md).
+    - recovery: a restart; for a host also its replacement, and the transfer of its tables and parity, each
+      byte once (see `ecemb.recovery.rebuild`), at `rebuild_over_network` of the network's speed.
+    - probability of loss: hosts are lost at the job's rate, one or several at once. A host that is lost
+      before the rebuild ends adds to them, and the rebuild starts over (`Odds.episode`). In a month, 1 -
+      exp(-losses). Several hosts lost during one rebuild count as one loss.
+
+    Raises:
+        PlacementError: The code doesn't fit; names codes that do.
+        ConfigurationError: An unknown spread, or "rack" for a job without racks.
+    """
+    placement, hosts = placed(job, code, spread)
+    odds = Odds(placement, hosts, job.rack_hosts)
+    rank_bytes = job.table_bytes / job.ranks
+    touched = job.touched_rows * job.record_bytes
+    named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
+    step_bytes = code.r * named
+    buffers = SPARE * (1 + 2 * code.r) * named
+    memory_bytes = rank_bytes * code.r / code.k + buffers + 2 * job.dense_bytes
+    step_s = (
+        step_bytes * job.ranks_per_host / job.network_bytes_per_s
+        + (5 + 3 * code.r) * touched / job.memory_bytes_per_s
+        + MESSAGE_ROUNDS * job.latency_s
+    )
+    host_s = host_recovery_s(job, code)
+    alone, bursts = losses_per_month(job, odds, host_s / 3600)
+    return Estimate(
+        n=code.n,
+        k=code.k,
+        spread=spread,
+        survives=code.r if spread != "rank" or placement.spread(hosts) else 0,
+        memory_bytes=memory_bytes,
+        memory_over_tables=memory_bytes / rank_bytes,
+        step_bytes=step_bytes,
+        overhead=step_s / job.step_s,
+        process_recovery_s=job.restart_s,
+        host_recovery_s=host_s,
+        time_lost=(job.process_faults_per_h * job.restart_s + job.host_faults_per_h * host_s) / 3600,
+        loss_per_month_alone=-math.expm1(-alone),
+        loss_per_month_bursts=-math.expm1(-bursts),
+        loss_per_month=-math.expm1(-alone - bursts),
+    )
+
+
+def host_recovery_s(job: Job, code: Code) -> float:
+    """Seconds until a lost host's memory is rebuilt on another host and all ranks train; see `estimate`."""
+    lost_bytes = job.table_bytes / job.hosts * (1 + code.r / code.k)
+    rebuild_s = lost_bytes / (job.network_bytes_per_s * job.rebuild_over_network)
+    return job.replace_s + job.restart_s + rebuild_s
+
+
+def losses_per_month(job: Job, odds: Odds, recovery_h: float) -> tuple[float, float]:
+    """Data losses per month: by hosts lost one at a time, and by several lost at once; see `estimate`.
+
+    Args:
+        job: The job, with its rate of lost hosts.
+        odds: Probabilities of loss under the placement.
+        recovery_h: Hours of a recovery, in which another loss adds to the first.
+    """
+    faults = job.host_faults_per_h * MONTH_H
+    again = -math.expm1(-job.host_faults_per_h * recovery_h)
+    alone = faults * (1 - job.burst_share) * odds.episode(1, again)
+    one_rack = job.rack_hosts > 0
+    bursts = sum(
+        faults * job.burst_share * share * odds.episode(size, again, one_rack=one_rack)
+        for size, share in BURST_SIZES.items()
+    )
+    return alone, bursts
+
+
+def compare(job: Job, codes: Sequence[Code] = ()) -> tuple[list[Estimate], dict[str, str]]:
+    """Estimates codes, spread over hosts and, if there are any, over racks; over ranks on a single host.
+
+    Args:
+        job: The job.
+        codes: The codes; by default those of `CODES` that fit.
+
+    Returns:
+        The estimates; and for each code that doesn't fit, its name -> the reason.
+
+    Raises:
+        PlacementError: No code fits.
+    """
+    found: list[Estimate] = []
+    refused: dict[str, str] = {}
+    spreads = ("host", "rack") if job.rack_hosts else ("host",)
+    if job.hosts == 1:
+        spreads = ("rank",)
+    for code in codes or CODES:
+        for spread in spreads:
+            try:
+                found.append(estimate(job, code, spread))
+            except PlacementError as error:
+                refused[f"({code.n}, {code.k}) over {spread}s"] = str(error)
+    if not found:
+        alone = job.hosts == 1
+        domains = range(job.ranks) if alone else job.host_of_ranks()
+        fitting = [str(code) for code in fitting_codes(domains)[:_SHOWN_CODES]]
+        raise PlacementError(
+            f"none of these codes fits {counted(job.hosts, 'host')} with "
+            f"{counted(job.ranks_per_host, 'rank')}{'' if alone else ' on each'}; "
+            + (f"these do: {', '.join(fitting)}" if fitting else "parity needs at least 2 ranks")
+        )
+    return found, refused

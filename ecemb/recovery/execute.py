@@ -1,0 +1,247 @@
+"""Carries a plan out: the fresh start, and the recovery (docs/protocol.md, 3.3).
+
+Every stage is idempotent: after a failure in the middle, another start makes another plan and runs the same
+stages again. A replacement's arena counts as lost until its state says LIVE, which is its last store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import get_args
+
+from ..errors import InconsistentArenas
+from ..group.collectives import Transport
+from ..kernels.contract import Kernels
+from ..local.rank_memory import RankMemory
+from .parity_check import chunks, collect, compare, longest_block
+from .plan import Kind, RecoveryPlan, plan_recovery
+from .rebuild import Ready, copy_replicated, rebuild_lost
+
+__all__ = [
+    "RecoveryPlan",
+    "RecoveryReport",
+    "fill",
+    "headline",
+    "plan_recovery",
+    "recover",
+    "write_to_header",
+]
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+SAMPLE_WORDS = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryReport:
+    """The outcome of this start, as `guard.recovery` shows it.
+
+    Attributes:
+        kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt) or
+            "checkpoint" (resumed from one).
+        step: the number of the step to run next.
+        lost: ranks whose memory was rebuilt.
+        undone_rows: rows that this rank copied back from its journal.
+        redone: whether this rank redid the parity of a step that was decided.
+        rebuilt_bytes: bytes of rows, parity and replicated state that this rank received.
+        seconds: wall time by phase on this rank.
+    """
+
+    kind: Kind
+    step: int
+    lost: tuple[int, ...]
+    undone_rows: int
+    redone: bool
+    rebuilt_bytes: int
+    seconds: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Wall time of all phases on this rank, in seconds."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        if self.kind in ("fresh", "checkpoint"):
+            return f"{headline(self)[:-1]}: {phases})"
+        redone = "a step redone" if self.redone else "no step redone"
+        return (
+            f"{headline(self)[:-1]}; this rank: {self.undone_rows} rows undone, {redone}, "
+            f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
+        )
+
+
+def headline(report: RecoveryReport) -> str:
+    """The report in one line of the log, without details."""
+    total = f"({report.total_s:.2f} s)"
+    if report.kind == "fresh":
+        return f"fresh start: parity of the initial state is in place {total}"
+    what = "resumed from a checkpoint"
+    if report.kind != "checkpoint":
+        what = "recovered, no memory was lost"
+    if report.lost:
+        what = f"recovered, ranks {list(report.lost)} lost their memory and were rebuilt from parity"
+    return f"{what}; training goes on from step {report.step} {total}"
+
+
+class Stopwatch:
+    """Measures wall time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Adds the time that the body takes to a phase."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def join(
+    memory: RankMemory,
+    transport: Transport,
+    generation: int,
+    generation_id: int,
+    mark: Callable[[], None] = lambda: None,
+) -> None:
+    """Makes this arena a member of the generation. All ranks; no state may change before it.
+
+    Args:
+        memory: this rank's.
+        transport: the control group.
+        generation: number of this start.
+        generation_id: its random id.
+        mark: called when all have joined, before the first arena says that the generation is opened.
+    """
+    memory.join(generation, generation_id)
+    transport.barrier("joining the generation")
+    mark()
+    memory.mark_opened(generation)
+
+
+def fill(
+    memory: RankMemory,
+    transport: Transport,
+    plan: RecoveryPlan,
+    write_initial: Callable[[], None],
+    watch: Stopwatch,
+) -> RecoveryReport:
+    """Fills new arenas; their content becomes the plan's transaction. All ranks.
+
+    Args:
+        memory: a new arena in state INIT, joined.
+        transport: the control group.
+        plan: the same on all ranks; it `begins`.
+        write_initial: fills rows, rank state and the slot of the plan's transaction.
+        watch: measures the phases.
+    """
+    with watch.phase("initialise"):
+        write_initial()
+    with watch.phase("encode"):
+        _encode(memory, transport)
+    memory.mark_prepared(plan.transaction)
+    transport.barrier("the initial state")
+    memory.commit(plan.transaction)
+    memory.go_live()
+    return RecoveryReport(plan.kind, plan.transaction, (), 0, False, 0, watch.seconds)
+
+
+def recover(
+    memory: RankMemory,
+    transport: Transport,
+    plan: RecoveryPlan,
+    kernels: Kernels,
+    watch: Stopwatch,
+    ready: Ready = lambda start, stop: None,
+) -> RecoveryReport:
+    """Brings every rank to the plan's transaction and rebuilds what was lost. All ranks.
+
+    Args:
+        memory: this rank's arena: a survivor's, or a replacement's in state REBUILDING; joined.
+        transport: the control group.
+        plan: the same on all ranks.
+        kernels: The kernels for the arithmetic.
+        watch: Measures the phases.
+        ready: Called for this rank's rows as soon as recovery will not change them any more.
+
+    Raises:
+        InconsistentArenas: the rebuilt bytes don't fit the parity, or the data that a rank undoes or redoes
+            from is damaged: an error on all ranks.
+        PeerFailure: a peer died; the next start recovers again.
+    """
+    is_replacement = memory.rank in plan.lost
+    received = 0
+
+    def decide() -> tuple[int, bool]:
+        return (0, False) if is_replacement else memory.decide(plan.transaction)
+
+    with watch.phase("decide"):
+        undone, redone = transport.together("undo and redo", decide)
+    if not is_replacement:
+        ready(0, memory.space.words)
+    if plan.encode:
+        with watch.phase("encode"):
+            _encode_again(memory, transport)
+    if plan.lost:
+        with watch.phase("rebuild"):
+            received += rebuild_lost(memory, transport, plan, kernels, ready)
+        with watch.phase("replicated"):
+            received += copy_replicated(memory, transport, plan)
+        with watch.phase("verify"):
+            _verify(memory, transport)
+    if is_replacement:
+        memory.commit(plan.transaction)
+        memory.mark_prepared(plan.transaction)
+    memory.go_live()
+    return RecoveryReport(plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds)
+
+
+def write_to_header(memory: RankMemory, report: RecoveryReport) -> None:
+    """Writes the report's facts to the arena's header, for `top`."""
+    memory.record_recovery(1 + get_args(Kind).index(report.kind), report.step, report.total_s)
+
+
+def _encode(memory: RankMemory, transport: Transport) -> None:
+    if memory.parity is None:
+        return
+    for start, stop in chunks(0, longest_block(memory)):
+        memory.parity.update_(collect(memory, transport, start, stop, "encoding"))
+
+
+def _encode_again(memory: RankMemory, transport: Transport) -> None:
+    """Computes parity again from rows, some of which were written undeclared. All ranks.
+
+    Every arena is marked meanwhile: a loss of memory in the middle can't be rebuilt.
+    """
+    memory.mark_undeclared()
+    transport.barrier("before encoding again")
+    if memory.parity is not None:
+        memory.parity.clear_()
+    _encode(memory, transport)
+    transport.barrier("after encoding again")
+    memory.mark_encoded()
+
+
+def _verify(memory: RankMemory, transport: Transport) -> None:
+    """Compares parity with rows at the blocks' beginning, middle and end."""
+    if memory.parity is None:
+        return
+    longest = longest_block(memory)
+    wrong = [
+        f"class {one.stripe_class} in words {start}..{start + SAMPLE_WORDS}"
+        for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)})
+        for one in compare(memory, transport, start, start + SAMPLE_WORDS, "verifying")
+    ]
+    fine = transport.vote(not wrong, "verifying")
+    if not all(fine):
+        raise InconsistentArenas(
+            f"after the rebuild, parity and rows differ in stripes whose parity is kept by ranks "
+            f"{[rank for rank, yes in enumerate(fine) if not yes]} (here: {', '.join(wrong) or 'none'}): "
+            f"memory rotted, or rows changed without being declared. Remove the arenas "
+            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+        )

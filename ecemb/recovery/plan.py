@@ -1,0 +1,207 @@
+"""Decides what a start does: a pure function of the reports of all ranks (docs/protocol.md, 3.3).
+
+Every rank computes the plan from the same reports and compares its digest with the others' before anything
+is written. This module touches no memory and no network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from ..arena.classify import Judgement, classify
+from ..arena.header import NONE, Header
+from ..coding.placement import Placement
+from ..errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
+
+Kind = Literal["fresh", "process", "memory", "checkpoint"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuild:
+    """One lost block and the blocks that it is rebuilt from.
+
+    Attributes:
+        stripe_class: the stripe class.
+        block: index of the lost block in its stripe: data 0..k-1, parity k..n-1.
+        rank: the replacement rank that receives it.
+        sources: k pairs (block, rank) of survivors, in the order of the chain that adds them up.
+    """
+
+    stripe_class: int
+    block: int
+    rank: int
+    sources: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryPlan:
+    """What every rank does at this start.
+
+    Attributes:
+        kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost) or
+            "checkpoint" (new arenas are filled from one, whatever memory survived).
+        transaction: T, which all ranks reach: 0 is the initial state, t is after step t - 1.
+        survivors: ranks whose arenas are valid.
+        lost: ranks without one.
+        undo: survivors that have prepared more than T.
+        redo: survivors that have committed less than T.
+        rebuild: every lost block, in the order in which all ranks work through them.
+        donor: the survivor that sends replicated state to replacement ranks; -1 at a fresh start.
+        encode: rows were written undeclared: parity is computed again from all rows.
+    """
+
+    kind: Kind
+    transaction: int
+    survivors: tuple[int, ...]
+    lost: tuple[int, ...]
+    undo: tuple[int, ...] = ()
+    redo: tuple[int, ...] = ()
+    rebuild: tuple[Rebuild, ...] = ()
+    donor: int = -1
+    encode: bool = False
+
+    @property
+    def begins(self) -> bool:
+        """Whether every rank makes a new arena whose first transaction is the plan's."""
+        return self.kind in ("fresh", "checkpoint")
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal on all ranks exactly if their plans are equal."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def plan_recovery(
+    headers: Sequence[Header],
+    placement: Placement | None,
+    *,
+    started: bool = False,
+    finished: bool = False,
+    opened: int = NONE,
+) -> RecoveryPlan:
+    """Decides how the job continues. The same on every rank.
+
+    Args:
+        headers: every arena of the job found on any host, in any order.
+        placement: who keeps whose parity; None for a world of one rank.
+        started: the job's `started` mark stands in the store.
+        finished: its `finished` mark stands there.
+        opened: the last generation that was opened as far as the store knows.
+
+    Returns:
+        A fresh start if nothing shows that the job had started; else T = min(prepared) over the survivors,
+        with the ranks that undo, the ranks that redo, and the blocks to rebuild.
+
+    Raises:
+        JobFinished: a valid tombstone, or the mark, says so.
+        StateLost: the job had started, and no arena of it is left.
+        TooManyErasures: more than r blocks of a stripe are lost.
+        InconsistentArenas: reports that no failure can have left behind.
+    """
+    judged = classify(headers, opened)
+    if finished or judged.finished:
+        raise JobFinished(_over(judged))
+    survivors = {header.constants.rank: header for header in judged.survivors}
+    if not survivors:
+        return _without_survivors(judged, started)
+    world_size = next(iter(survivors.values())).constants.world_size
+    lost = tuple(rank for rank in range(world_size) if rank not in survivors)
+    _check_tolerated(placement, lost, sorted(survivors))
+    transaction = min(header.prepared for header in survivors.values())
+    ahead = {r: h.committed for r, h in sorted(survivors.items()) if h.committed > transaction}
+    if ahead or transaction < 0:
+        raise InconsistentArenas(
+            f"ranks {ahead} (rank: committed) are ahead of the smallest prepared transaction "
+            f"{transaction}: no failure leaves this behind; nothing was written. Keep the arenas for a "
+            f"bug report, or remove them: python -m ecemb arenas rm --job JOB"
+        )
+    undeclared = [rank for rank, header in sorted(survivors.items()) if header.undeclared]
+    if lost and undeclared:
+        raise InconsistentArenas(
+            f"ranks {list(lost)} lost their memory, and rows of ranks {undeclared} were written without "
+            f"being declared, so parity no longer fits what was lost. Remove the arenas "
+            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+        )
+    return RecoveryPlan(
+        kind="memory" if lost else "process",
+        transaction=transaction,
+        survivors=tuple(sorted(survivors)),
+        lost=lost,
+        undo=tuple(r for r, h in sorted(survivors.items()) if h.prepared > transaction),
+        redo=tuple(r for r, h in sorted(survivors.items()) if h.committed < transaction),
+        rebuild=_rebuilds(placement, lost) if placement is not None else (),
+        donor=min(survivors),
+        encode=bool(undeclared),
+    )
+
+
+def plan_resume(transaction: int) -> RecoveryPlan:
+    """Returns the plan of a start from a checkpoint of `transaction`, which new arenas begin with.
+
+    For a fresh start, and after `plan_recovery` raised TooManyErasures or StateLost. Old arenas stay until
+    the new ones are LIVE: a crash before that leads here again.
+    """
+    return RecoveryPlan(kind="checkpoint", transaction=transaction, survivors=(), lost=())
+
+
+def _over(judged: Judgement) -> str:
+    where = "the store's mark says so"
+    if judged.finished:
+        constants = judged.finished[0].constants
+        where = f"arena {constants.arena_id} of rank {constants.rank} says so"
+    return (
+        f"the job is finished: guard.close() was called, {where}. It does not train again from step 0; give "
+        f"job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
+    )
+
+
+def _without_survivors(judged: Judgement, started: bool) -> RecoveryPlan:
+    left = sorted({header.constants.rank for header in judged.evidence})
+    if left:
+        raise TooManyErasures(
+            f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that "
+            f"continued the job is gone",
+            "Resume from a checkpoint: ecemb.protect(resume=), or remove the arenas to begin at step 0: "
+            "python -m ecemb arenas rm --job JOB",
+        )
+    if started:
+        raise StateLost(
+            "the job had started, and no arena of it is left on any host: it does not silently begin "
+            "again at step 0",
+            "Resume from a checkpoint: ecemb.protect(resume=), or launch the job again under another job= or "
+            "with a new torchrun",
+        )
+    return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
+
+
+def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivors: Sequence[int]) -> None:
+    if placement is None or placement.tolerates(lost):
+        return
+    classes = placement.broken(lost)
+    r = placement.n - placement.k
+    raise TooManyErasures(
+        f"ranks {list(lost)} lost their memory: more than r = {r} of the n = {placement.n} blocks of "
+        f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of ranks "
+        f"{list(survivors)} is untouched",
+        "Bring back a lost host's memory, or resume from a checkpoint: ecemb.protect(resume=)",
+    )
+
+
+def _rebuilds(placement: Placement, lost: tuple[int, ...]) -> tuple[Rebuild, ...]:
+    load = dict.fromkeys(range(placement.world_size), 0)
+    rebuilds: list[Rebuild] = []
+    for stripe_class, blocks in sorted(placement.erasures(lost).items()):
+        members = placement.members(stripe_class)
+        available = [block for block in range(placement.n) if block not in blocks]
+        available.sort(key=lambda block: (load[members[block]], members[block]))
+        chosen = available[: placement.k]
+        for lost_block in blocks:
+            for block in chosen:
+                load[members[block]] += 1
+            sources = tuple((block, members[block]) for block in chosen)
+            rebuilds.append(Rebuild(stripe_class, lost_block, members[lost_block], sources))
+    return tuple(rebuilds)

@@ -1,0 +1,430 @@
+"""Scrubbing: compares parity with rows while the job runs, and repairs errors of single blocks.
+
+Memory rots silently, and a rotten word shows up at the worst moment: when a lost block is rebuilt from it.
+`Scrubber` compares every parity block with the rows under it, in slices between steps. All ranks see the same
+differences and decide alike, by `Code.locate`; the rank with the wrong block writes.
+
+A repair outside of any transaction is safe whenever a rank dies:
+
+- It begins only when every rank has come here, so all have committed the same transaction t, and no rank has
+  prepared t + 1: a start would choose t, undo nothing and redo nothing. All journals are void.
+- It puts back the committed bytes of t, and bytes are independent: an interrupted repair leaves each byte
+  either wrong as before, or right. The next scrub finds the rest.
+- No header word changes: for a start, an arena under repair is an arena between two steps.
+- Every chunk ends with another comparison, for which each rank reads its rows after its writes. So no rank
+  begins step t + 1 during a repair, and the bytes that step t + 1 captures, and would undo to, are repaired.
+
+Must not know: torch's tensors, and its callers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.profiler import record_function
+
+from ..coding.code import Code
+from ..coding.parity import Syndrome
+from ..coding.placement import Placement
+from ..coding.rows import Addresses, TableLayout
+from ..errors import ConfigurationError, InconsistentArenas, UsageError
+from ..group.collectives import Transport
+from ..kernels.contract import Ids, Words
+from ..local.rank_memory import RankMemory
+from .parity_check import chunks, compare, longest_block
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+SHARED_WORDS = 1 << 14
+"""Differing words that a keeper sends at a time; at least r, so that every round makes progress."""
+MAX_FINDINGS = 1000
+_LOGGED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """A block that may be wrong.
+
+    Attributes:
+        rank: The rank that holds it.
+        block: its number in its stripe: data 0..k-1, parity k..n-1.
+        rows: the tables' keys, with the rows of this rank's shards that lie under the finding's words;
+            empty for parity.
+    """
+
+    rank: int
+    block: int
+    rows: tuple[tuple[str, range], ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"rank {self.rank}, block {self.block}"
+        held = ", ".join(f"{_span('row', rows)} of {name!r}" for name, rows in self.rows)
+        return f"rank {self.rank}, block {self.block} ({held})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A run of words in which a stripe's parity and rows did not fit.
+
+    Attributes:
+        stripe_class: the class.
+        words: The words, counted from the start of the class's blocks.
+        suspects: The blocks that may be wrong; one block if it is known.
+        repaired: Whether parity and rows fit now.
+    """
+
+    stripe_class: int
+    words: range
+    suspects: tuple[Suspect, ...]
+    repaired: bool
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that holds the wrong block, if it is known which."""
+        return self.suspects[0].rank if len(self.suspects) == 1 else None
+
+    @property
+    def block(self) -> int | None:
+        """The wrong block's number in its stripe, if it is known which."""
+        return self.suspects[0].block if len(self.suspects) == 1 else None
+
+    def __str__(self) -> str:
+        words = f"{_span('word', self.words)} of stripe class {self.stripe_class}"
+        named = "; ".join(map(str, self.suspects))
+        if self.rank is None:
+            return f"{words}: NOT repaired, wrong in one or more of {named}"
+        state = "repaired" if self.repaired else "NOT repaired, the write did not hold (defective memory?)"
+        return f"{words}: {state}, {named}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScrubReport:
+    """The result of a scrub; the same on all ranks, except `seconds`.
+
+    Attributes:
+        checked_words: words of every block that were compared in this call.
+        total_words: words of the longest block, which are a whole pass.
+        complete: whether this call ended a pass.
+        wrong_words: words in which parity and rows did not fit.
+        repaired_words: those of them that fit after the repair.
+        findings: the wrong words in runs, at most the first 1000 runs of the call.
+        seconds: wall time on this rank.
+    """
+
+    checked_words: int
+    total_words: int
+    complete: bool
+    wrong_words: int
+    repaired_words: int
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        outcome = "parity and rows fit"
+        if self.wrong_words:
+            outcome = f"{self.wrong_words} words were wrong, {self.repaired_words} of them are repaired"
+        done = f"{self.checked_words} of {self.total_words} words of every block compared"
+        ended = ", which ends a pass" if self.complete else ""
+        return "\n  ".join(
+            [f"scrub: {done}{ended}: {outcome} ({self.seconds:.3f} s)", *map(str, self.findings)]
+        )
+
+
+class Scrubber:
+    """Compares and repairs slice by slice.
+
+    Args:
+        memory: this rank's arena, opened; wrong words in it are overwritten.
+        transport: the control group.
+
+    Attributes:
+        scrubbed_words: words of every block that were compared so far.
+        wrong_words: those in which parity and rows did not fit.
+        repaired_words: those of them that were repaired.
+    """
+
+    def __init__(self, memory: RankMemory, transport: Transport) -> None:
+        self.scrubbed_words: int = 0
+        self.wrong_words: int = 0
+        self.repaired_words: int = 0
+        self._memory = memory
+        self._transport = transport
+        self._cursor = self._calls = 0
+        self._addresses: list[Addresses] = []
+        self._total = longest_block(memory)
+
+    def scrub(
+        self,
+        fraction: float,
+        check: Callable[[], None],
+        verify: Callable[[list[tuple[int, range]]], None] = lambda _: None,
+    ) -> ScrubReport:
+        """Compares the next `fraction` of all words, and repairs errors. All ranks, between steps.
+
+        Args:
+            fraction: above 0, at most 1; the same on all ranks.
+            check: Raises if this rank can't scrub now; then the scrub fails on all ranks.
+            verify: Called last, with the compared rows by table; raises if they differ from the training's.
+                Then the scrub fails on all ranks.
+
+        Raises:
+            UsageError: this is a world of one rank, which has no parity; or the ranks call it differently.
+            ConfigurationError: `fraction` is out of range.
+            PeerFailure: a peer died or failed.
+        """
+        began = time.perf_counter()
+        placement = self._memory.geometry.placement
+        if placement is None:
+            raise UsageError(
+                "guard.scrub() compares rows with their parity, and a job of one rank keeps none: start "
+                "it with n or more ranks"
+            )
+        self._transport.together("beginning a scrub", lambda: _checked(fraction, check))
+        self._agree(fraction)
+        found = _Found(placement, self._addresses, self._total)
+        checked = left = min(self._total, math.ceil(self._total * fraction))
+        at, complete = self._cursor, False
+        while left:
+            _, stop = next(chunks(at, min(at + left, self._total)))
+            with record_function("ecemb.recovery.scrub"):
+                stop = self._scrub_chunk(placement, at, stop, found)
+            left -= stop - at
+            at = stop
+            if at == self._total:
+                at, complete = 0, True
+        rows = list(self._rows(self._cursor, checked))
+        self._transport.together("comparing tables with their images", lambda: verify(rows))
+        self._cursor = at
+        self._calls += 1
+        self.scrubbed_words += checked
+        self.wrong_words += found.wrong_words
+        self.repaired_words += found.repaired_words
+        report = ScrubReport(
+            checked,
+            self._total,
+            complete,
+            found.wrong_words,
+            found.repaired_words,
+            tuple(found.findings),
+            time.perf_counter() - began,
+        )
+        self._log(report)
+        return report
+
+    def _rows(self, start: int, count: int) -> Iterator[tuple[int, range]]:
+        """This rank's rows that end in `count` words of its data blocks from `start` on, cyclically."""
+        space = self._memory.space
+        for low, high in itertools.pairwise(space.bounds):
+            for a, b in ((start, start + count), (0, start + count - self._total)):
+                yield from space.completed(min(low + a, high), min(low + max(a, min(b, self._total)), high))
+
+    def _agree(self, fraction: float) -> None:
+        """Checks that all ranks make the same call, and on the first call shares the ranks' layout."""
+        tables = [table.layout.to_json() for table in self._memory.space.tables]
+        mine: dict[str, Any] = {
+            "the fraction": fraction,
+            "the word to begin with": self._cursor,
+            "the number of scrubs before it": self._calls,
+            "the next step": self._memory.committed,
+            "tables": [] if self._addresses else tables,
+        }
+        texts = self._transport.gather(json.dumps(mine).encode(), "agreeing on a scrub")
+        told = [json.loads(text) for text in texts]
+        for name in list(mine)[:-1]:
+            values = {rank: one[name] for rank, one in enumerate(told)}
+            if len(set(values.values())) > 1:
+                raise UsageError(
+                    f"guard.scrub() was called differently by the ranks: {name} is {values} (rank: value); "
+                    f"every rank calls it after the same step, as often, with the same fraction"
+                )
+        if not self._addresses:
+            k = self._memory.geometry.generator.shape[1]
+            layouts = [[TableLayout.from_json(fields) for fields in one["tables"]] for one in told]
+            self._addresses = [Addresses(one, k) for one in layouts]
+
+    def _scrub_chunk(self, placement: Placement, start: int, stop: int, found: _Found) -> int:
+        """Compares and repairs words start..stop-1 of all blocks, or fewer where many differ.
+
+        Returns:
+            The end of the words that were compared.
+        """
+        stop, keys, syndromes = self._compare(placement, start, stop, SHARED_WORDS)
+        if not len(keys):
+            return stop
+        code, generator = Code(placement.n, placement.k), self._memory.geometry.generator
+        blocks, errors = code.locate(syndromes, found.possible(keys), generator)
+        repaired = blocks >= 0
+        if repaired.any():
+            self._repair(placement, keys, blocks, errors)
+            _, left, _ = self._compare(placement, start, stop, None)
+            repaired &= ~np.isin(keys, left)
+            new = np.setdiff1d(left, keys)  # became wrong meanwhile
+            found.add(new, np.full(len(new), -1, np.int64), np.zeros(len(new), np.bool_))
+        found.add(keys, blocks, repaired)
+        return stop
+
+    def _compare(
+        self, placement: Placement, start: int, stop: int, limit: int | None
+    ) -> tuple[int, Ids, Words]:
+        """Shares the words where parity differs from rows. All ranks; the result is the same on all.
+
+        Args:
+            placement: The placement of blocks.
+            start: First word.
+            stop: End of the words.
+            limit: Differing words that a keeper may send; with more of them, all ranks stop before them.
+
+        Returns:
+            The end of the compared words; keys, int64 [m] ascending, one per class and word
+            (`_Found.place`); uint64 [r, m], the syndromes there.
+        """
+        own = compare(self._memory, self._transport, start, stop, "scrubbing")
+        message = _packed(own, stop, limit).tobytes()
+        texts = self._transport.gather(message, "scrubbing")
+        told = [_unpacked(text, rank, placement, start, stop) for rank, text in enumerate(texts)]
+        stop = min(int(one[0]) for one in told)
+        classes, rows, offsets, words = np.concatenate([one[1:].reshape(4, -1) for one in told], axis=1)
+        near = offsets < stop
+        every = classes[near] * (self._total + 1) + offsets[near]
+        keys = np.unique(every)
+        syndromes = np.zeros((placement.r, len(keys)), np.uint64)
+        syndromes[rows[near], np.searchsorted(keys, every)] = words[near].view(np.uint64)
+        return stop, keys, syndromes
+
+    def _repair(self, placement: Placement, keys: Ids, blocks: Ids, errors: Words) -> None:
+        """XORs errors into this rank's words of the blocks that have them."""
+        for a, b in _runs(keys, blocks):
+            c, start = divmod(int(keys[a]), self._total + 1)
+            block = int(blocks[a])
+            if block >= 0 and placement.members(c)[block] == self._memory.rank:
+                words = self._memory.read_block(c, block, start, start + b - a)
+                self._memory.write_block_(c, block, start, words ^ errors[a:b])
+
+    def _log(self, report: ScrubReport) -> None:
+        head, *_ = str(report).splitlines()
+        rank = self._memory.rank
+        mine = [
+            finding
+            for finding in report.findings
+            if rank == 0 or any(suspect.rank == rank for suspect in finding.suspects)
+        ]
+        logger.log(logging.WARNING if mine else logging.DEBUG, "rank %d: %s", rank, head)
+        for finding in mine[:_LOGGED]:
+            logger.warning("rank %d: %s", rank, finding)
+        if len(mine) > _LOGGED:
+            logger.warning("rank %d: and %d more, in the scrub's report", rank, len(mine) - _LOGGED)
+
+
+class _Found:
+    """The findings of one call.
+
+    A class's word has a key: class * (total + 1) + word, so that keys in a row are words in a row.
+    """
+
+    def __init__(self, placement: Placement, addresses: list[Addresses], total: int) -> None:
+        self._placement = placement
+        self._addresses = addresses
+        self._stride = total + 1
+        self.wrong_words = self.repaired_words = 0
+        self.findings: list[Finding] = []
+
+    def possible(self, keys: Ids) -> Words:
+        """The bits that exist in each block of the keys' classes, uint64 [n, m], for `Code.locate`."""
+        classes, offsets = np.divmod(keys, self._stride)
+        masks = np.full((self._placement.n, len(keys)), np.iinfo(np.uint64).max, np.uint64)
+        for c in np.unique(classes).tolist():
+            here = np.flatnonzero(classes == c)
+            for block, rank in enumerate(self._placement.members(c)[: self._placement.k]):
+                masks[block, here] = self._addresses[rank].mask(block, offsets[here])
+        return masks
+
+    def add(self, keys: Ids, blocks: Ids, repaired: NDArray[np.bool_]) -> None:
+        """Adds words with the wrong block (-1: not known) and whether it is repaired, all [m]."""
+        self.wrong_words += len(keys)
+        self.repaired_words += int(repaired.sum())
+        for a, b in _runs(keys, blocks, repaired.astype(np.int64)):
+            if len(self.findings) == MAX_FINDINGS:
+                break
+            c, start = divmod(int(keys[a]), self._stride)
+            stop = start + b - a
+            suspects = self._suspects(c, start, stop, int(blocks[a]))
+            self.findings.append(Finding(c, range(start, stop), suspects, bool(repaired[a])))
+
+    def _suspects(self, c: int, start: int, stop: int, block: int) -> tuple[Suspect, ...]:
+        suspects: list[Suspect] = []
+        for one, rank in enumerate(self._placement.members(c)):
+            is_data = one < self._placement.k
+            rows = self._addresses[rank].rows(one, start, stop) if is_data else ()
+            if one == block or (block < 0 and (rows or not is_data)):
+                suspects.append(Suspect(rank, one, rows))
+        return tuple(suspects)
+
+
+def _checked(fraction: float, check: Callable[[], None]) -> None:
+    given = cast(object, fraction)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
+        raise ConfigurationError(
+            f"fraction= of guard.scrub() is the part of all words to compare in this call, above 0 and at "
+            f"most 1; it is {fraction!r}"
+        )
+    check()
+
+
+def _packed(syndromes: list[Syndrome], stop: int, limit: int | None) -> Ids:
+    """Packs a message: the end of the compared words, then classes, rows, offsets and differing words."""
+    columns = [
+        np.stack([np.full(m, one.stripe_class), np.full(m, one.row), one.offsets, one.words.view(np.int64)])
+        for one in syndromes
+        if (m := len(one.offsets))
+    ]
+    told = np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1)
+    if limit is not None and told.shape[1] > limit:
+        stop = int(np.partition(told[2], limit)[limit])
+        told = told[:, told[2] < stop]
+    return np.concatenate([np.array([stop], np.int64), told.reshape(-1)])
+
+
+def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: int) -> Ids:
+    """Reads a rank's message, and checks all of it.
+
+    Raises:
+        InconsistentArenas: no rank of this job sends it.
+    """
+    told = np.frombuffer(text, np.int64) if len(text) % 32 == 8 else np.zeros(1, np.int64)
+    classes, rows, offsets, _ = told[1:].reshape(4, -1)
+    kept = np.zeros((placement.world_size, placement.r), np.bool_)
+    kept[tuple(np.array(placement.kept(rank)).T)] = True
+    known = (classes >= 0) & (classes < len(kept)) & (rows >= 0) & (rows < placement.r)
+    near = (offsets >= start) & (offsets < told[0])
+    if not (start < told[0] <= stop and known.all() and near.all() and kept[classes, rows].all()):
+        raise InconsistentArenas(
+            f"rank {rank} reports differences in words {start} to {stop - 1} in {len(text)} bytes that no "
+            f"rank of this job sends: the network is damaged, or the ranks run different versions of ecemb; "
+            f"restart the job"
+        )
+    return told
+
+
+def _runs(keys: Ids, *marks: Ids) -> list[tuple[int, int]]:
+    """Cuts keys, int64 [m] ascending, into runs without a gap, in which each of the marks [m] is constant."""
+    if not len(keys):
+        return []
+    cuts = np.diff(keys) != 1
+    for mark in marks:
+        cuts |= np.diff(mark) != 0
+    return list(itertools.pairwise([0, *(np.flatnonzero(cuts) + 1).tolist(), len(keys)]))
+
+
+def _span(name: str, numbers: range) -> str:
+    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,196 @@
+"""The session: what `ecemb.init_process_group` leaves in this process for `ecemb.protect`.
+
+Owns the public call that begins a start, and this process's one session. The mechanics are those of
+`group.rendezvous`: the session says in which order they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ._wording import counted, listed
+from .arena.arena import Arena
+from .arena.private_files import check_name
+from .arena.scan import Directory
+from .errors import ConfigurationError, NotInitialized, UsageError
+from .group import rendezvous
+from .group.assignment import Roster
+from .group.failure_detector import FailureDetector
+from .group.whereabouts import Whereabouts
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+CHECKED = ".check"
+"""Ends the name of a job that is only checked."""
+_CHECKED_NAME = 50  # characters of a job's name that its check's name keeps
+_PATIENCE_S = 1800.0  # torch's own default
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check of the script: the start gets the name of a job that has no memory.
+
+    Attributes:
+        host: stands for the hostname; None for the real one.
+    """
+
+    host: str | None = None
+
+
+@dataclasses.dataclass
+class Session:
+    """One start of the job, in this process.
+
+    Attributes:
+        job: the job's name.
+        directory: this host's folder of arenas.
+        rank: the logical rank.
+        world_size: number of ranks.
+        hosts: rank -> host of its worker now.
+        roster: what all workers agreed on.
+        arena: this rank's arena, locked; None for a replacement rank.
+        job_flags: the part of the store that outlives this start.
+        timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
+        patience_s: deadline of collectives: a peer that is not silent is only slow.
+        watch: watches the other ranks; None if there are none.
+        whereabouts: where this process is in the training.
+        protected: whether a guard has been made.
+        check: set if the script is only checked, and ends where it calls `protect`.
+    """
+
+    job: str
+    directory: Directory
+    rank: int
+    world_size: int
+    hosts: tuple[str, ...]
+    roster: Roster
+    arena: Arena | None
+    job_flags: dist.Store
+    timeout_s: float
+    patience_s: float
+    watch: FailureDetector | None
+    whereabouts: Whereabouts
+    protected: bool = False
+    check: Check | None = None
+
+
+_check: Check | None = None
+_session: Session | None = None
+
+
+def check_only(check: Check | None) -> None:
+    """Makes later starts of this process checks; with None, plain starts again."""
+    global _check
+    _check = check
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        NotInitialized: `init_process_group` has not been called.
+    """
+    if _session is None:
+        raise NotInitialized(
+            "call ecemb.init_process_group(backend, job=...) first, in place of "
+            "torch.distributed.init_process_group: it gives this worker its rank and its memory"
+        )
+    return _session
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    job: str,
+    arena_dir: str | os.PathLike[str] = "/dev/shm",
+    host: str | None = None,
+    timeout: datetime.timedelta = datetime.timedelta(seconds=120),
+) -> None:
+    """Initialises torch.distributed's default group with ranks that follow their memory. All ranks.
+
+    Takes the place of torch.distributed.init_process_group in a script launched by torchrun, and works
+    across torchrun's restarts. Sets the environment's RANK to the logical rank; `dist.get_rank()` agrees.
+
+    Args:
+        backend: as torch.distributed's, e.g. "gloo".
+        job: name of the job: a relaunch with the same name finds its arenas. Letters, digits, . _ -
+        arena_dir: folder of the arenas; must outlive the workers and be local to the host.
+        host: name of the failure domain and of the arenas' folder; the hostname by default. Several
+            torchrun agents on one machine stand for hosts by passing different names.
+        timeout: deadline of the rendezvous, and then the silence after which a peer counts as dead. A slow
+            peer is not silent: its process sends a sign of life every second, whatever its interpreter does,
+            and collectives wait for it for half an hour, or for `timeout` if that is longer. The death of a
+            process is noticed at once; a host without power or network, and a stopped process, after
+            `timeout`.
+
+    Raises:
+        ConfigurationError: no torchrun environment, or a bad name or path.
+        UsageError: torch.distributed is initialised already.
+        ArenaBusy: a living process holds an arena of this job.
+        ArenaIncompatible: another version of ecemb wrote an arena of this job.
+        RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
+    """
+    global _session
+    if dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is initialised already: call ecemb.init_process_group in place of "
+            "torch.distributed.init_process_group, not after it"
+        )
+    index, world_size = rendezvous.environment()
+    timeout_s = timeout.total_seconds()
+    if timeout_s <= 0:
+        raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
+    whereabouts = rendezvous.prepare()
+    if _check is not None:
+        check_name("job", job)
+        job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
+    directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
+    deadline = time.monotonic() + timeout_s
+    store = rendezvous.connect_store(index, timeout)
+    found = directory.scan(timeout_s=timeout_s / 2)
+    job_flags = dist.PrefixStore(f"ecemb/{job}", store)
+    workers = rendezvous.assemble(
+        job_flags, directory, found, index, world_size, timeout_s, deadline, whereabouts
+    )
+    patience_s = max(timeout_s, _PATIENCE_S)
+    group_store = dist.PrefixStore(f"ecemb/{job}/{workers.roster.prefix}", store)
+    arena = rendezvous.make_group(backend, group_store, workers, found, timeout_s, patience_s)
+    _session = Session(
+        job=job,
+        directory=directory,
+        rank=workers.own.rank,
+        world_size=world_size,
+        hosts=workers.hosts,
+        roster=workers.roster,
+        arena=arena,
+        job_flags=job_flags,
+        timeout_s=timeout_s,
+        patience_s=patience_s,
+        watch=workers.watch,
+        whereabouts=whereabouts,
+        check=_check,
+    )
+    _log_start(_session, workers)
+
+
+def _log_start(session: Session, workers: rendezvous.Workers) -> None:
+    held = [one.rank for one in workers.assignments if one.arena_id is not None]
+    logger.log(
+        logging.INFO if session.rank == 0 else logging.DEBUG,
+        "job %s: %s on %s; the memory of %s was found",
+        session.job,
+        counted(session.world_size, "rank"),
+        counted(len(set(session.hosts)), "host"),
+        listed(held) if 0 < len(held) < session.world_size else "all ranks" if held else "no rank",
+    )
+    if session.rank != workers.index:
+        logger.info("torchrun's rank %d is rank %d, to follow its memory", workers.index, session.rank)

@@ -1,0 +1,7 @@
+"""The collective half of `ecemb.protect`: from arenas that are found to memory that is open.
+
+`opening` tells the stages from top to bottom. `request` is what the user asks for, `training` what the model
+holds; `negotiate` agrees on layout and plan with all ranks, from the `history` that surviving arenas share;
+`create` makes new arenas and fills them; `leftovers` removes those of earlier starts; `connections` makes the
+process groups. `survey` describes a training for `python -m ecemb check`.
+"""

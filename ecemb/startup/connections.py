@@ -1,0 +1,62 @@
+"""The process groups that ecemb makes for itself, beside the training's own.
+
+Owns their creation, with the session's deadline: the control group, which carries every collective of the
+protocol, and the fabric, which carries deltas where `parity_backend` asks for one. Both are collective calls.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigurationError
+from ..group.collectives import Fabric, Transport
+from ..session import Session
+from .request import ParityBackend
+
+
+def control_group(session: Session) -> Transport:
+    """A gloo group of all ranks, apart from the training's collectives. All ranks."""
+    patience = datetime.timedelta(seconds=session.patience_s)
+    group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
+    transport = Transport(group, session.patience_s)
+    transport.whereabouts = session.whereabouts
+    return transport
+
+
+def fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:
+    """A group of all ranks that sends from each rank's own device. All ranks.
+
+    Args:
+        session: this process's.
+        backend: of the group.
+        transport: the control group.
+
+    Raises:
+        ConfigurationError: a rank has no device, or ranks share one.
+    """
+    device, name = transport.together("looking for a device", lambda: _device(backend))
+    used = transport.gather(name, "comparing devices")
+    if shared_by := [rank for rank, one in enumerate(used) if used.count(one) > 1]:
+        raise ConfigurationError(
+            f"parity_backend={backend!r} needs a device of its own for each rank, and ranks {shared_by} "
+            f"share theirs: call torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count()) before "
+            f"ecemb.protect(), or leave parity_backend out"
+        )
+    patience = datetime.timedelta(seconds=session.patience_s)
+    group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
+    return Fabric(group, device, session.patience_s)
+
+
+def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
+    """The device that a backend sends from, and a name that no other device has."""
+    if torch.cuda.is_available() and dist.is_backend_available(backend):
+        device = torch.device("cuda", torch.cuda.current_device())
+        return device, str(torch.cuda.get_device_properties(device).uuid).encode()
+    raise ConfigurationError(
+        f"parity_backend={backend!r} needs a CUDA device for each rank and a torch that was built with "
+        f"{backend}; one of them is missing here: leave parity_backend out, and deltas go over gloo"
+    )

@@ -1,0 +1,232 @@
+"""The creating half of a start: new arenas, and what a start without survivors fills them with.
+
+`claim_or_create` gives this rank its arena: the one that survived, or a new one, laid out with room for the
+worst transaction. `begin` fills new arenas with the model as it is, or from a checkpoint. Invariant: nothing
+that a later start could use is removed before the new arenas hold the plan's transaction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arena.arena import Arena
+from ..arena.header import State
+from ..checkpoint import contents
+from ..checkpoint.interface import CheckpointReader, Stored
+from ..checkpoint.saver import shared
+from ..coding.code import Code
+from ..coding.parity import parity_words
+from ..coding.rows import WORD_BYTES, arrange
+from ..errors import ConfigurationError, EcembError, InconsistentArenas
+from ..group.collectives import Transport
+from ..kernels.contract import Kernels
+from ..local.journal import ROW_JOURNALS
+from ..local.rank_memory import Geometry, RankMemory
+from ..recovery.execute import RecoveryReport, Stopwatch, fill
+from ..recovery.plan import RecoveryPlan
+from ..session import Session
+from ..state import rank_state as rank_states
+from ..state.replicated import ReplicatedState
+from ..step import replica_check
+from .leftovers import make_room
+from .negotiate import World
+from .request import Request
+from .training import Training
+
+_SLOT_SLACK_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start on this rank: what its stages share once all ranks hold the same plan.
+
+    Attributes:
+        session: this process's.
+        request: what the user asked for.
+        transport: the control group.
+        training: what is protected.
+        world: what the ranks agreed on.
+        watch: wall time by phase.
+        earlier: the arena that this rank claimed in the rendezvous; None for a replacement rank.
+    """
+
+    session: Session
+    request: Request
+    transport: Transport
+    training: Training
+    world: World
+    watch: Stopwatch
+    earlier: Arena | None
+
+
+def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
+    """Opens the arena that survived, or creates one where the plan needs a new one. All ranks.
+
+    Raises:
+        InconsistentArenas: the arenas hold different generators of the code.
+        NotEnoughSpace: a new arena doesn't fit.
+    """
+    session, world = start.session, start.world
+    generator = _generator(start.request.code, session, start.transport, world.plan)
+    geometry = Geometry(world.placement, world.block_words, generator)
+    own = None if world.plan.begins else start.earlier
+    if own is None:
+        make_room(session, world.plan)
+    arena = start.transport.together(
+        "opening the arenas", lambda: own or _create(session, world, geometry, start.training.replicated)
+    )
+    if own is None:
+        arena.region("generator")[:] = generator.reshape(-1)
+    session.arena = arena
+    return RankMemory(arena, world.layouts, geometry, kernels)
+
+
+def begin(start: Start, memory: RankMemory) -> RecoveryReport:
+    """Fills new arenas with the plan's transaction. All ranks.
+
+    An error before the transaction is prepared removes the new arena, as no later start could use it, and
+    leaves this rank with the arena that it came with.
+
+    Args:
+        start: this start, whose plan `begins`.
+        memory: this rank's new arena, joined.
+
+    Raises:
+        EcembError: on all ranks.
+    """
+    session, transport = start.session, start.transport
+    content = InitialContent(start, memory)
+    try:
+        if not session.roster.judgement.survivors:  # no lock is held yet that another launch could meet
+            transport.together(
+                "looking for another launch",
+                lambda: session.directory.check_alone(session.roster.generation),
+            )
+        return fill(memory, transport, start.world.plan, content.write, start.watch)
+    except EcembError:
+        if memory.prepared < 0:
+            memory.arena.remove()
+            session.arena = start.earlier
+        raise
+
+
+def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
+    """The code's generator, from one rank: rank 0 builds it at a fresh start; else the donor's arena has it.
+
+    All survivors show theirs, as wrong coefficients would spoil all parity.
+    """
+    source = max(plan.donor, 0)
+
+    def own() -> bytes:
+        if session.arena is not None and not plan.begins:
+            return session.arena.region("generator").tobytes()
+        return code.generator().tobytes() if plan.begins and session.rank == source else b""
+
+    each = transport.gather(transport.together("building the generator", own), "sharing the generator")
+    differing = [rank for rank, text in enumerate(each) if text and text != each[source]]
+    if differing:
+        raise InconsistentArenas(
+            f"the code's generator in the arenas of ranks {differing} is not that of rank {source}: memory "
+            f"is damaged; nothing was written. Remove the arena that is wrong (python -m ecemb arenas rm "
+            f"PATH): it counts as lost then, and is rebuilt"
+        )
+    flat = np.frombuffer(each[source], np.uint8)
+    return flat[: code.n * code.k].reshape(code.n, code.k).copy()
+
+
+def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
+    reserved, growing = _sizes(session, world, geometry, replicated)
+    regions = tuple({**reserved, **growing}.items())
+    constants = dataclasses.replace(world.constants, regions=regions)
+    state = State.INIT if world.plan.begins else State.REBUILDING
+    return Arena.create(session.directory, constants, reserved, state=state)
+
+
+def _sizes(
+    session: Session, world: World, geometry: Geometry, replicated: ReplicatedState
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the regions that are reserved at once, and the most that the other regions may grow to."""
+    _, rows = arrange(world.layouts)
+    journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
+    parity, inbox = 0, session.world_size * WORD_BYTES
+    if geometry.placement is not None:
+        placement = geometry.placement
+        parity = parity_words(placement, geometry.block_words, session.rank) * WORD_BYTES
+        for stripe_class, _ in placement.kept(session.rank):
+            members = placement.members(stripe_class)[: placement.k]
+            words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
+            inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
+    slot = max(16 * replicated.size_bytes + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
+    reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
+    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
+    return reserved, {**growing, "slot0": slot, "slot1": slot}
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialContent:
+    """The content of new arenas: the model as it is, or a checkpoint.
+
+    Attributes:
+        start: this start.
+        memory: this rank's new arena.
+    """
+
+    start: Start
+    memory: RankMemory
+
+    def write(self) -> None:
+        """Writes rows, rank state, and the slot of the plan's transaction. All ranks."""
+        transport, training = self.start.transport, self.start.training
+        transaction = self.start.world.plan.transaction
+        if self.start.world.stored is None:
+            transport.together(
+                "initialising the tables",
+                lambda: training.tables.place(self.memory.space.tables, fresh=True),
+            )
+            packed = None
+        else:
+            packed = self._read(self.start.world.stored)
+        transport.together(
+            "saving replicated state", lambda: training.replicated.save(self.memory.slots, transaction)
+        )
+        _compare_replicas(self.memory, transport, training.replicated, transaction)
+        rank_states.write_(self.memory.rank_state, training.rank_state.pack() if packed is None else packed)
+
+    def _read(self, stored: Stored) -> bytes:
+        """Reads rows and dense state from the checkpoint, and this rank's packed state. All ranks.
+
+        Returns:
+            The packed rank state.
+        """
+        start = self.start
+        reader = cast("CheckpointReader", start.request.reader)
+        training, size = start.training, start.transport.world_size
+        parts = (self.memory, start.world.shards, training.replicated, training.rank_state, size)
+        read: list[bytes] = []
+
+        def act() -> str:
+            training.tables.place(self.memory.space.tables, fresh=False)
+            read.append(contents.restore(reader, stored, *parts))
+            training.tables.put()
+            return ""
+
+        shared(start.transport, f"reading {stored.name}", act)
+        return read[0]
+
+
+def _compare_replicas(
+    memory: RankMemory, transport: Transport, replicated: ReplicatedState, transaction: int
+) -> None:
+    """Compares dense state among the ranks, by digest. All ranks."""
+    digest = replicated.digest(memory.slots, transaction).to_bytes(8, "little")
+    if len(set(transport.gather(digest, "comparing replicated state"))) > 1:
+        differs = replica_check.compare(memory.slots.read(transaction), transport)
+        raise ConfigurationError(
+            f"dense parameters, buffers or optimizer options differ between ranks ({differs}): "
+            f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "
+            f"that you shard by hand belong in tables="
+        )

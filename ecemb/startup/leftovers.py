@@ -1,0 +1,56 @@
+"""What earlier starts left on this host, and when it may go.
+
+Owns the removal of arenas that a start found and doesn't go on with. `Judgement` says what counts; nothing is
+removed here that the arenas of a start have not superseded, or that could still be of use.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..arena.header import State
+from ..arena.scan import remove
+from ..errors import EcembError
+from ..group.assignment import Report
+from ..recovery.plan import RecoveryPlan
+from ..session import Session
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+def make_room(session: Session, plan: RecoveryPlan) -> None:
+    """Removes arenas of this host that hold nothing, before this start's own are LIVE.
+
+    Beside survivors, a replacement's arena that was not rebuilt to the end holds nothing new.
+    """
+    spent = {header.constants.arena_id for header in session.roster.judgement.hollow}
+    for report in session.roster.reports:
+        header = report.header
+        if header is None:
+            hollow = report.torn
+        else:
+            half_rebuilt = header.state is State.REBUILDING and not plan.begins
+            hollow = half_rebuilt or header.constants.arena_id in spent
+        if hollow:
+            _remove(session, report)
+
+
+def discard_superseded(session: Session) -> None:
+    """Removes what the arenas of this start have superseded on this host; all of them are LIVE.
+
+    They have opened a generation that is higher than every other arena's here has joined, and what can't be
+    read counted as lost.
+    """
+    kept = {header.constants.arena_id for header in session.roster.judgement.survivors}
+    for report in session.roster.reports:
+        if report.header is None or report.header.constants.arena_id not in kept:
+            _remove(session, report)
+
+
+def _remove(session: Session, report: Report) -> None:
+    if report.host == session.directory.host:
+        try:
+            remove(Path(report.path))
+        except EcembError as error:
+            logger.warning("%s", error)

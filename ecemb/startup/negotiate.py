@@ -1,0 +1,407 @@
+"""What all ranks agree on before anything is written: layout, placement, plan and checkpoint.
+
+Owns the comparison of what the ranks hold and ask for, and the choice between memory, a checkpoint and step 0
+(docs/protocol.md, 3.3). A difference between ranks is an error on all of them. Must not write to any arena.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._wording import counted
+from ..adapters.discover import Tables, check_alike
+from ..adapters.engine import EngineTable
+from ..arena.header import Constants, new_arena_id
+from ..checkpoint import contents, saver
+from ..checkpoint.contents import Shard
+from ..checkpoint.interface import CheckpointWriter, Stored
+from ..coding.code import Code
+from ..coding.placement import Placement
+from ..coding.rows import TableLayout, cut
+from ..errors import (
+    ArenaDamaged,
+    ConfigurationError,
+    InconsistentArenas,
+    JobFinished,
+    LayoutMismatch,
+    PlacementError,
+    StateLost,
+    TooManyErasures,
+)
+from ..group.assignment import Report, Roster
+from ..group.collectives import Transport
+from ..recovery.plan import RecoveryPlan, plan_recovery, plan_resume
+from ..session import Session
+from ..state import rank_state
+from .history import History, shared_history
+from .request import FailureDomain, Request
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+_SHOWN_DIFFERENCES = 6  # of a model: every table of an unrelated model differs
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What the ranks agreed on before anything was written.
+
+    Attributes:
+        placement: which ranks keep whose parity; None for one rank.
+        plan: what this start does.
+        layouts: this rank's tables, then its rank state's record.
+        block_words: [world size][k], words of every rank's data blocks.
+        constants: for a new arena of this rank, without its regions.
+        shards: where this rank's tables stand in the whole tables.
+        lineage: random; made at the fresh start, kept by recoveries and by starts from checkpoints.
+        stored: the checkpoint that the plan begins with, or None.
+        lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
+        slot_bytes: room of the slots in the arenas that survived; 0 without any.
+    """
+
+    placement: Placement | None
+    plan: RecoveryPlan
+    layouts: tuple[TableLayout, ...]
+    block_words: tuple[tuple[int, ...], ...]
+    constants: Constants
+    shards: tuple[Shard, ...]
+    lineage: str
+    stored: Stored | None
+    lost: str | None
+    slot_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Proposal:
+    """What one rank brings to the negotiation, as plain JSON values.
+
+    Attributes:
+        layout: its tables, the room that its rank state needs, and the code: what the layout's hash is of.
+        arguments: what its user asked `protect` for.
+        lineage: random; that of rank 0 counts where a job begins.
+        alike: what the adapters need to be the same on all ranks.
+    """
+
+    layout: dict[str, Any]
+    arguments: dict[str, Any]
+    lineage: str
+    alike: Any
+
+    @property
+    def rank_state_bytes(self) -> int:
+        """Room that the rank's packed state needs."""
+        return self.layout["rank_state_bytes"]
+
+    def layouts(self, room_bytes: int) -> tuple[TableLayout, ...]:
+        """The rank's tables, and a record of `room_bytes` for its rank state."""
+        tables = [TableLayout.from_json(fields) for fields in self.layout["tables"]]
+        return (*tables, rank_state.layout(room_bytes))
+
+
+def negotiate(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    tables: Tables,
+    state_bytes: int,
+) -> World:
+    """Compares what all ranks hold and ask for, and decides how the job goes on. All ranks.
+
+    The collectives, in their order: the history of the arenas that survived, every rank's proposal, the
+    checkpoint where the plan may begin with one, and the plans that the ranks came to. All else is a pure
+    function of their results.
+
+    Args:
+        session: this process's.
+        request: what the user asked for.
+        transport: the control group.
+        tables: this rank's tables.
+        state_bytes: room for this rank's packed state.
+
+    Raises:
+        EcembError: on all ranks; nothing was written.
+    """
+    history = shared_history(session, transport)
+    shards = tuple(_shard(table, session.world_size) for table in tables.tables)
+    proposals = _exchange_proposals(request, transport, tables, state_bytes)
+    _check_proposals(proposals)
+    placement = None if history is None else _placement_of(session, history, proposals)
+    plan, stored, lost = _decide(session, request, transport, placement)
+    if plan.begins:
+        placement = _placement(request.code, session, request.failure_domain)
+    if stored is not None:
+        _check_checkpoint(session, transport, stored, shards, proposals)
+    room_bytes = _rank_state_room(history, plan, stored, proposals)
+    layouts = [one.layouts(room_bytes) for one in proposals]
+    bounds = [cut(of_rank, request.code.k) for of_rank in layouts]
+    block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
+    _compare_plans(transport, plan, placement)
+    lineage = _lineage(history, stored, proposals)
+    own = _with_room(proposals[session.rank], room_bytes)
+    constants = Constants(
+        job=session.job,
+        arena_id=new_arena_id(),
+        rank=session.rank,
+        world_size=session.world_size,
+        n=request.code.n,
+        k=request.code.k,
+        positions=tuple(range(session.world_size)) if placement is None else placement.positions,
+        domains=session.hosts if plan.begins or history is None else history.domains,
+        layout_hash=_hash(proposals, room_bytes),
+        layout=json.dumps({**own, "lineage": lineage}),
+        block_words=block_words,
+        regions=(),
+        fill=_fill(session.roster, plan),
+    )
+    return World(
+        placement=placement,
+        plan=plan,
+        layouts=layouts[session.rank],
+        block_words=block_words,
+        constants=constants,
+        shards=shards,
+        lineage=lineage,
+        stored=stored,
+        lost=lost,
+        slot_bytes=0 if history is None else history.slot_bytes,
+    )
+
+
+def _exchange_proposals(
+    request: Request, transport: Transport, tables: Tables, state_bytes: int
+) -> list[_Proposal]:
+    """Every rank's proposal, in the order of the ranks. All ranks."""
+    code = [request.code.n, request.code.k]
+    layout = {
+        "tables": [table.layout.to_json() for table in tables.tables],
+        "rank_state_bytes": state_bytes,
+        "code": code,
+    }
+    window, mtbf = request.window.asked
+    arguments = {
+        "code": code,
+        "window": window,
+        "mtbf": mtbf,
+        "overlap": request.overlap,
+        "abortable": request.abortable,
+        "failure_domain": request.failure_domain,
+        "parity_backend": request.parity_backend,
+        "compare_every": request.compare_every,
+        "resume": saver.name_of(request.reader),
+    }
+    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike()])
+    return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
+
+
+def _check_proposals(proposals: Sequence[_Proposal]) -> None:
+    """Refuses arguments that differ between ranks, and a model without tables."""
+    if any(one.arguments != proposals[0].arguments for one in proposals):
+        raise ConfigurationError(
+            f"the ranks call ecemb.protect() with different arguments: "
+            f"{ {rank: one.arguments for rank, one in enumerate(proposals)} }; call it alike on all ranks"
+        )
+    check_alike([one.alike for one in proposals])
+    if not any(one.layout["tables"] for one in proposals):
+        raise ConfigurationError(
+            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
+            "name tables that you shard by hand in tables={'user': module}"
+        )
+
+
+def _placement_of(session: Session, history: History, proposals: Sequence[_Proposal]) -> Placement | None:
+    """The placement of the arenas that survived, once their layout is that of the model.
+
+    Raises:
+        LayoutMismatch: the arenas hold another model, or another code's parity.
+    """
+    placement = None if session.world_size == 1 else Placement(history.n, history.k, history.positions)
+    if history.layout_hash != _hash(proposals, history.rank_state_bytes):
+        raise LayoutMismatch(_difference(session, history, proposals[session.rank].layout))
+    return placement
+
+
+def _decide(
+    session: Session, request: Request, transport: Transport, placement: Placement | None
+) -> tuple[RecoveryPlan, Stored | None, str | None]:
+    """Chooses where the job goes on: in memory if it can, else at a checkpoint, else at step 0. All ranks.
+
+    Returns:
+        The plan; the checkpoint that it begins with, if any; and why memory can't be recovered, if it can't.
+    """
+    roster, stored, lost = session.roster, None, None
+    damaged = [report for report in roster.reports if report.damage and report.header is None]
+    try:
+        plan = plan_recovery(
+            roster.headers,
+            placement,
+            started=roster.started,
+            finished=roster.finished,
+            opened=roster.opened,
+        )
+    except JobFinished:
+        _repeat_finish(session, request)
+        raise
+    except (TooManyErasures, StateLost) as error:
+        broken = "; ".join(f"{report.path} on {report.host}: {report.damage}" for report in damaged)
+        lost = error.reason + (f". Arenas that can't be read count as lost: {broken}" if damaged else "")
+        unread = f". Arenas that can't be read count as lost, and are kept: {broken}" if damaged else ""
+        if request.reader is None:
+            raise type(error)(f"{error}{unread}") from error
+        stored = saver.find(request.reader, transport, session.job)
+        if stored is None:
+            nothing = f"resume= {saver.name_of(request.reader)} has no complete checkpoint"
+            raise type(error)(f"{error}{unread} ({nothing})") from error
+        plan = plan_resume(stored.step)
+    if plan.kind == "fresh" and request.reader is not None:
+        stored = saver.find(request.reader, transport, session.job)
+        plan = plan if stored is None else plan_resume(stored.step)
+    if plan.kind == "fresh":
+        _check_nothing_is_damaged(session, damaged)
+    for report in damaged:
+        logger.warning("%s counts as lost: %s", report.path, report.damage)
+    return plan, stored, lost
+
+
+def _repeat_finish(session: Session, request: Request) -> None:
+    """Tells the durable tier that the job is closed: `Guard.close` may have been cut off before it did."""
+    if session.rank == 0 and isinstance(request.reader, CheckpointWriter):
+        step = max((header.committed for header in session.roster.judgement.finished), default=0)
+        saver.finish(request.reader, session.job, step)
+
+
+def _check_nothing_is_damaged(session: Session, damaged: Sequence[Report]) -> None:
+    """Refuses a start at step 0 beside an arena that can't be read: it may hold the job's memory."""
+    if broken := [report for report in damaged if not report.torn]:
+        raise ArenaDamaged(
+            f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
+            f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "
+            f"{session.job}"
+        )
+
+
+def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement | None:
+    """The placement of a start with new arenas; None for one rank."""
+    hosts = session.hosts
+    if len(hosts) == 1:
+        logger.warning(
+            "one rank has no other to keep its parity: it survives crashes of its process, but not "
+            "the loss of its memory"
+        )
+        return None
+    if domain == "host":
+        return Placement.plan(code.n, code.k, hosts)
+    ranks = Placement.ranks(code.n, code.k, len(hosts))
+    if domain == "rank":
+        return ranks
+    try:
+        return Placement.plan(code.n, code.k, hosts)
+    except PlacementError as error:
+        spread = Placement.interleaved(code.n, code.k, hosts)
+        if session.rank == 0:
+            _warn_of_spread(code, hosts, spread)
+            logger.debug("%s", error)
+        return spread
+
+
+def _warn_of_spread(code: Code, hosts: Sequence[str], placement: Placement) -> None:
+    survived = f"the loss of any one host is survived, but not that of any r = {code.r} at once"
+    if fragile := placement.fragile(hosts):
+        others = f", and so for {counted(len(fragile) - 1, 'other host')}" if len(fragile) > 1 else ""
+        survived = f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
+    logger.warning(
+        "parity is spread over ranks, not over hosts: %s; failure_domain='host' names codes that fit, 'rank' "
+        "silences this",
+        survived,
+    )
+
+
+def _check_checkpoint(
+    session: Session,
+    transport: Transport,
+    stored: Stored,
+    shards: tuple[Shard, ...],
+    proposals: Sequence[_Proposal],
+) -> None:
+    """Compares the model with the checkpoint that the plan begins with. All ranks."""
+    everywhere = {table[0] for one in proposals for table in one.layout["tables"]}
+    saver.shared(
+        transport,
+        f"comparing the model with {stored.name}",
+        lambda: contents.check(stored, shards, session.rank, session.world_size, everywhere) or "",
+    )
+
+
+def _rank_state_room(
+    history: History | None, plan: RecoveryPlan, stored: Stored | None, proposals: Sequence[_Proposal]
+) -> int:
+    """Bytes of every rank state's record: the survivors', or the most that any rank, old or new, needs."""
+    if history is not None and not plan.begins:
+        return history.rank_state_bytes
+    before = () if stored is None else map(rank_state.room, stored.facts["rank_state_bytes"])
+    return max(*(one.rank_state_bytes for one in proposals), *before, 0)
+
+
+def _lineage(history: History | None, stored: Stored | None, proposals: Sequence[_Proposal]) -> str:
+    """Where the job comes from: a checkpoint, the survivors, or rank 0's new name."""
+    if stored is not None:
+        return stored.facts["lineage"]
+    return proposals[0].lineage if history is None else history.lineage
+
+
+def _compare_plans(transport: Transport, plan: RecoveryPlan, placement: Placement | None) -> None:
+    """Compares the plans and placements that the ranks came to: the last stage. All ranks."""
+    positions = json.dumps(placement.positions if placement is not None else []).encode()
+    if len(set(transport.gather(plan.digest() + positions, "comparing plans"))) > 1:
+        raise InconsistentArenas(
+            "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
+            "run the same version of ecemb?"
+        )
+
+
+def _fill(roster: Roster, plan: RecoveryPlan) -> int:
+    return roster.generation if plan.begins else roster.judgement.survivors[0].constants.fill
+
+
+def _shard(table: EngineTable, world_size: int) -> Shard:
+    whole = table.whole(world_size)
+    return Shard(table.layout) if whole is None else Shard(table.layout, *whole)
+
+
+def _with_room(proposal: _Proposal, room_bytes: int) -> dict[str, Any]:
+    return {**proposal.layout, "rank_state_bytes": room_bytes}
+
+
+def _hash(proposals: Sequence[_Proposal], room_bytes: int) -> str:
+    """Of all ranks' layouts, where every rank's state has the same room."""
+    layouts = [_with_room(one, room_bytes) for one in proposals]
+    return hashlib.blake2b(json.dumps(layouts).encode(), digest_size=16).hexdigest()
+
+
+def _difference(session: Session, history: History, now: Mapping[str, Any]) -> str:
+    found: list[str] = []
+    if [history.n, history.k] != now["code"]:
+        found.append(f"code {(history.n, history.k)} then and {tuple(now['code'])} now")
+    if session.arena is not None:
+        then = json.loads(session.arena.constants.layout)
+        before = {one.name: one for one in map(TableLayout.from_json, then["tables"])}
+        for table in map(TableLayout.from_json, now["tables"]):
+            old = before.pop(table.name, None)
+            if old is None:
+                found.append(f"table {table.name!r} is here now, and was not then")
+            elif difference := table.difference(old):
+                found.append(f"table {table.name!r}: {difference}")
+        found += [f"table {name!r} was there then, and is not now" for name in before]
+    if len(found) > _SHOWN_DIFFERENCES:
+        found[_SHOWN_DIFFERENCES:] = [f"and {len(found) - _SHOWN_DIFFERENCES} more differences"]
+    difference = "; ".join(found) or "tables of other ranks differ: see their messages"
+    return (
+        f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
+        f"that started the job, or give this one another job="
+    )

@@ -1,0 +1,256 @@
+"""Opens this rank's memory: the collective half of `ecemb.protect`, in stages.
+
+`open_memory` runs them from top to bottom (docs/protocol.md, 3.3):
+
+    agree        what is protected, who holds what, and one plan for all: nothing is written before
+    attach       claim or create the arena, and join the generation: nothing changes before
+    begin        new arenas are filled with the model, or with a checkpoint (`create`), or
+    recover      survivors undo and redo, and lost memory is rebuilt
+    supersede    every arena is LIVE: what earlier starts left is removed
+    restore      state that is not rows
+    report       to the log, and to people who watch the arenas
+
+A check that can fail on one rank alone runs through `Transport.together`, so that it fails on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from .._wording import counted, listed
+from ..adapters.discover import Tables
+from ..arena.arena import Arena
+from ..checkpoint.contents import JobIdentity
+from ..checkpoint.interface import Stored
+from ..checkpoint.saver import Saver, name_of
+from ..errors import EcembError
+from ..group.collectives import Transport
+from ..kernels import contract
+from ..local.rank_memory import RankMemory
+from ..recovery.execute import RecoveryReport, Stopwatch, headline, join, recover, write_to_header
+from ..session import Session
+from ..state import rank_state as rank_states
+from ..state.optimizers import NamedOptimizers
+from ..state.rank_state import RankState
+from ..state.replicated import ReplicatedState
+from .connections import control_group, fabric
+from .create import Start, begin, claim_or_create
+from .leftovers import discard_superseded
+from .negotiate import World, negotiate
+from .request import Request
+from .survey import Surveyed, survey
+from .training import examine
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """This rank's memory, live, with everything that a transaction needs."""
+
+    memory: RankMemory
+    transport: Transport
+    tables: Tables
+    optimizers: NamedOptimizers
+    replicated: ReplicatedState
+    rank_state: RankState
+    saver: Saver
+    report: RecoveryReport
+
+
+def open_memory(session: Session, request: Request) -> Opened:
+    """Opens the memory of this rank. All ranks.
+
+    Raises:
+        EcembError: any of the tree; on all ranks if on one.
+        Surveyed: the script is only checked; nothing was written.
+    """
+    session.whereabouts.place = "in ecemb.protect()"
+    start = _agree(session, request)
+    with start.watch.phase("kernels"):
+        kernels = contract.get_kernels("cpu", torch.get_num_threads())
+    memory = _attach(start, kernels)
+    report = begin(start, memory) if start.world.plan.begins else _recover(start, memory, kernels)
+    _supersede(start, memory)
+    _restore(start, memory)
+    saver = _saver(start, memory)
+    _report(start, memory, report)
+    training = start.training
+    return Opened(
+        memory=memory,
+        transport=start.transport,
+        tables=training.tables,
+        optimizers=training.optimizers,
+        replicated=training.replicated,
+        rank_state=training.rank_state,
+        saver=saver,
+        report=report,
+    )
+
+
+def _agree(session: Session, request: Request) -> Start:
+    """Examines the training and negotiates a plan; nothing is written. All ranks.
+
+    Raises:
+        Surveyed: the script is only checked, and ends here.
+    """
+    watch = Stopwatch()
+    with watch.phase("agree"):
+        transport = control_group(session)
+        training = transport.together("checking the model and its optimizers", lambda: examine(request))
+        tables = training.tables
+        world = negotiate(session, request, transport, tables, training.state_bytes)
+    if session.check is not None:
+        raise Surveyed(survey(session, request, transport, tables, training.replicated, world))
+    return Start(session, request, transport, training, world, watch, earlier=session.arena)
+
+
+def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
+    """Gives this rank its arena, and makes it a member of the generation. All ranks."""
+    session, backend = start.session, start.request.parity_backend
+    if backend != "gloo" and start.world.placement is not None:
+        with start.watch.phase("fabric"):
+            start.transport.fabric = fabric(session, backend, start.transport)
+    with start.watch.phase("attach"):
+        memory = claim_or_create(start, kernels)
+        start.training.rank_state.room_bytes = len(memory.rank_state)
+        generation, generation_id = session.roster.generation, session.roster.generation_id
+        join(memory, start.transport, generation, generation_id, lambda: _flag_recovery(start))
+    return memory
+
+
+def _flag_recovery(start: Start) -> None:
+    """Sets the job's `started` flag to this generation, so that it is known if no arena of it is seen again.
+
+    A start with new arenas sets it when all of them are LIVE: until then, the earlier arenas count.
+    """
+    if not start.world.plan.begins:
+        _flag_started(start.session)
+
+
+def _flag_started(session: Session) -> None:
+    session.job_flags.set("started", str(session.roster.generation))
+
+
+def _recover(start: Start, memory: RankMemory, kernels: contract.Kernels) -> RecoveryReport:
+    """Brings the arenas to the plan's transaction, and tables to the memory in them. All ranks."""
+    transport, tables = start.transport, start.training.tables
+    transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
+    with tables.putter(memory.space) as putter:
+        report = recover(memory, transport, start.world.plan, kernels, start.watch, putter.ready)
+        with start.watch.phase("restore"):
+            transport.together("bringing images to their tables", putter.finish)
+            tables.mark_clean()
+    return report
+
+
+def _supersede(start: Start, memory: RankMemory) -> None:
+    """Removes what earlier starts left, as the arenas of this start are LIVE on all ranks. All ranks.
+
+    No rank trains before all have returned from here.
+    """
+    start.transport.barrier("the end of recovery")
+    if start.earlier is not None and start.earlier is not memory.arena:
+        _remove(start.earlier)  # it survived, but other ranks lost more than the code survives
+    _flag_started(start.session)
+    discard_superseded(start.session)
+    start.transport.barrier("the start of training")
+
+
+def _remove(arena: Arena) -> None:
+    arena.close()
+    try:
+        arena.remove()
+    except EcembError as error:
+        logger.warning("%s", error)
+
+
+def _restore(start: Start, memory: RankMemory) -> None:
+    """Puts back what is not rows, except at a fresh start, which has all of it. All ranks.
+
+    Gradient buckets come first: their rehearsal runs the hooks of gradients, the user's and
+    DistributedDataParallel's, which may draw, count, and step optimizers. The buckets' orders are scalars.
+    """
+    if start.world.plan.kind == "fresh":
+        return
+    _warn_of_next_loss(start.session, start.world)
+    transport, training = start.transport, start.training
+    with start.watch.phase("restore"):
+        packed = transport.together("reading rank state", lambda: rank_states.read(memory.rank_state))
+        transport.together("restoring scalars", lambda: training.rank_state.unpack_scalars(packed))
+        counts = bytes(len(orders) for orders in training.buckets.state())
+        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1 and any(counts):
+            training.buckets.rehearse()
+        transport.together(
+            "restoring dense state", lambda: training.replicated.load(memory.slots, memory.committed)
+        )
+        # The last of all: nothing may draw after it.
+        transport.together("restoring rank state", lambda: training.rank_state.unpack(packed))
+
+
+def _saver(start: Start, memory: RankMemory) -> Saver:
+    """The durable tier of the training, which remembers where the job resumed from."""
+    session, request, training = start.session, start.request, start.training
+    saver = Saver(
+        JobIdentity(session.job, start.world.lineage, (request.code.n, request.code.k)),
+        memory,
+        start.transport,
+        training.replicated,
+        start.world.shards,
+        lambda: control_group(session),
+        training.tables.listen,
+    )
+    saver.keep_in_mind(request.reader)
+    return saver
+
+
+def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
+    """Says how the start went: in the log, and in the arena's header. All ranks."""
+    session, stored = start.session, start.world.stored
+    if session.rank == 0 and stored is not None:
+        _log_resumption(session, start.request, start.world, stored)
+    write_to_header(memory, report)
+    start.request.window.take_up(memory.arena, start.transport, len(set(session.hosts)))
+    level = logging.WARNING if report.lost else logging.INFO
+    if session.rank != 0 and session.rank not in report.lost:
+        level = logging.DEBUG
+    logger.log(level, "rank %d: %s", session.rank, headline(report))
+    logger.debug("rank %d: %s", session.rank, report)
+
+
+def _log_resumption(session: Session, request: Request, world: World, stored: Stored) -> None:
+    place = f"{name_of(request.reader)} ({stored.name})"
+    if world.lost is not None:
+        survivors = session.roster.judgement.survivors
+        reached = max((header.committed for header in survivors), default=-1)
+        again = "no step is lost"
+        if reached < 0:
+            again = "it is not known how many steps are lost"
+        elif reached > stored.step:
+            again = f"steps {stored.step} to {reached - 1} are lost, and are run again"
+        logger.warning("memory is lost (%s): resumed from the checkpoint in %s; %s", world.lost, place, again)
+    size = stored.facts["world_size"]
+    if size != session.world_size:
+        logger.warning(
+            "the checkpoint in %s was saved by %s, and this job has %d: tables are sharded again, "
+            "dense state carries over, data positions begin again",
+            place,
+            counted(size, "rank"),
+            session.world_size,
+        )
+        logger.debug(
+            "generators and state= objects come from the checkpoint on ranks below %d",
+            min(size, session.world_size),
+        )
+
+
+def _warn_of_next_loss(session: Session, world: World) -> None:
+    placement = world.placement
+    if placement is None or session.rank != 0 or placement.fragile(world.constants.domains):
+        return
+    for host in sorted(map(str, placement.fragile(session.hosts))):
+        ranks = [rank for rank, at in enumerate(session.hosts) if at == host]
+        logger.warning("the loss of host %s (%s) would be more than the code survives", host, listed(ranks))

@@ -1,0 +1,84 @@
+"""What the user asks `ecemb.protect` for, checked on this rank alone.
+
+Owns the rules that an argument breaks whatever the other ranks ask for. Must not know the other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..checkpoint.interface import CheckpointReader
+from ..coding.code import Code
+from ..errors import ConfigurationError
+from ..state.rank_state import Stateful
+from ..step.transaction import COMPARE_EVERY
+from ..step.window import Window
+
+FailureDomain = Literal["auto", "host", "rank"]
+ParityBackend = Literal["gloo", "nccl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked `protect` for.
+
+    Attributes:
+        model: the whole model.
+        optimizers: all optimizers of the training.
+        modules: modules of tables that are sharded by hand, by key.
+        code: the (n, k) code.
+        state: the user's objects, as they were given.
+        window: number of steps in a transaction.
+        overlap: whether a thread decides a transaction during the next one's body.
+        failure_domain: see `ecemb.protect`.
+        parity_backend: backend that deltas are sent over.
+        reader: finds a checkpoint; None without `resume=`.
+        without: parameters and modules that no optimizer changes.
+        compare_every: commits between two comparisons of replicated state among the ranks.
+        abortable: whether one step can be taken back.
+
+    Raises:
+        ConfigurationError: an attribute breaks a rule.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    modules: Mapping[str, nn.Module]
+    code: Code
+    state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None
+    window: Window
+    overlap: bool
+    failure_domain: FailureDomain
+    parity_backend: ParityBackend = "gloo"
+    reader: CheckpointReader | None = None
+    without: Sequence[nn.Module | nn.Parameter] = ()
+    compare_every: int = COMPARE_EVERY
+    abortable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.failure_domain not in ("auto", "host", "rank"):
+            raise ConfigurationError(
+                f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
+            )
+        if not isinstance(self.code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {self.code!r}")
+        for name in ("overlap", "abortable"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
+        if type(self.compare_every) is not int or self.compare_every < 1:
+            raise ConfigurationError(
+                f"compare_every= is a number of commits, 1 or more: {self.compare_every!r}"
+            )
+        if self.parity_backend not in ("gloo", "nccl"):
+            raise ConfigurationError(f"parity_backend is 'gloo' or 'nccl'; it is {self.parity_backend!r}")
+        if self.parity_backend == "nccl" and self.overlap:
+            raise ConfigurationError(
+                "parity_backend='nccl' with overlap=True: deltas would be sent while the next step's "
+                "training uses NCCL, and two of its communicators in use at the same time may wait for "
+                "each other forever. Leave one of the two out: over gloo, deltas go beside the next step"
+            )

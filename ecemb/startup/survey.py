@@ -1,0 +1,364 @@
+"""What `protect` would protect, and what it knows nothing of: the matter of `python -m ecemb check`.
+
+Owns the survey of a training where it calls `protect`: tables, replicated state, rank state, what of the
+script's objects no one of these holds, memory and losses. Looks only; nothing is written, on no rank.
+
+Must not know: arenas, journals, how a survey is shown.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..adapters.discover import Tables
+from ..arena import capacity
+from ..coding.parity import parity_words
+from ..coding.placement import Placement
+from ..coding.rows import WORD_BYTES, TableLayout, arrange
+from ..group.collectives import Transport
+from ..session import CHECKED, Session
+from ..state.rank_state import objects_of
+from ..state.replicated import ReplicatedState
+from .negotiate import World
+from .request import Request
+
+_DEEP = 6  # attributes and items from an object that the script names
+_MOST_ITEMS = 256  # of a container: more are data
+_LIBRARIES = ("ecemb", "torchrec", "fbgemm_gpu", "pytorch_lightning", "lightning", "torch.distributed")
+_LEAVES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    range,
+    type,
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    np.ndarray,
+    Path,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+)
+_PARTS = (
+    "tables",
+    "parity",
+    "dense",
+    "dense",
+    "rank_state",
+)  # of a rank's memory; dense state is there twice
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Surveyed(BaseException):
+    """Ends a script that is only checked, where it calls `protect`.
+
+    Attributes:
+        survey: what was found, the same on all ranks.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__("the script is only checked")
+        self.survey = survey
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something of the script that comes back with nothing.
+
+    Attributes:
+        name: how the script gets at it.
+        kind: what it is.
+        lost: what becomes of it at a restart, and what to do.
+    """
+
+    name: str
+    kind: str
+    lost: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a start of the training would protect.
+
+    Attributes:
+        job: its name.
+        hosts: rank -> host.
+        code: (n, k).
+        tables: key -> [rows of each rank that has it], and its columns.
+        replicated: name -> shape and type of dense parameters and buffers.
+        optimizers: of dense parameters: kind, and the number of these.
+        generators: that come back by themselves.
+        state: names, if they have some, and kinds of the `state=` objects of rank 0.
+        unknown: see `Unknown`.
+        bytes: by rank: `tables`, `parity`, `dense` (of one of two copies), `rank_state`.
+        survives: what may be lost at once.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    code: tuple[int, int]
+    tables: dict[str, tuple[list[int], str]]
+    replicated: dict[str, str]
+    optimizers: list[str]
+    generators: list[str]
+    state: list[str]
+    unknown: list[Unknown]
+    bytes: list[dict[str, int]]
+    survives: str
+
+
+@dataclass
+class _Found:
+    """What a walk over objects has come by, by name."""
+
+    seen: dict[int, object] = field(default_factory=dict)
+    names: list[tuple[str, object]] = field(default_factory=list)
+
+
+def survey(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    tables: Tables,
+    replicated: ReplicatedState,
+    world: World,
+) -> Survey:
+    """Looks at what a start would protect. All ranks.
+
+    Args:
+        session: this process's.
+        request: what the user asked for.
+        transport: the control group.
+        tables: this rank's tables.
+        replicated: what is the same on all ranks.
+        world: what the ranks agreed on.
+
+    Returns:
+        The same on all ranks.
+    """
+    kept, dense = replicated.kept
+    parity = 0
+    if world.placement is not None:
+        parity = parity_words(world.placement, world.block_words, session.rank) * WORD_BYTES
+    *layouts, own = world.layouts
+    mine = {
+        "tables": [layout.to_json() for layout in layouts],
+        "bytes": {
+            "tables": arrange(layouts)[1],
+            "parity": parity,
+            "dense": replicated.size_bytes,
+            "rank_state": own.words * WORD_BYTES,
+        },
+        "unknown": [asdict(one) for one in unknown(request, tables, kept, dense)],
+    }
+    texts = transport.gather(json.dumps(mine).encode(), "comparing surveys")
+    told = [json.loads(text) for text in texts]
+    if session.check is not None and session.check.host is None:
+        here = [one for one, host in enumerate(session.hosts) if host == session.directory.host]
+        needed = sum(told[rank]["bytes"][part] for rank in here for part in _PARTS)
+        transport.together("asking for space", lambda: _check_space(session, needed))
+    rows: dict[str, tuple[list[int], str]] = {}
+    for one in (TableLayout.from_json(fields) for rank in told for fields in rank["tables"]):
+        rows.setdefault(one.name, ([], ", ".join(f"{c.name} {c.dtype}" for c in one.columns)))[0].append(
+            one.rows
+        )
+    missed: dict[str, Unknown] = {}
+    for one in (Unknown(**fields) for rank in told for fields in rank["unknown"]):
+        missed.setdefault(one.name, one)
+    return Survey(
+        job=session.job.removesuffix(CHECKED),
+        hosts=session.hosts,
+        code=(request.code.n, request.code.k),
+        tables=rows,
+        replicated={name: _described(tensor) for name, tensor in kept.items()},
+        optimizers=[f"{type(one).__name__} of {_count(one, tables)}" for one in dense],
+        generators=["torch", "numpy", "python", *(["cuda"] if torch.cuda.is_initialized() else [])],
+        state=[
+            f"{key} ({type(item).__name__})" if isinstance(key, str) else type(item).__name__
+            for key, item in objects_of(request.state).items()
+        ],
+        unknown=list(missed.values()),
+        bytes=[rank["bytes"] for rank in told],
+        survives=survives(world.placement, session.hosts),
+    )
+
+
+def _check_space(session: Session, needed_bytes: int) -> None:
+    with session.directory.opened() as fd:
+        capacity.check(needed_bytes, fd, session.directory.path)
+
+
+def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
+    """What may be lost at once, in words."""
+    crashes = "all processes may die at any moment while the hosts stay up"
+    if placement is None:
+        return f"{crashes}; one rank has no parity, and its memory may not be lost"
+    r = placement.r
+    ranks = f"the memory of any {r} ranks" if r > 1 else "the memory of any one rank"
+    if len(set(hosts)) == len(hosts) or placement.spread(hosts):
+        return (
+            f"{crashes}; any {r} hosts may be lost at once"
+            if r > 1
+            else f"{crashes}; any one host may be lost"
+        )
+    if fragile := placement.fragile(hosts):
+        return f"{crashes}; {ranks} may be lost, but not host {fragile[0]} with all its ranks"
+    return f"{crashes}; {ranks} may be lost at once, or any one host, but not any {r} hosts"
+
+
+def unknown(
+    request: Request,
+    tables: Tables,
+    kept: Mapping[str, torch.Tensor],
+    dense: Sequence[torch.optim.Optimizer],
+) -> list[Unknown]:
+    """Objects with state that the script has in reach, and that come back with nothing.
+
+    Args:
+        request: what the user asked for.
+        tables: the protected tables.
+        kept: the replicated parameters and buffers of the model.
+        dense: the optimizers of dense parameters.
+    """
+    held, given = _Found(), list(objects_of(request.state).values())
+    _walk(held, (("", item) for item in (*given, *request.optimizers, *dense)))
+    held.seen.update((id(module), module) for module in request.model.modules())
+    parameters = {id(one) for one in (*tables.parameters, *kept.values())}
+    for optimizer in (*request.optimizers, *dense):
+        parameters.update(id(one) for group in optimizer.param_groups for one in group["params"])
+    for item in given:
+        if isinstance(item, nn.Module):
+            held.seen.update((id(module), module) for module in item.modules())
+    states = {id(one.state) for one in held.seen.values() if isinstance(one, torch.optim.Optimizer)}
+    held.seen[id(torch.default_generator)] = torch.default_generator
+    reached = _Found()
+    _walk(reached, _named(inspect.currentframe()))
+    gc.collect()
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer) and id(one) not in reached.seen:
+            reached.names.append(("(no name of the script leads to it)", one))
+    found: list[Unknown] = []
+    for name, one in reached.names:
+        if id(one) not in held.seen and (said := _judged(one, parameters, states)) is not None:
+            found.append(Unknown(name, type(one).__name__, said))
+            if isinstance(one, nn.Module):  # reported whole
+                held.seen.update((id(module), module) for module in one.modules())
+    return [*found, *_loose_tensors(request.model, tables, parameters)]
+
+
+def _judged(one: object, parameters: set[int], states: set[int]) -> str | None:
+    """What becomes of an object that nothing holds; None if it has no state to lose."""
+    if isinstance(one, torch.optim.Optimizer):
+        if id(one.state) in states or _of_a_library(one):
+            return None
+        return "its state and options begin again: name it in optimizers="
+    if isinstance(one, nn.Module):
+        own = [tensor for tensor in one.parameters() if id(tensor) not in parameters]
+        return "its parameters begin as the script builds them: make it part of model=" if own else None
+    if isinstance(one, _GENERATORS):
+        return (
+            "it begins again at its seed: draw from the global generators, give an object that keeps its "
+            "state in state=, or, if it is a loader's, give that to guard.batches()"
+        )
+    owners = [kind for kind in type(one).__mro__ if "load_state_dict" in vars(kind)]
+    if owners and hasattr(type(one), "state_dict") and not _is_of(owners[0].__module__, _LIBRARIES):
+        if isinstance(one, torch.utils.data.DataLoader) or hasattr(type(one), "__iter__"):
+            return "its position begins again: give it to guard.batches() after ecemb.protect()"
+        return "it begins as the script makes it: give it in state="
+    return None
+
+
+def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> Iterator[Unknown]:
+    """Tensors that modules keep as plain attributes."""
+    aside = {id(one) for module in tables.aside for one in module.modules()}
+    for path, module in model.named_modules():
+        if id(module) in aside or _of_a_library(module):
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value) not in parameters:
+                yield Unknown(
+                    f"model.{path}.{name}" if path else f"model.{name}",
+                    "Tensor",
+                    "it is neither a parameter nor a buffer, and begins as the script makes it: "
+                    "register_buffer()",
+                )
+
+
+def _walk(found: _Found, named: Iterable[tuple[str, object]]) -> None:
+    """Adds objects, and what they lead to, the near ones first."""
+    queue = [(name, value, _DEEP) for name, value in named]
+    for path, one, left in queue:  # which grows
+        if id(one) in found.seen or isinstance(one, _LEAVES):
+            continue
+        found.seen[id(one)] = one
+        found.names.append((path, one))
+        if left:
+            queue += [(f"{path}{step}", item, left - 1) for step, item in _inside(one)]
+
+
+def _inside(one: Any) -> Iterator[tuple[str, object]]:
+    """What an object holds, and what is added to its name to get there."""
+    if isinstance(one, dict):
+        if len(one) <= _MOST_ITEMS:
+            yield from ((f"[{key!r}]", item) for key, item in list(one.items()))
+    elif isinstance(one, (list, tuple, set, frozenset)):
+        if len(one) <= _MOST_ITEMS:
+            yield from ((f"[{i}]", item) for i, item in enumerate(list(one)))
+    elif isinstance(one, nn.Module):
+        yield from ((f".{name}", child) for name, child in one.named_children())
+        if not _of_a_library(one):
+            yield from ((f".{key}", item) for key, item in vars(one).items() if not key.startswith("_"))
+    elif hasattr(one, "__dict__") and not _of_a_library(one):
+        yield from ((f".{key}", item) for key, item in list(vars(one).items()))
+
+
+def _of_a_library(one: object) -> bool:
+    """Whether an object's own attributes are nothing that a script is to look after."""
+    module = str(type(one).__module__)
+    return _is_of(module, _LIBRARIES) or (isinstance(one, nn.Module) and _is_of(module, ("torch",)))
+
+
+def _is_of(module: str, packages: Iterable[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
+
+
+def _named(frame: FrameType | None) -> Iterator[tuple[str, object]]:
+    """Variables of the script's functions that are being called, and of its module."""
+    libraries = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<")
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(libraries) and "site-packages" not in path:
+            for scope in (frame.f_locals, frame.f_globals):
+                yield from ((name, value) for name, value in list(scope.items()) if not name.startswith("__"))
+        frame = frame.f_back
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _count(optimizer: torch.optim.Optimizer, tables: Tables) -> str:
+    own = {id(parameter) for parameter in tables.parameters}
+    count = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    return f"{count} dense parameter{'' if count == 1 else 's'}"

@@ -1,0 +1,184 @@
+"""Batches whose position in the data is part of the step: a failure neither loses nor repeats one.
+
+Owns the conversion between a loader and its position. The position counts the batches that were *given out*,
+not those that workers have read ahead, and is packed with the rank state when the step commits. It has the
+epoch, the number of its batches that were drawn, and the states of all random generators at the epoch's
+start, with which its iterator is created again.
+
+Must not know: the storage of positions, steps, other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError, LayoutMismatch, UsageError
+from . import rng
+from .loaders import Source, find_source, set_epoch
+from .rank_state import Position, RankState
+from .serialize import dump, load
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+class Batches(Iterator[Any]):
+    """The result of `guard.batches(loader)`: endless batches, epoch after epoch.
+
+    Args:
+        source: the loader.
+        others: positions that were bound earlier (later ones would form a reference cycle, with workers in
+            it).
+        is_open: whether a step is open.
+
+    Attributes:
+        epoch: the epoch of the last batch, from 0.
+        name: for messages.
+    """
+
+    def __init__(self, source: Source, others: Sequence[Position], is_open: Callable[[], bool]) -> None:
+        self.source = source
+        self._others = others
+        self._is_open = is_open
+        self._generators = rng.owned(source.parts)
+        self.epoch: int = 0
+        self.name: str = f"loader {len(others)} of guard.batches() ({source.description})"
+        self._iterator: Iterator[Any] | None = None
+        self._stale = False  # the iterator is not at the position
+        self._drawn = 0  # batches of this epoch
+        self._start: list[Any] | None = None  # `_states` at this epoch's start; the process's states packed
+        self._saved: Any = None  # the source's own state in the loaded position
+
+    def __next__(self) -> Any:
+        """The next batch; inside a step.
+
+        Raises:
+            UsageError: no step is open.
+            ConfigurationError: the loader gives no batches.
+            LayoutMismatch: it gives fewer batches in this epoch than were drawn before the restart.
+        """
+        if not self._is_open():
+            raise UsageError(
+                "next(batches) was called outside of a step: put it inside `with guard.step():`; a batch "
+                "drawn outside of a step, or ahead of it, would be lost at a failure"
+            )
+        if self._iterator is None or self._stale:
+            self._iterator = self._begin() if self._start is None else self._resume(self._start)
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                if not self._drawn:
+                    raise ConfigurationError(
+                        f"{self.name} gives no batches in epoch {self.epoch}: it is empty, drops its only "
+                        f"batch (drop_last=True), or can't be iterated twice"
+                    ) from None
+                self.epoch, self._drawn, self._start, self._iterator = self.epoch + 1, 0, None, None
+                self._iterator = self._begin()
+                continue
+            self._drawn += 1
+            self.source.given()
+            return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch."""
+        return {
+            "loader": self.source.description,
+            "epoch": self.epoch,
+            "drawn": self._drawn,
+            "start": self._start,
+            "generators": [rng.state(generator) for generator in self._generators],
+            "state": self._saved if self._iterator is None or self._stale else self.source.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position; the next `next` creates the loader's iterator.
+
+        Raises:
+            LayoutMismatch: the position belongs to another loader.
+        """
+        if state["loader"] != self.source.description or len(state["generators"]) != len(self._generators):
+            raise LayoutMismatch(
+                f"{self.name} was {state['loader']} with {len(state['generators'])} generators when the job "
+                f"was started, and has {len(self._generators)} now: call guard.batches() for the same "
+                f"loaders over the same data, in the same order, or give the job another job="
+            )
+        self.epoch, self._drawn = int(state["epoch"]), int(state["drawn"])
+        self._start, self._saved = state["start"], state["state"]
+        self.source.reset()
+        for generator, value in zip(self._generators, state["generators"], strict=True):
+            rng.set_state(generator, value)
+        self._stale = (
+            True  # the old iterator stays until another replaces it: ending its workers may take long
+        )
+
+    def _begin(self) -> Iterator[Any]:
+        set_epoch(self.source.parts, self.epoch)
+        process, own = self._states()
+        self._start = [self._known(torch.frombuffer(bytearray(dump(process)), dtype=torch.uint8)), own]
+        self._stale = False
+        return self.source.begin()
+
+    def _known(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed states, or an equal tensor of another loader, so that equal states are stored once."""
+        for other in self._others:
+            if isinstance(other, Batches) and other._start and torch.equal(other._start[0], packed):
+                return other._start[0]
+        return packed
+
+    def _resume(self, start: Sequence[Any]) -> Iterator[Any]:
+        """Creates the epoch's iterator again, from the states at its start; generators keep theirs."""
+        self._iterator = None
+        set_epoch(self.source.parts, self.epoch)
+        now, begun = self._states(), [load(start[0].numpy().tobytes()), start[1]]
+        try:
+            iterator = self.source.resume(
+                self.epoch, self._drawn, self._saved, lambda: self._set_states(begun)
+            )
+        finally:
+            self._set_states(now)
+        if iterator is None:
+            raise LayoutMismatch(
+                f"{self.name} ends before batch {self._drawn} of epoch {self.epoch}, the position "
+                f"before the restart: its data or its order has changed"
+            )
+        if not self.source.fits(self._saved):
+            logger.error(
+                "%s: after this restart its sampler gives other samples for batch %d of epoch %d than "
+                "before: samples of this epoch may be repeated or skipped. Its order must follow from "
+                "its epoch and from the random generators at the epoch's start: give it a seed, a "
+                "generator of its own, or state_dict() and load_state_dict()",
+                self.name,
+                self._drawn - 1,
+                self.epoch,
+            )
+        self._stale = False
+        return iterator
+
+    def _states(self) -> list[Any]:
+        return [rng.process_states(), [rng.state(one) for one in self._generators]]
+
+    def _set_states(self, states: Sequence[Any]) -> None:
+        process, own = states
+        rng.set_process_states(process)
+        for generator, value in zip(self._generators, own, strict=True):
+            rng.set_state(generator, value)
+
+
+def bind(loader: Any, rank_state: RankState, is_open: Callable[[], bool]) -> Batches:
+    """Makes a loader's position a part of the rank state.
+
+    Raises:
+        ConfigurationError: the loader has no position that a restart can find.
+        UsageError: the loader is already bound.
+        LayoutMismatch: another loader was bound in this order when the job was started.
+    """
+    for other in rank_state.positions:
+        if isinstance(other, Batches) and other.source.loader is loader:
+            raise UsageError(f"{other.name} is already bound: call guard.batches() once for each loader")
+    batches = Batches(find_source(loader), tuple(rank_state.positions), is_open)
+    rank_state.bind(batches)
+    return batches

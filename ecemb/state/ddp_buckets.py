@@ -1,0 +1,208 @@
+"""The buckets in which DistributedDataParallel sums gradients, and their order after a restart.
+
+DistributedDataParallel rebuilds its buckets after its first backward (in a static graph: the second), in the
+order in which gradients arrived. The place of a value in a bucket decides the order in which gloo and NCCL
+add the ranks' parts, so the last bits of a sum depend on the layout. A restarted process would start with the
+initial layout, and its first steps would differ from those of an uninterrupted run. So the order is stored
+(as rank state), and a restart repeats the relevant backwards with gradients of zero.
+
+Must not know: tables, arenas, the step protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import ConfigurationError
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class GradientBuckets:
+    """The order of gradients in every DistributedDataParallel of a training.
+
+    Args:
+        modules: all DistributedDataParallel modules, in the same order at each start and on all ranks.
+    """
+
+    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
+        self._modules = [one for one in modules if one.static_graph or not one.find_unused_parameters]
+        self._orders: list[list[list[int]]] = [[] for _ in self._modules]
+        self._handles: list[list[Any]] = [[] for _ in self._modules]
+        for number, module in enumerate(self._modules):
+            if _laid_out(module):
+                logger.warning(
+                    "DistributedDataParallel has already built its gradient buckets: call "
+                    "ecemb.protect() before the first backward, or the last bits of dense gradients may "
+                    "differ after a restart"
+                )
+            for index, parameter in enumerate(_parameters(module)):
+                hook = functools.partial(self._arrived, number, index)
+                self._handles[number].append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def state(self) -> list[list[list[int]]]:
+        """For each module, the orders of relevant backwards: parameter numbers as gradients arrived."""
+        for module, orders, handles in zip(self._modules, self._orders, self._handles, strict=True):
+            if len(orders) == _counting(module):
+                for handle in handles:
+                    handle.remove()
+                handles.clear()
+        return [[list(order) for order in orders] for orders in self._orders]
+
+    def set_state(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Restores orders, except those of other parameters; orders of this process stay."""
+        for number, orders in enumerate(state[: len(self._orders)]):
+            if not self._orders[number] and all(_fits(self._modules[number], order) for order in orders):
+                self._orders[number] = [list(order) for order in orders]
+
+    def rehearse(self) -> None:
+        """Lets all modules rebuild their buckets in the stored order. Called on all ranks alike.
+
+        For each stored order, a backward runs through the module, with gradients of zero in that order; the
+        next forward rebuilds the buckets. Gradients keep their values.
+        """
+        for module, orders in zip(self._modules, self._orders, strict=True):
+            parameters = _parameters(module)
+            gradients = [parameter.grad for parameter in parameters]
+            model, broadcasts = module.module, module.broadcast_buffers
+            try:
+                module.broadcast_buffers = False  # the stand-in for the model has no buffers
+                for order in orders:
+                    module.module = _Rehearsal([parameters[index] for index in order])
+                    with torch.enable_grad():
+                        module().backward()
+            finally:
+                module.module, module.broadcast_buffers = model, broadcasts
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+
+    def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
+        module, orders = self._modules[number], self._orders[number]
+        if isinstance(module.module, _Rehearsal) or not module.require_forward_param_sync:
+            return  # as at its last forward, which no_sync() may have left since
+        if not orders or index in orders[-1]:
+            if len(orders) == _counting(module) or _laid_out(module):
+                return
+            orders.append([])
+        orders[-1].append(index)
+
+
+@functools.cache
+def note_made() -> None:
+    """From here on, records every DistributedDataParallel that is created. Further calls do nothing."""
+    register_module_module_registration_hook(_note)
+
+
+def _note(holder: nn.Module, name: str, held: nn.Module | None) -> None:
+    if isinstance(holder, DistributedDataParallel):
+        _made.add(holder)
+
+
+def found_in(
+    model: nn.Module, known: Iterable[DistributedDataParallel] = ()
+) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel in a model; then those outside that average its parameters.
+
+    The latter are recorded since `note_made`. The garbage collector's list of all objects also has them, but
+    walking it takes a tenth of a second or more.
+
+    Args:
+        model: the whole model.
+        known: modules to leave out.
+
+    Returns:
+        The modules, in the same order at each start and on all ranks.
+    """
+    inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    left_out = {id(module) for module in (*inside, *known)}
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    if _beside(places, left_out):
+        gc.collect()  # a module may be garbage on this rank only
+    beside = _beside(places, left_out)
+    return inside + [beside[of] for of in sorted(beside)]
+
+
+def _beside(places: Mapping[int, int], left_out: Set[int]) -> dict[tuple[int, ...], DistributedDataParallel]:
+    """Modules created since `note_made` with parameters that have a place, by these places."""
+    found: dict[tuple[int, ...], DistributedDataParallel] = {}
+    for module in list(_made):
+        of = tuple(places[id(one)] for _, one in _averaged(module) if id(one) in places)
+        if of and id(module) not in left_out:
+            found[of] = module
+    return found
+
+
+def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Parameter]) -> None:
+    """Raises if a module averages parameters that belong to one rank.
+
+    Args:
+        modules: of one model.
+        own: parameters that differ between ranks.
+
+    Raises:
+        ConfigurationError: a module has such a parameter.
+    """
+    known = {id(parameter) for parameter in own}
+    for module in modules:
+        if mixed := [name for name, parameter in _averaged(module) if id(parameter) in known]:
+            raise ConfigurationError(
+                f"DistributedDataParallel holds {mixed}, of which each rank has other rows: it has "
+                f"overwritten them with rank 0's, and would average gradients of different rows. Build the "
+                f"model again, and wrap only its dense parts; a table that is the same on all ranks is "
+                f"dense, and not passed in tables="
+            )
+
+
+def _counting(module: DistributedDataParallel) -> int:
+    """Number of backwards before the final buckets are built."""
+    return 2 if module.static_graph else 1
+
+
+def _fits(module: DistributedDataParallel, order: Sequence[int]) -> bool:
+    """Whether gradients can arrive in this order: all of them, or in a static graph some of them.
+
+    The script may freeze other parameters than before the restart.
+    """
+    known = set(range(len(_parameters(module))))
+    return known >= set(order) if module.static_graph else known == set(order)
+
+
+def _laid_out(module: DistributedDataParallel) -> bool:
+    return getattr(module, "_has_rebuilt_buckets", False)
+
+
+class _Rehearsal(nn.Module):
+    """A stand-in for a model: its backward gives gradients of zero in the order of `parameters`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._held = list(parameters)
+
+    def forward(self) -> torch.Tensor:
+        """A scalar. Autograd runs the latest operations first, so they are in reverse order."""
+        total = torch.zeros((), requires_grad=True)
+        for parameter in reversed(self._held):
+            part = parameter.reshape(-1)[:0].sum()
+            total = total.to(part) + part
+        return total
+
+
+def _parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    return [one for _, one in _averaged(module) if one.requires_grad and one.is_leaf]
+
+
+def _averaged(module: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    named = module.module.named_parameters()
+    return [(name, one) for name, one in named if name not in module.parameters_to_ignore]

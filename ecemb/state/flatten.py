@@ -1,0 +1,245 @@
+"""A saved state of tensors: an outline, packed, then numbers, then the tensors, raw, one after another.
+
+The outline is the structure without its tensors and numbers (names, types, other options). It is packed, and
+read without pickle. Numbers have a separate area with a word for each, so a learning rate that changes at
+every step changes neither the outline nor the places of tensors.
+
+Must not know: the owner of the state, its storage.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ConfigurationError, InconsistentArenas
+from .serialize import WAY_OUT, dump, load, plain, replaced
+
+_ALIGN_BYTES = 64
+_HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
+_CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
+_TENSOR = "ecemb.tensor"
+_WORDS = {
+    ("ecemb.int",): struct.Struct("<q"),
+    ("ecemb.float",): struct.Struct("<d"),
+}  # by its placeholder
+_INT, _FLOAT = _WORDS
+_INT64 = range(-(1 << 63), 1 << 63)  # a larger int stays in the outline
+
+
+class Outline:
+    """A structure without its tensors and numbers, packed, and the places of these.
+
+    Args:
+        value: the result of `taken`.
+        tensors: the tensors that `taken` has removed.
+        numbers: the numbers that `taken` has removed; only their length counts.
+
+    Attributes:
+        value: as given.
+        names: names of its tensors.
+        size_bytes: size with numbers and tensors.
+    """
+
+    def __init__(self, value: object, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
+        self.value = value
+        packed = dump(value)
+        self._head = _HEAD.pack(len(packed), zlib.crc32(packed), len(numbers)) + packed
+        self.names = blank(value)[0]
+        start = len(self._head) + _CHECKSUM.size + len(numbers)
+        self._places, self.size_bytes = _places(tensors, start)
+
+    def lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Writes all except numbers and tensors (uint8 [size_bytes]); returns views for the tensors."""
+        memory[:] = 0  # an earlier state may have left different bytes between tensors on each rank
+        memory[: len(self._head)] = np.frombuffer(self._head, np.uint8)
+        pairs = zip(self._places, tensors, strict=True)
+        return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
+
+    def put_numbers(self, memory: NDArray[np.uint8], numbers: bytes | bytearray) -> None:
+        """Writes the numbers, as returned by `taken`, to memory after `lay_out`."""
+        area = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
+        memory[len(self._head) : len(self._head) + len(area)] = np.frombuffer(area, np.uint8)
+
+
+def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> object:
+    """A copy of a nested structure with placeholders for its tensors and numbers, which are removed in order.
+
+    Args:
+        value: dicts, lists and tuples of tensors, numbers, strings, None.
+        tensors: appended to.
+        numbers: appended to, a word for each int of 64 bits and each float.
+    """
+
+    def take(tensor: torch.Tensor) -> object:
+        if tensor.layout is not torch.strided:
+            raise ConfigurationError(
+                f"a tensor of shape {tuple(tensor.shape)} in replicated state is sparse ({tensor.layout}), "
+                f"as momentum of sparse gradients is: protect that table (tables=), or give it an optimizer "
+                f"whose state is dense"
+            )
+        tensors.append(tensor)
+        return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
+
+    def take_number(number: int | float) -> object:
+        kind = _FLOAT if isinstance(number, float) else _INT
+        if kind is _INT and number not in _INT64:
+            return number
+        numbers.extend(_WORDS[kind].pack(number))
+        return kind
+
+    return plain(value, take, "replicated state", take_number)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two structures are equal, with dicts in the same order, which is the order of tensors."""
+    return one == other and _in_order(one, other)
+
+
+def filled(value: Any, tensors: list[torch.Tensor]) -> object:
+    """Puts tensors back, and consumes the list. A tensor keeps the type of device that it was on."""
+
+    def put(known: Any) -> torch.Tensor:
+        tensor = tensors.pop(0)
+        tensor.ecemb_device = known[3]  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor
+
+    return replaced(value, _is_tensor, put)
+
+
+def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:
+    """Splits a saved state (uint8, the result of a store's `read`) into its parts.
+
+    Returns:
+        The outline with its numbers, the tensors' names, and the tensors: views of `memory`, in the
+        outline's order.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    head = in_front(memory)
+    outline = outline_of(head)
+    names, blanks = blank(outline)
+    places, size = _places(blanks, len(head))
+    if size != len(memory):
+        raise InconsistentArenas(
+            f"a slot of replicated state has {len(memory)} bytes, and its outline needs {size}: the "
+            f"arena's memory is damaged. {WAY_OUT}"
+        )
+    tensors = [_view(memory, at, one.dtype, one.shape) for one, at in zip(blanks, places, strict=True)]
+    return outline, names, tensors
+
+
+def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
+    """Checksums below 2**32 of all parts of a saved state, tensors and other values, by name, in order.
+
+    Args:
+        memory: uint8, the result of a store's `read`; read.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    outline, _, tensors = unpacked(memory)
+    waiting = iter(tensors)
+    found: dict[str, int] = {}
+    for name, value in _leaves(outline, ()):
+        content = repr(value).encode()
+        if _is_tensor(value):
+            content += next(waiting).reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = zlib.crc32(content)
+    return found
+
+
+def in_front(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The outline and numbers, in front of a saved state's tensors: uint8, a view of `memory`.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    return memory[: len(b"".join(_parts(memory)))]
+
+
+def outline_of(head: NDArray[np.uint8]) -> Any:
+    """The outline with its numbers, from the result of `in_front`.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    _, packed, _, numbers = _parts(head)
+    words = iter([numbers[at : at + 8] for at in range(0, len(numbers), 8)])
+    return replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
+
+
+def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
+    """The tensors that an outline has placeholders for.
+
+    Returns:
+        Their names, e.g. "head.weight" for the model's and "optimizers.0.state.1.exp_avg"; and tensors on the
+        meta device with the same types and shapes; both in the outline's order.
+    """
+    found = [(name, value) for name, value in _leaves(outline, ()) if _is_tensor(value)]
+    tensors = [torch.empty(value[2], dtype=value[1], device="meta") for _, value in found]
+    return [name for name, _ in found], tensors
+
+
+def _in_order(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_in_order, one.values(), other.values()))
+    return not isinstance(one, list) or all(map(_in_order, one, other))
+
+
+def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, bytes, bytes]:
+    """The head, the packed outline, the checksum of the numbers, and the numbers."""
+    head = memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0")
+    length, checksum, numbers = _HEAD.unpack(head)
+    end = _HEAD.size + length
+    packed, own = memory[_HEAD.size : end].tobytes(), memory[end : end + _CHECKSUM.size].tobytes()
+    words = memory[end + _CHECKSUM.size : end + _CHECKSUM.size + numbers].tobytes()
+    for part, fits in (
+        ("outline", zlib.crc32(packed) == checksum),
+        ("numbers", len(words) == numbers and _CHECKSUM.pack(zlib.crc32(words)) == own),
+    ):
+        if not fits:
+            raise InconsistentArenas(
+                f"the {part} of a slot of replicated state doesn't fit its checksum: the arena's memory is "
+                f"damaged. {WAY_OUT}"
+            )
+    return head, packed, own, words
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is tuple and value in (_INT, _FLOAT)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, tuple) and cast("Any", value)[:1] == (_TENSOR,)
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """All leaves of a structure, by name, in order; placeholders for tensors."""
+    if isinstance(value, (dict, list, tuple)) and not _is_tensor(value):
+        pairs = value.items() if isinstance(value, dict) else enumerate(cast("Any", value))
+        for key, item in cast("Iterable[tuple[Any, Any]]", pairs):
+            yield from _leaves(item, (*path, str(key)))
+    else:
+        yield ".".join(path[1:] if path[:1] == ("model",) else path), value
+
+
+def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:
+    places: list[int] = []
+    for tensor in tensors:
+        start = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
+        places.append(start)
+        start += tensor.numel() * tensor.element_size()
+    return places, start
+
+
+def _view(memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(memory[place : place + size]).view(dtype).reshape(tuple(shape))

@@ -1,0 +1,411 @@
+"""Data loaders, and the resumption of an epoch in its middle.
+
+`find_source` distinguishes three kinds:
+
+- `Indexed`, a DataLoader over a map-style dataset, torchdata's too: the stream of indices of its sampler is
+  started again and skipped up to the position. No sample is read twice. (torchdata's own state is not used:
+  in 0.11 it loses the order of the next epoch with generator=, and of this epoch with a sampler of torch.)
+- `StatefulLoader`, any other with state_dict() and load_state_dict(): its own state.
+- `Repeatable`, any other iterable: it is iterated again, and the batches that were given out are skipped.
+
+A forked process of a loader ends with its worker, even if the worker is killed before the process first
+checks for it.
+
+Must not know: the states of generators, steps, the storage of positions.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import copy
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
+from torch.utils.data._utils import worker as torch_worker
+
+from ..errors import ConfigurationError
+
+_DETERMINED = (SequentialSampler, DistributedSampler, BatchSampler, Sequence)  # by arguments and epoch
+_RESTARTS = "restart_on_stop_iteration"
+
+
+class Source(abc.ABC):
+    """A loader, with the start of an epoch and its resumption in the middle.
+
+    Attributes:
+        loader: the user's loader.
+        parts: the objects that may have generators and set_epoch().
+        description: identifies the loader between two starts.
+    """
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        self.loader = loader
+        self.parts = parts
+        self.description = description
+
+    def begin(self) -> Iterator[Any]:
+        """An epoch from its first batch."""
+        return iter(self.loader)
+
+    @abc.abstractmethod
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """Resumes an epoch in its middle, in a process that hasn't started it.
+
+        Args:
+            epoch: number of the epoch.
+            drawn: number of batches to skip.
+            saved: the result of `state` after the last skipped batch.
+            rewind: restores all generators to the epoch's start.
+
+        Returns:
+            None if the epoch has fewer batches.
+        """
+
+    def given(self) -> None:
+        """A batch was given out."""
+        return
+
+    def state(self) -> Any:
+        """The state that `resume` needs besides the number of batches."""
+        return None
+
+    def fits(self, saved: Any) -> bool:
+        """Whether the batches that `resume` skipped are those given out, as far as it can be checked."""
+        return True
+
+    def reset(self) -> None:
+        """Forgets the epoch in flight."""
+        return
+
+
+class Repeatable(Source):
+    """Any iterable that can be iterated again; `resume` reads the batches that it skips."""
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        rewind()
+        iterator = iter(self.loader)
+        return iterator if _pass_over(iterator, drawn) else None
+
+
+class StatefulLoader(Source):
+    """A loader with state_dict() and load_state_dict()."""
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        super().__init__(loader, parts, description)
+        self._checked = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        rewind()
+        self.loader.load_state_dict(saved)
+        if not getattr(self.loader, _RESTARTS, False):
+            return iter(self.loader)
+        setattr(
+            self.loader, _RESTARTS, False
+        )  # otherwise a torchdata.nodes.Loader silently starts the next epoch
+        try:
+            return iter(self.loader)
+        finally:
+            setattr(self.loader, _RESTARTS, True)
+
+    def given(self) -> None:
+        """Counts a batch that was given out; checks at the first one that the loader has state.
+
+        Raises:
+            ConfigurationError: the dataset has no state.
+        """
+        if not self._checked and _holds_nothing(self.loader.state_dict()):
+            raise ConfigurationError(_no_state(self.loader))
+        self._checked = True
+
+    def state(self) -> Any:
+        """The loader's state."""
+        return self.loader.state_dict()
+
+
+class Indexed(Source):
+    """A DataLoader over a map-style dataset: `resume` skips indices of its sampler, and reads no sample.
+
+    It iterates a shallow copy of the loader, whose sampler is wrapped; the user's loader stays unchanged.
+    """
+
+    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
+        super().__init__(loader, parts, description)
+        self._persistent: bool = loader.persistent_workers and loader.num_workers > 0
+        self.reset()
+
+    def begin(self) -> Iterator[Any]:
+        """An epoch from its first batch.
+
+        Raises:
+            ConfigurationError: the loader's class doesn't iterate its sampler when its iterator is created.
+        """
+        iterator = iter(self._copy)
+        if self._indexes.latest is None:
+            raise ConfigurationError(
+                f"{type(self.loader).__name__}.__iter__ makes no iterator of the loader's sampler before the "
+                f"first batch, as torch's DataLoader does: give the class state_dict() and "
+                f"load_state_dict(), or use torch.utils.data.DataLoader"
+            )
+        return iterator
+
+    def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
+        """See `Source.resume`."""
+        self.reset()
+        if self._persistent and epoch > 0:  # the workers were created earlier, and drew numbers then
+            self._indexes.closed = True
+            set_epoch(self.parts, 0)  # the epoch that they were created in
+            self.begin()
+            set_epoch(self.parts, epoch)
+            self._indexes.closed = False
+        rewind()
+        self._indexes.skip = drawn
+        iterator = self.begin()
+        self._indexes.settle()
+        return None if self._indexes.short else iterator
+
+    def given(self) -> None:
+        """A batch was given out."""
+        self._indexes.given()
+
+    def state(self) -> int | None:
+        """A checksum of the indices of the last batch."""
+        return self._indexes.last
+
+    def fits(self, saved: Any) -> bool:
+        """Whether the indices of the last batch are the same."""
+        return self._indexes.last == saved
+
+    def reset(self) -> None:
+        """Forgets the epoch in flight."""
+        self._copy = copy.copy(self.loader)
+        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        self._indexes = Indexes(getattr(self.loader, name))
+        self._copy.__dict__[name] = self._indexes
+
+
+class Indexes:
+    """The (batch) sampler of a DataLoader, with iterators that can skip indices.
+
+    Args:
+        sampler: the loader's sampler.
+
+    Attributes:
+        skip: number of items that the next used iterator skips first.
+        closed: whether iterators end at once.
+        latest: the latest iterator.
+        short: whether the sampler had fewer items than `skip`.
+        last: a checksum of the indices given out last; None if they have no checksum.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self._drawn: collections.deque[int | None] = collections.deque()  # read ahead, not given out
+        self.skip: int = 0
+        self.closed: bool = False
+        self.short: bool = False
+        self.latest: Iterator[Any] | None = None
+        self.last: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
+        self.latest = iter(self._sampler)
+        return self._stream(self.latest)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # pyright: ignore[reportArgumentType]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def settle(self) -> None:
+        """Skips items, unless the first use of the iterator has done it."""
+        if self.skip and self.latest is not None:
+            skip, self.skip = self.skip, 0
+            self.short = not _pass_over(self.latest, skip - 1)
+            for indices in itertools.islice(self.latest, 1):
+                self.last = _checksum(indices)
+                return
+            self.short = True
+
+    def given(self) -> None:
+        """Moves `last` to the oldest indices that were drawn and not given out."""
+        if self._drawn:
+            self.last = self._drawn.popleft()
+
+    def _stream(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        if self.closed:
+            return
+        self.settle()
+        for indices in iterator:
+            self._drawn.append(_checksum(indices))
+            yield indices
+
+
+def set_epoch(parts: Iterable[object], epoch: int) -> None:
+    """Sets the epoch of those parts of a loader that support it."""
+    for part in parts:
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
+
+
+def find_source(loader: Any) -> Source:
+    """Returns the source for a loader, by its kind.
+
+    Raises:
+        ConfigurationError: the loader has no position that a restart can find.
+    """
+    kind = type(loader).__name__
+    if isinstance(loader, DataLoader):
+        return _of_loader(loader)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"guard.batches() takes a loader: a DataLoader or another iterable; {kind} is not iterable"
+        )
+    if _has_state(loader):
+        return StatefulLoader(loader, [loader, getattr(loader, "dataset", None)], f"a {kind} with state")
+    if isinstance(loader, Iterator):
+        raise ConfigurationError(
+            f"guard.batches() got a {kind}, which can be iterated only once, so its batches can't be found "
+            f"again after a failure: pass the list or loader that it iterates"
+        )
+    return Repeatable(loader, [loader], f"a {kind}{_count(loader, 'batches')}")
+
+
+def _of_loader(loader: DataLoader[Any]) -> Source:
+    dataset = loader.dataset
+    samplers = _samplers(loader)
+    parts = [loader, dataset, *samplers]
+    description = f"a {type(loader).__name__} over {type(dataset).__name__}"
+    with_state = f"{description} with {loader.num_workers} workers"
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ConfigurationError(
+            f"{description} has in_order=False, so its batches arrive as workers finish, in another "
+            f"order each time: set in_order=True"
+        )
+    if isinstance(dataset, IterableDataset):
+        if not _has_state(loader):
+            raise ConfigurationError(_no_state(loader))
+        return StatefulLoader(loader, parts, with_state)
+    users = [part for part in (dataset, *samplers) if _has_state(part) and not _is_torchdata(part)]
+    if not users or not _has_state(loader):
+        counts = _count(dataset, "samples") + _count(loader, "batches")
+        return Indexed(loader, parts, description + counts)
+    for sampler in samplers:
+        if not (_has_state(sampler) or _is_torchdata(sampler) or isinstance(sampler, _DETERMINED)):
+            raise ConfigurationError(
+                f"{description} keeps the state of its {type(users[0]).__name__}, but its sampler, a "
+                f"{type(sampler).__name__}, has none: also give it state_dict() and load_state_dict()"
+            )
+    return StatefulLoader(loader, parts, with_state)
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """The loader's samplers, and the samplers inside them, each once."""
+    found: list[Any] = []
+    left: list[Any] = [loader.batch_sampler, loader.sampler]
+    while left:
+        sampler = left.pop(0)
+        if sampler is None or any(sampler is other for other in found):
+            continue
+        found.append(sampler)
+        for name, value in getattr(sampler, "__dict__", {}).items():
+            if name == "sampler" or isinstance(value, Sampler):
+                left.append(value)
+    return found
+
+
+def _has_state(item: object) -> bool:
+    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_torchdata(item: object) -> bool:
+    return type(item).__module__.split(".")[0] == "torchdata"
+
+
+def _no_state(loader: DataLoader[Any]) -> str:
+    return (
+        f"a {type(loader).__name__} over {type(loader.dataset).__name__}, an IterableDataset without state, "
+        f"has no position that a restart can find: give the dataset state_dict() and load_state_dict() and "
+        f"load it with torchdata's StatefulDataLoader, or use a map-style dataset"
+    )
+
+
+def _holds_nothing(state: Any) -> bool:
+    """Whether a state of torchdata's StatefulDataLoader lacks the state of its IterableDataset."""
+    found: list[Any] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if key in ("dataset_state", "dataset_iter_state"):
+                    found.append(item)
+                else:
+                    walk(item)
+
+    walk(state)
+    return bool(found) and all(item is None for item in found)
+
+
+def _count(items: Any, what: str) -> str:
+    try:
+        return f", {len(items)} {what}"
+    except (TypeError, NotImplementedError, AttributeError):
+        return ""
+
+
+def _pass_over(iterator: Iterator[Any], count: int) -> bool:
+    """Skips `count` items; returns whether there were enough."""
+    return sum(1 for _ in itertools.islice(iterator, count)) == count
+
+
+def _checksum(indices: Any) -> int | None:
+    try:
+        array = np.asarray(indices)
+    except ValueError:  # ragged
+        return None
+    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iuU" else None
+
+
+def _watch_forking_parent(watchdog: Any) -> None:
+    """Replaces __init__ of torch's ManagerWatchdog, by which a loader's process ends with its parent.
+
+    torch reads the parent's pid when the process starts to wait for its first batch. If the parent is killed
+    between the fork and this moment, the process waits forever for init. So the pid is recorded at the fork.
+    """
+    _torchs_own(watchdog)
+    if _parent is not None:
+        watchdog.manager_pid = _parent
+
+
+def _before_fork() -> None:
+    global _forking
+    _forking = os.getpid()
+
+
+def _after_fork_in_child() -> None:
+    global _parent
+    _parent = _forking
+
+
+_forking = 0
+_parent: int | None = None
+"""The pid of the process that forked this one; None if it was started otherwise."""
+
+_torchs_own: Callable[[Any], None] = torch_worker.ManagerWatchdog.__init__
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+setattr(torch_worker.ManagerWatchdog, "__init__", _watch_forking_parent)  # noqa: B010 - torchdata has the class

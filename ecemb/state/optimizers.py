@@ -1,0 +1,178 @@
+"""The optimizers that a guard knows, and the check that no other one changes protected parameters.
+
+The state of an optimizer that was not passed to `ecemb.protect` is lost at an abort or a failure. So every
+parameter that requires gradients has an optimizer in `optimizers=` or is in `without_optimizer=`, and a step
+of any other optimizer raises before it changes anything.
+
+Must not know: the memory of tables, transactions.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import ConfigurationError, UnsupportedOptimizer, UsageError
+
+Optimizer = torch.optim.Optimizer
+
+_SHOWN = 4  # names in a message
+
+
+class NamedOptimizers:
+    """The optimizers of a guard, and the parameters that no other optimizer may change.
+
+    Args:
+        model: the whole model.
+        tables: protected tables that an optimizer's `step()` changes, by key.
+        fused: protected parameters that change in another way.
+        optimizers: as passed, and the optimizers inside them.
+        without: parameters that no optimizer changes, or modules of such parameters.
+
+    Raises:
+        UnsupportedOptimizer: a table with requires_grad has no optimizer, and is not in `without`.
+        ConfigurationError: the same for another parameter; or `without` has an item that is neither a
+            parameter nor a module, or a parameter of one of `optimizers`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Mapping[str, nn.Parameter],
+        fused: Iterable[nn.Parameter],
+        optimizers: Iterable[Any],
+        without: Sequence[Any] = (),
+    ) -> None:
+        self._known = list(_within(optimizers))
+        owners = {id(one): owner for owner in self._known for one in parameters_of(owner)}
+        left = _left_out(without)
+        apart = {id(one) for one in (*fused, *tables.values())}
+        dense = {name: one for name, one in model.named_parameters() if id(one) not in apart}
+        self._names = {id(one): f"parameter {name!r}" for name, one in dense.items()}
+        for owner in self._known:
+            for index, one in enumerate(parameters_of(owner)):
+                if id(one) not in apart:
+                    self._names.setdefault(id(one), f"parameter {index} of {type(owner).__name__}")
+        self._names |= {id(one): f"protected table {name!r}" for name, one in tables.items()}
+        self._held = [*dense.values(), *tables.values()]  # keeps their ids unique
+        self._handle: Any = None
+        for one in left:
+            if (owner := owners.get(id(one))) is not None:
+                name = self._names.get(id(one), "a parameter")
+                raise ConfigurationError(
+                    f"without_optimizer= contains {name}, which {type(owner).__name__} in optimizers= "
+                    f"changes: remove it from one of the two"
+                )
+        known = owners.keys() | {id(one) for one in left}
+        if missing := _trained(tables, known):
+            raise UnsupportedOptimizer(
+                f"tables {missing[:_SHOWN]}{_more(missing)} have requires_grad=True, and none of the "
+                f"optimizers= changes them: pass their optimizer. If they have none (the table is frozen, "
+                f"or your script writes its rows after guard.touch), call requires_grad_(False) on the "
+                f"weight, or pass the table in without_optimizer="
+            )
+        if missing := _trained(dense, known):
+            raise ConfigurationError(
+                f"parameters {missing[:_SHOWN]}{_more(missing)} have requires_grad=True, and none of the "
+                f"optimizers= changes them: pass all optimizers of the training, since the state of an "
+                f"optimizer that isn't passed is lost at every abort and failure. If they have no optimizer "
+                f"(they are frozen, or your script changes them), call requires_grad_(False) on them, or "
+                f"pass them, or their module, in without_optimizer="
+            )
+
+    def watch(self, is_open: Callable[[], bool]) -> None:
+        """From here on, a step of an unknown optimizer raises, and of a known one outside of a guard's step.
+
+        Args:
+            is_open: whether a step of the guard is open.
+        """
+        own = weakref.WeakMethod(self._before_step)
+        self._is_open = is_open
+        self._handle = register_optimizer_step_pre_hook(functools.partial(_call, own))
+
+    def unwatch(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        names = (self._names.get(id(one)) for one in parameters_of(optimizer))
+        if self._is_known(optimizer):
+            if not self._is_open() and (name := next(filter(None, names), None)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() changes {name} outside of a step, and the change "
+                    f"would be lost at a failure: put it inside `with guard.step():`"
+                )
+        elif (name := next(filter(None, names), None)) is not None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() would change {name}, but this optimizer is not one of "
+                f"the optimizers= of ecemb.protect(): its state would be lost at every abort and "
+                f"failure. Create it before ecemb.protect(), and pass it there. It has changed nothing yet"
+            )
+
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is one for one in self._known) or any(
+            optimizer.state is one.state for one in self._known
+        )
+
+
+def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
+    """The parameters of all groups of an optimizer."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Calls the method, unless its object is gone: the hook must not keep a guard alive."""
+    if (own := method()) is not None:
+        own(optimizer)
+
+
+def _within(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Optimizers, and all optimizers in their attributes, also in lists, tuples and dicts; each once."""
+    seen: set[int] = set()
+    waiting = list(optimizers)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        for value in vars(one).values():
+            waiting += _optimizers_in(value)
+
+
+def _optimizers_in(value: Any, depth: int = 2) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif depth and type(value) in (list, tuple, dict):
+        for item in value.values() if isinstance(value, dict) else cast("Iterable[Any]", value):
+            yield from _optimizers_in(item, depth - 1)
+
+
+def _left_out(without: Sequence[Any]) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    for one in without:
+        if isinstance(one, nn.Parameter):
+            found.append(one)
+        elif isinstance(one, nn.Module):
+            found += one.parameters()
+        else:
+            raise ConfigurationError(
+                f"without_optimizer= takes parameters and modules, not a {type(one).__name__}"
+            )
+    return found
+
+
+def _trained(parameters: Mapping[str, nn.Parameter], known: set[int]) -> list[str]:
+    return [name for name, one in parameters.items() if one.requires_grad and id(one) not in known]
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

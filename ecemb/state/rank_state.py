@@ -1,0 +1,426 @@
+"""Rank state: state besides rows that differs by rank, packed into one record of the row space.
+
+It consists of the random number generators of torch (CPU and CUDA), numpy and python, each table's scalars
+(Adagrad's `step`), the user's `state=` objects, and the positions of loaders that were bound later
+(`guard.batches`). The record is protected like any row: captured, sent as a delta, rebuilt from parity. It is
+packed by torch.save and read with weights_only=True, without pickle.
+
+Must not know: the place of the record, its protection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..coding.rows import WORD_BYTES, Column, TableLayout
+from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
+from . import rng
+from .serialize import WAY_OUT, dump, load, plain
+
+NAME = "<rank state>"
+_HEAD = struct.Struct("<II")  # length and checksum of the data that follow
+_HEAD_BYTES = _HEAD.size
+_SIZE = struct.Struct("<Q")  # of the generators' states, which follow; then comes the rest
+
+
+class Stateful(Protocol):
+    """An object with a state_dict, e.g. a learning rate schedule or an early-stop counter."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state, in types that torch.load(weights_only=True) reads."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Restores the state."""
+        ...
+
+
+class Position(Stateful, Protocol):
+    """The position of this rank in its data; bound after `protect`.
+
+    Attributes:
+        name: for messages.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The state of one rank except positions, in this process's memory."""
+
+    generators: dict[str, Any]
+    cuda: list[Any]
+    scalars: Any
+    stateful: list[Any]
+
+
+def objects_of(given: Any) -> dict[str | int, Stateful]:
+    """The objects of a caller's `state=`, by name, or by index if they have no names.
+
+    Raises:
+        ConfigurationError: an object has no state_dict()/load_state_dict(); or a name is not a string; or two
+            objects without names have one class, so a restart couldn't tell them apart.
+    """
+    objects: dict[Any, Any]
+    if given is None:
+        objects = {}
+    elif _is_stateful(given) or not isinstance(given, (Mapping, list, tuple)):
+        objects = {0: given}
+    else:
+        objects = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        if isinstance(given, Mapping) and (others := [key for key in objects if not isinstance(key, str)]):
+            raise ConfigurationError(
+                f"state= takes a mapping whose keys are strings, the objects' names; {others[0]!r} is not a "
+                f"string"
+            )
+    places: dict[str, Any] = {}
+    for key, item in objects.items():
+        if not _is_stateful(item):
+            raise ConfigurationError(
+                f"state= takes objects with state_dict() and load_state_dict(); "
+                f"{type(item).__name__} lacks one of them: wrap it in a class that has both"
+            )
+        first = places.setdefault(_kind(item), key)
+        if first != key and not isinstance(key, str):
+            raise ConfigurationError(
+                f"objects {first} and {key} in state= both have the class {type(item).__name__}, so a "
+                f"restart can't detect that they changed places: name them, "
+                f'state={{"warmup": ..., "decay": ...}}'
+            )
+    return objects
+
+
+class RankState:
+    """Packs and unpacks the state of one rank.
+
+    Args:
+        given: the user's objects, as for `ecemb.protect`.
+        scalars: returns the tables' scalars, by table.
+        set_scalars: restores them.
+
+    Attributes:
+        positions: the bound positions, in order.
+        room_bytes: the largest size of `pack`'s result; None without a limit.
+
+    Raises:
+        ConfigurationError: an object has no state_dict()/load_state_dict(), or its state can't be read with
+            weights_only=True, or it needs a name.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None,
+        scalars: Callable[[], dict[str, Any]],
+        set_scalars: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._objects = objects_of(given)
+        self._scalars = scalars
+        self._set_scalars = set_scalars
+        self.positions: list[Position] = []
+        self._at_bind: list[Any] = []  # each position's state when it was bound
+        self._pending: list[Any] = []  # packed states of positions that are not bound yet
+        self.room_bytes: int | None = None
+        self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
+        self._last: tuple[dict[str, Any], list[Any], Any] | None = None  # with CUDA's, and scalars
+        for key, item in self._objects.items():
+            load(dump(_state(key, item)))
+
+    def bind(self, position: Position) -> None:
+        """Adds a position, and restores its packed state if there is one; called outside of a step.
+
+        Positions are identified by the order in which they are bound.
+
+        Raises:
+            LayoutMismatch: from the position, if the state belongs to another one.
+        """
+        if self._pending:
+            position.load_state_dict(self._pending[0])
+        self._at_bind.append(_position(position))
+        self.positions.append(position)
+        del self._pending[:1]
+
+    def pack(self) -> bytes:
+        """The current state, packed.
+
+        Raises:
+            StepFailed: the state takes more than `room_bytes`.
+        """
+        cuda = _cuda_states()
+        parts = {
+            "cuda": cuda,
+            "scalars": plain(self._scalars(), at="the tables' scalars"),
+            "stateful": [_state(key, item) for key, item in self._objects.items()],
+            "kinds": list(map(_kind, self._objects.values())),
+            "names": list(self._objects),
+            "positions": [*map(_position, self.positions), *self._pending],
+        }
+        states = rng.process_states()
+        if self._generators is None or not rng.same(states, self._generators[0]):
+            self._generators = states, dump(states)  # only if something was drawn: packing takes time
+        self._last = states, cuda, plain(parts["scalars"], _clone)
+        packed = self._generators[1]
+        data = _SIZE.pack(len(packed)) + packed + dump(parts)
+        if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
+            names = [position.name for position in self.positions]
+            names += [_described(key, item) for key, item in self._objects.items()]
+            sizes = [
+                len(dump(part)) for part in (*parts["positions"][: len(self.positions)], *parts["stateful"])
+            ]
+            size, largest = max(
+                [(len(dump(parts["scalars"])), "the tables' scalars"), *zip(sizes, names, strict=True)]
+            )
+            raise StepFailed(
+                f"the rank's state takes {len(data)} bytes, but {self.room_bytes - _HEAD_BYTES} were "
+                f"reserved by ecemb.protect(); the largest part is {largest} with {size} bytes: keep data "
+                f"that grow, such as logs, histories and samples read ahead, out of it"
+            )
+        return data
+
+    def unpack(self, data: bytes, *, positions: bool = True) -> None:
+        """Restores the state: scalars, the user's objects, positions, and last the process's generators.
+
+        States of positions that are not bound yet are kept for `bind`; positions that were bound later return
+        to their state at that time.
+
+        Args:
+            data: the result of `pack`.
+            positions: whether to restore positions too.
+
+        Raises:
+            LayoutMismatch: other objects were packed.
+        """
+        drawn, saved = _taken_apart(data)
+        states = self._matched(saved)
+        self._set_scalars(saved["scalars"])
+        for item, state in zip(self._objects.values(), states, strict=True):
+            item.load_state_dict(state)
+        if positions:
+            states = saved["positions"]
+            for i, position in enumerate(self.positions):
+                position.load_state_dict(states[i] if i < len(states) else self._at_bind[i])
+            self._pending = states[len(self.positions) :]
+        rng.set_process_states(drawn)
+        if saved["cuda"]:
+            _set_cuda_states(*saved["cuda"])
+        self._last = rng.process_states(), _cuda_states(), plain(self._scalars(), _clone)
+
+    def take(self, *, objects: bool = True) -> Taken:
+        """A copy of the current state except positions, for `put`.
+
+        Args:
+            objects: whether to copy the user's objects. Without them the copy serves `moved` alone.
+        """
+        scalars = plain(self._scalars(), _clone, "the tables' scalars")
+        stateful = [
+            plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
+            for key, item in (self._objects.items() if objects else ())
+        ]
+        return Taken(rng.process_states(), _cuda_states(), scalars, stateful)
+
+    def put(self, taken: Taken) -> None:
+        """Restores the result of `take`; positions are unchanged."""
+        self._set_scalars(taken.scalars)
+        for item, state in zip(self._objects.values(), taken.stateful, strict=True):
+            item.load_state_dict(state)
+        rng.set_process_states(taken.generators)
+        if taken.cuda:
+            _set_cuda_states(*taken.cuda)
+
+    def moved(self, taken: Taken) -> dict[str, str]:
+        """Generators and scalars that have changed since the last `pack` or `unpack` -> the change."""
+        if self._last is None:
+            return {}
+        states, cuda, scalars = self._last
+        names = [
+            f"{name}'s random generator"
+            for name, state in taken.generators.items()
+            if not rng.same({name: state}, states)
+        ]
+        if cuda and taken.cuda and not all(map(torch.equal, cuda[1], taken.cuda[1])):
+            names.append("a CUDA device's random generator")
+        moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
+        if not _equal(scalars, taken.scalars):
+            moved["options of a table's optimizer"] = "its learning rate, or a counter"
+        return moved
+
+    def unpack_scalars(self, data: bytes) -> None:
+        """Restores only the tables' scalars."""
+        self._set_scalars(_taken_apart(data)[1]["scalars"])
+
+    def unpack_common(self, states: Sequence[bytes]) -> None:
+        """Restores the part of other ranks' states that a new rank can take.
+
+        That is the tables' scalars, and those user objects whose states are equal on all of these ranks, such
+        as learning rate schedules.
+
+        Args:
+            states: the results of `pack` on each rank.
+
+        Raises:
+            LayoutMismatch: other objects were packed.
+        """
+        saved = [_taken_apart(data)[1] for data in states]
+        matched = [self._matched(one) for one in saved]
+        self._set_scalars(saved[0]["scalars"])
+        for item, *theirs in zip(self._objects.values(), *matched, strict=True):
+            if len({dump(state) for state in theirs}) == 1:
+                item.load_state_dict(theirs[0])
+
+    def _matched(self, saved: Mapping[str, Any]) -> list[Any]:
+        """The packed states of the user's objects, in the order of the objects.
+
+        They are matched by name if the objects have names, both then and now; otherwise by order.
+
+        Raises:
+            LayoutMismatch: other objects were packed.
+        """
+        states = saved["stateful"]
+        names = saved.get("names", range(len(states)))
+        named = all(isinstance(name, str) for name in (*names, *self._objects))
+        if named:
+            for name, now in [(name, False) for name in names] + [(name, True) for name in self._objects]:
+                if name not in (names if now else self._objects):
+                    raise LayoutMismatch(
+                        f"state= has {'an' if now else 'no'} object {name!r}, and had "
+                        f"{'none of that name' if now else 'one'} when the job was started: pass the objects "
+                        f"under their original names ({', '.join(map(repr, names))}), or use another job="
+                    )
+        elif len(self._objects) != len(states):
+            raise LayoutMismatch(
+                f"the number of objects in state= is {len(self._objects)}, and was {len(states)} "
+                f"when the job was started: run the script that started it, or use another job="
+            )
+        kinds = saved.get("kinds", [None] * len(states))
+        found = dict(zip(names if named else self._objects, zip(kinds, states, strict=True), strict=True))
+        for key, item in self._objects.items():
+            if (then := found[key][0]) is not None and then != (kind := _kind(item)):
+                raise LayoutMismatch(
+                    f"state= object {key!r} is a {kind}, and was a {then} when the job was started: pass the "
+                    f"objects {'under their original names' if named else 'in the same order'}, or use "
+                    f"another job="
+                )
+        return [found[key][1] for key in self._objects]
+
+
+def _taken_apart(data: bytes) -> tuple[Any, Any]:
+    """Splits the result of `RankState.pack` into the generators' states and the rest.
+
+    Raises:
+        InconsistentArenas: the data are not those of `pack`.
+    """
+    size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
+    if not 0 <= size <= len(data) - _SIZE.size:
+        raise InconsistentArenas(
+            f"{len(data)} bytes of packed state announce {size} bytes of generators' states: their "
+            f"memory is damaged, or another version of ecemb wrote them"
+        )
+    edge = _SIZE.size + size
+    return load(data[_SIZE.size : edge]), load(data[edge:])
+
+
+def layout(size_bytes: int) -> TableLayout:
+    """The layout of the record: a table of one row."""
+    return TableLayout(NAME, 1, (Column("state", "uint8", size_bytes),))
+
+
+def room(size_bytes: int) -> int:
+    """Bytes to reserve for a state of `size_bytes` now: twice as much, and 192 KiB for positions.
+
+    The position of a loader with its own generator takes about 20 KB. Each step copies and compares all
+    reserved bytes, though it doesn't send them, so the reserve is kept small.
+    """
+    return -(-(2 * size_bytes + 3 * 65536) // WORD_BYTES) * WORD_BYTES
+
+
+def write_(record: NDArray[np.uint8], data: bytes) -> None:
+    """Writes packed state to its record (uint8 [room], overwritten).
+
+    Raises:
+        StepFailed: the state is larger than its record.
+    """
+    if _HEAD_BYTES + len(data) > len(record):
+        raise StepFailed(
+            f"the rank's state (generators, table scalars, state= objects) takes {len(data)} bytes, but "
+            f"{len(record) - _HEAD_BYTES} were reserved by ecemb.protect(): keep data that grow, such as "
+            f"logs and histories, out of state="
+        )
+    record[:_HEAD_BYTES] = np.frombuffer(_HEAD.pack(len(data), zlib.crc32(data)), np.uint8)
+    record[_HEAD_BYTES : _HEAD_BYTES + len(data)] = np.frombuffer(data, np.uint8)
+    record[_HEAD_BYTES + len(data) :] = 0
+
+
+def read(record: NDArray[np.uint8]) -> bytes:
+    """Reads packed state from its record.
+
+    Raises:
+        InconsistentArenas: the checksum doesn't fit.
+    """
+    size, checksum = _HEAD.unpack(record[:_HEAD_BYTES].tobytes())
+    if zlib.crc32(record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()) != checksum:
+        raise InconsistentArenas(
+            f"the record of the rank's state ({size} of {len(record)} bytes) doesn't fit its checksum: the "
+            f"arena's memory is damaged. {WAY_OUT}"
+        )
+    return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
+
+
+def _cuda_states() -> list[Any]:
+    """The number of this process's device, and all devices' generators; empty without CUDA."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
+
+
+def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
+    """Restores generators; that of the process's device goes to its current device."""
+    count = torch.cuda.device_count()
+    now = torch.cuda.current_device() if count else own
+    swapped = {own: now, now: own}
+    for device, state in enumerate(states):
+        if (there := swapped.get(device, device)) < count:
+            torch.cuda.set_rng_state(state, there)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two plain structures are equal; NaN equals itself."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(item, other[key]) for key, item in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or repr(one) == repr(other)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _kind(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+def _is_stateful(one: object) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _described(key: str | int, item: object) -> str:
+    """An object of `state=`, for messages."""
+    return f"state= object {key!r} ({type(item).__name__})"
+
+
+def _state(key: str | int, item: Stateful) -> Any:
+    return plain(item.state_dict(), at=f"{_described(key, item)}.state_dict()")
+
+
+def _position(position: Position) -> Any:
+    return plain(position.state_dict(), at=f"the state of {position.name}")

@@ -1,0 +1,442 @@
+"""Replicated state, which is the same on every rank: saved and restored.
+
+It consists of dense parameters, buffers, extra state of modules, and the state and options of optimizers with
+dense parameters, including parameters of theirs outside the model.
+
+Must not know: the network, protected rows, the storage of the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import LayoutMismatch
+from ..local.state_slots import Slots, StateStore
+from .composition import Began, Look, look, options
+from .flatten import Outline, filled, same, taken, unpacked
+from .optimizer_match import check_fit, kind
+from .partitioned import check_modules, check_optimizers, check_whole
+from .serialize import like, replaced
+from .tensor_places import Members, buffers, has_room, takes, with_extra_state
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+_SAME = "ecemb.same"  # (this, name): a buffer that shares the tensor of that name
+_SHOWN_NAMES = 8  # in a message
+_GENERATIONS = 3  # an abort goes back by one transaction, a failed commit by two
+
+
+class ReplicatedState:
+    """The state of a model and its optimizers that is the same on all ranks.
+
+    Args:
+        model: its parameters and buffers are saved, except protected ones.
+        optimizers: those with dense parameters are saved, with options and state, except the state of
+            protected parameters; so are optimizers inside them.
+        protected: the protected parameters.
+        aside: modules whose buffers are not saved.
+
+    Raises:
+        ConfigurationError: parameters or optimizer state are partitioned over ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        protected: Iterable[nn.Parameter],
+        aside: Iterable[nn.Module] = (),
+    ) -> None:
+        check_modules(model)
+        self._model = model
+        self._left = list(aside)
+        self._aside = {id(one) for module in self._left for one in module.modules()}
+        self._protected = {id(parameter) for parameter in protected}
+        self._optimizers = [one for one in _with_inner(optimizers) if self._dense(one)]
+        check_optimizers(self._optimizers)
+        self._at_start = buffers(model, self._aside)
+        self._extra: dict[str, nn.Module] = {}
+        self._fixed = self._fixed_now()
+        self._outline: Outline | None = None
+        self._members: Members | None = None
+        self._appeared: dict[str, bool] = {}  # buffers that were added after the start -> whether persistent
+        self._ids: dict[int, str] = {}  # ids of the model's tensors -> their names
+        self._views: dict[int, list[torch.Tensor]] = {}  # by the slot's address
+        self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
+        self._seen: Look | None = None  # at the last save or load
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors now."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._taken()[1])
+
+    @property
+    def kept(self) -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
+        """The model's dense parameters and buffers by name, and the optimizers of dense parameters."""
+        return dict(self._tensors()), list(self._optimizers)
+
+    def save(self, slots: StateStore, transaction: int) -> None:
+        """Writes the state of `transaction`.
+
+        Raises:
+            LayoutMismatch: a restart could not restore it.
+        """
+        value, tensors, numbers = self._taken()
+        if self._outline is None or not same(value, self._outline.value):
+            self._check_fixed()
+            self._outline = Outline(value, tensors, numbers)
+            self._views.clear()
+        memory = slots.open(transaction, self._outline.size_bytes)
+        views = self._views.get(memory.ctypes.data)
+        if views is None:
+            views = self._views[memory.ctypes.data] = self._outline.lay_out(memory, tensors)
+        self._outline.put_numbers(memory, numbers)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor.detach())
+        slots.seal(transaction)
+        self._remember(transaction, tensors)
+        self._seen = self._look()
+
+    def load(self, slots: StateStore, transaction: int) -> None:
+        """Restores the state of `transaction` into the model and the optimizers.
+
+        The tensors that were saved are written in place. Tensors that replaced them are not overwritten: they
+        may have other owners, such as a batch that became a buffer.
+
+        Raises:
+            LayoutMismatch: the model or an optimizer is not the one that was saved.
+            InconsistentArenas: the bytes in the slot are not those of `save`.
+        """
+        outline, _, tensors = unpacked(slots.read(transaction))
+        self.restore(outline, tensors, self._saved.get(transaction))
+        self._remember(transaction, self._taken()[1])
+        self._seen = self._look()
+
+    def moved(self) -> dict[str, str]:
+        """What is not as it was saved or loaded last, and how."""
+        return self._moved(self._look())
+
+    def _moved(self, now: Look) -> dict[str, str]:
+        names = [] if self._outline is None else self._outline.names
+        return {} if self._seen is None else now.moved_since(self._seen, names)
+
+    def begin(self, savepoint: StateStore, transaction: int) -> Began:
+        """Records the state for `back`, at the start of the first step after the commit of `transaction`.
+
+        If tensors and state are as saved in the slot of `transaction`, only options are recorded. Otherwise
+        the whole state is saved to `savepoint`.
+
+        Args:
+            savepoint: overwritten or unchanged.
+            transaction: the last transaction that was saved or loaded.
+        """
+        now, seen = self._look(), self._seen
+        moved = self._moved(now)
+        if seen is None or not now.is_as(seen) or self._extra:
+            self.save(savepoint, transaction)
+            return Began(None, moved)
+        return Began(now.options, moved)
+
+    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: Began) -> None:
+        """Restores the state at `begin`.
+
+        Args:
+            slots: the slots with the state of `transaction`.
+            savepoint: the argument of `begin`.
+            transaction: the argument of `begin`.
+            began: the result of `begin`.
+
+        Raises:
+            As `load`.
+        """
+        if began.options is None:
+            self.load(savepoint, transaction)
+            return
+        self.load(slots, transaction)
+        for optimizer, groups in zip(self._optimizers, began.options, strict=True):
+            for group, then in zip(optimizer.param_groups, groups, strict=True):
+                for key in options(group).keys() - then.keys():
+                    del group[key]
+                group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
+        self._seen = self._look()
+
+    def restore(
+        self,
+        outline: object,
+        tensors: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Restores a state from the results of `unpacked`; its tensors are copied.
+
+        Args:
+            outline: the state without its tensors.
+            tensors: its tensors.
+            own: the only tensors that are written in place; by default all of the model's.
+
+        Raises:
+            LayoutMismatch: the model or an optimizer is not the one that was saved.
+        """
+        saved = cast("dict[str, Any]", filled(outline, list(tensors)))
+        now = self._tensors()
+        self._check_fits(saved, now)
+        ours = self._ids if own is None else {id(tensor) for tensor in own}
+        self._restore_model(saved, now, ours)
+        for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
+            self._restore_optimizer(optimizer, kept, () if own is None else ours)
+
+    def digest(self, slots: Slots, transaction: int) -> int:
+        """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
+        return zlib.crc32(slots.read(transaction).tobytes())
+
+    def _remember(self, transaction: int, tensors: list[torch.Tensor]) -> None:
+        self._saved.pop(transaction, None)
+        self._saved[transaction] = tensors
+        while len(self._saved) > _GENERATIONS:
+            del self._saved[next(iter(self._saved))]
+
+    def _taken(self) -> tuple[object, list[torch.Tensor], bytearray]:
+        """The current state: the structure without its tensors and numbers, the tensors, the numbers."""
+        tensors: list[torch.Tensor] = []
+        numbers = bytearray()
+        return taken(self._collect(), tensors, numbers), tensors, numbers
+
+    def _look(self) -> Look:
+        return look(self._collect(extra=False), self._optimizers)
+
+    def _collect(self, *, extra: bool = True) -> dict[str, object]:
+        tensors = self._tensors()
+        members = cast("Members", self._members)
+        shared = {name: (_SAME, first) for name, first in members.shared.items()}
+        collected: dict[str, object] = {
+            "model": {**tensors, **dict.fromkeys(members.empty), **shared},
+            "optimizers": [self._collected(optimizer) for optimizer in self._optimizers],
+        }
+        if self._appeared:
+            collected["appeared"] = self._appeared
+        if self._extra and extra:
+            collected["extra"] = {name: module.get_extra_state() for name, module in self._extra.items()}
+        return collected
+
+    def _collected(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+        dense = self._dense(optimizer)
+        collected: dict[str, object] = {
+            "kind": kind(optimizer),
+            "parameters": self._names(optimizer),
+            "options": [options(group) for group in optimizer.param_groups],
+            "state": {
+                index: optimizer.state[parameter]
+                for index, parameter in enumerate(dense)
+                if parameter in optimizer.state
+            },
+        }
+        others = dict(_others(optimizer))
+        if others:
+            collected["others"] = others
+        outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
+        for index, parameter in outside.items():
+            check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
+        return collected | ({"outside": outside} if outside else {})
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+        """The model's names of its dense parameters, by group."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return [[self._ids.get(id(p)) for p in group if id(p) not in self._protected] for group in groups]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The model's dense parameters and buffers, by name, each once."""
+        if self._members is None or self._members.have_changed():
+            found = self._found()
+            self._members = Members(self._model, found, self._aside)
+            places = buffers(self._model, self._aside)
+            self._extra = with_extra_state(self._model, self._aside)
+            self._appeared = {name: kept for name, kept in places.items() if name not in self._at_start}
+        else:
+            found = self._members.now()
+        self._ids = {id(tensor): name for name, tensor in found.items()}
+        return found
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) not in self._protected
+        }
+        left = {id(buffer) for module in self._left for _, buffer in nn.Module.named_buffers(module)}
+        tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in left)
+        for name, tensor in tensors.items():
+            check_whole(name, tensor)
+        return tensors
+
+    def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        return [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in self._protected
+        ]
+
+    def _fixed_now(self) -> dict[str, object]:
+        """The properties that may not change: a restart begins with those of the script's model."""
+        parameters = ((n, one) for n, one in self._model.named_parameters() if id(one) not in self._protected)
+        fixed: dict[str, object] = {
+            name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
+        }
+        for i, optimizer in enumerate(self._optimizers):
+            fixed[f"groups of optimizer {i}"] = len(optimizer.param_groups)
+            for j, group in enumerate(optimizer.param_groups):
+                fixed[f"the number of parameters in group {j} of optimizer {i}"] = len(group["params"])
+        return fixed
+
+    def _check_fixed(self) -> None:
+        now = self._fixed_now()
+        names = self._fixed.keys() | now.keys()
+        if changed := sorted(name for name in names if self._fixed.get(name) != now.get(name)):
+            name = changed[0]
+            raise LayoutMismatch(
+                f"{name} has changed under protection ({self._fixed.get(name)} before, {now.get(name)} now): "
+                f"after a failure the script would start without the change; make it before ecemb.protect()"
+            )
+
+    def _check_fits(self, saved: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises LayoutMismatch unless the saved state fits; called before anything is written."""
+        members = cast("Members", self._members)
+        now = {*tensors, *members.empty, *members.shared}
+        made = saved.get("appeared", {})
+        differing = {name for name in saved["model"].keys() - now if name not in made}
+        differing |= {name for name in made.keys() - now if not has_room(self._model, name)}
+        differing |= (now - saved["model"].keys()) - self._appeared.keys()
+        if differing:
+            missing = sorted(name for name in differing if name in saved["model"])
+            added = sorted(differing.difference(missing))
+            raise LayoutMismatch(
+                f"the job was started with other dense parameters or buffers ({_shown(missing)} only then, "
+                f"{_shown(added)} only now): run the script that started it, or use another job="
+            )
+        if len(self._optimizers) != len(saved["optimizers"]):
+            raise LayoutMismatch(
+                f"optimizers= has {len(self._optimizers)} with dense parameters (those with only tables "
+                f"don't count, those inside others do), and had {len(saved['optimizers'])} when the job was "
+                f"started: run the script that started it, or use another job="
+            )
+        for name, tensor in tensors.items():
+            then = saved["model"].get(name)
+            if not isinstance(tensor, nn.Parameter):
+                continue
+            if not isinstance(then, torch.Tensor) or (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
+                kind = f"{then.dtype}" if isinstance(then, torch.Tensor) else "no tensor of its own"
+                shape = f" of shape {tuple(then.shape)}" if isinstance(then, torch.Tensor) else ""
+                raise LayoutMismatch(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {kind}{shape} "
+                    f"when the job was started: run the script that started it, or use another job="
+                )
+        if missing := sorted(self._extra.keys() ^ saved.get("extra", {}).keys()):
+            raise LayoutMismatch(
+                f"{missing[0] or 'the model'} has extra state either only in the saved model or only in "
+                f"this one: run the script that started the job, or use another job="
+            )
+        names = [self._names(optimizer) for optimizer in self._optimizers]
+        check_fit(self._optimizers, names, saved["optimizers"])
+
+    @torch.no_grad()
+    def _restore_model(
+        self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ours: Collection[int]
+    ) -> None:
+        members = cast("Members", self._members)
+        made, device = saved.get("appeared", {}), _any_of(tensors)
+        for name in (*tensors, *members.empty, *members.shared):
+            if name not in saved["model"]:
+                members.drop(name)
+        for name, then in saved["model"].items():
+            now = tensors.get(name)
+            if isinstance(then, torch.Tensor) and now is not None and self._takes(now, then, ours):
+                now.copy_(then)
+            elif isinstance(then, torch.Tensor) or then is None:
+                value = _copied(then, device if now is None else now)
+                members.put(name, value, persistent=made.get(name, True))
+        for name, then in saved["model"].items():
+            if isinstance(then, tuple):
+                members.put(name, members.at(cast("Any", then)[1]))
+        for name, module in self._extra.items():
+            module.set_extra_state(_copied(saved["extra"][name], device))
+
+    @staticmethod
+    def _takes(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
+        return isinstance(now, nn.Parameter) or (id(now) in ours and takes(now, then))
+
+    @torch.no_grad()
+    def _restore_optimizer(
+        self, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], ours: Collection[int]
+    ) -> None:
+        for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
+            for key in options(group).keys() - then.keys():
+                del group[key]
+            beside = next(iter(group["params"]), None)
+            group.update({key: _put(group.get(key), value, beside, ours) for key, value in then.items()})
+        dense = self._dense(optimizer)
+        for index, parameter in enumerate(dense):
+            if index in kept["state"]:
+                now = optimizer.state.get(parameter)
+                optimizer.state[parameter] = _put(now, kept["state"][index], parameter, ours)
+            else:
+                optimizer.state.pop(parameter, None)
+        others = kept.get("others", {})
+        for key in dict(_others(optimizer)).keys() - others.keys():
+            del optimizer.state[key]
+        for key, value in others.items():
+            optimizer.state[key] = _put(optimizer.state.get(key), value, dense[0], ours)
+        for index, value in kept.get("outside", {}).items():
+            dense[index].copy_(value)
+
+
+def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
+    """Optimizers and those inside them, as in SAM and Lookahead; each state once."""
+    found = list(optimizers)
+    for optimizer in found:  # the list grows
+        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [one for one in inner if not any(one.state is other.state for other in found)]
+    return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
+
+
+def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """The state of an optimizer under keys that are not parameters."""
+    return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
+
+
+def _any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """A tensor on an accelerator, if there is one."""
+    return next((one for one in tensors.values() if one.device.type != "cpu"), None)
+
+
+def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
+    """Saved state, in our current tensors where possible: a CUDA graph may have their addresses."""
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
+        if takes(now, then):
+            return now.copy_(then)
+    if isinstance(now, dict) and isinstance(then, dict):
+        mapping = cast("dict[Any, Any]", then)
+        held = cast("dict[Any, Any]", now)
+        return like(mapping, {k: _put(held.get(k), item, parameter, ours) for k, item in mapping.items()})
+    return _copied(then, parameter)
+
+
+def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
+    """Saved state with cloned tensors; those of an accelerator go to the parameter's."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if parameter is None or getattr(tensor, "ecemb_device", "cpu") == "cpu":
+            return tensor.clone()
+        return tensor.to(parameter.device, copy=True)
+
+    return replaced(value, lambda one: isinstance(one, torch.Tensor), copy)

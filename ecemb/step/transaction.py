@@ -1,0 +1,431 @@
+"""A step as a transaction: begin, capture, exchange, prepare, agree, apply, commit; or undo.
+
+The order is that of docs/protocol.md, 1.1 and 1.4, which is normative. A rank may conclude:
+
+- before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
+- after `prepared`, nothing is undone locally: the process ends, and recovery decides from the survivors;
+- a rank that returns from the agreement knows that every rank has prepared;
+- a rank that aborts says so in its status, which goes to all ranks. No rank prepares without the status of
+  all ranks, so every rank knows of the abort. All ranks undo, and commit the transaction empty in a second
+  attempt. A rank sends the status of the second attempt after its own undo, so no rank prepares the second
+  attempt before all ranks have undone the first.
+
+With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
+The next step's rows go to the other row journal. The end of the next transaction first waits for the thread,
+so at most two transactions are undecided, and a slot is written only when the transaction before is decided
+on all ranks. The rest is the same as without `overlap`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.profiler import record_function
+
+from .._threads import hand_over
+from .._wording import short
+from ..arena.arena import lost_name
+from ..errors import UsageError
+from ..group import error_file
+from ..group.collectives import Transport
+from ..group.error_file import cause_of
+from ..group.failure_detector import EXIT_UNDECIDED
+from ..group.whereabouts import Whereabouts
+from ..kernels.contract import Words
+from ..local.rank_memory import RankMemory
+from ..local.state_slots import Savepoint
+from ..state.rank_state import RankState, Taken, read, write_
+from ..state.replicated import Began, ReplicatedState
+from . import replica_check
+from .between_steps import Between
+from .status import ABORTED, FAILED, FINE, Agreed, exchange_status, status
+from .window import Window
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+COMPARE_EVERY = 1000
+_NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
+
+
+BESIDE = ("exchange", "agree", "apply")
+"""Phases of a decision, which training does not wait for with `overlap`; it waits for them in "wait"."""
+
+
+class Transactions:
+    """Runs this rank's side of the step protocol.
+
+    Args:
+        memory: This rank's arena, opened.
+        transport: The control group.
+        replicated: The model's replicated state.
+        rank_state: The state that differs by rank.
+        window: Steps of a transaction, or the object that chooses their number.
+        overlap: Whether to exchange, prepare and apply beside the next step's body.
+        abortable: Whether `abort` can take back one step. Without it, a step inside a window saves only the
+            old records of rows that the window has not changed yet, and exchanges nothing.
+        compare_every: Commits between two comparisons of replicated state among the ranks.
+        whereabouts: Updated at the begin and the end of each step.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        transport: Transport,
+        replicated: ReplicatedState,
+        rank_state: RankState,
+        window: Window | None = None,
+        *,
+        overlap: bool = False,
+        abortable: bool = False,
+        compare_every: int = COMPARE_EVERY,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        self._memory = memory
+        self._transport = transport
+        self._replicated = replicated
+        self._rank_state = rank_state
+        self._window = window or Window(1)
+        self._whereabouts = whereabouts or Whereabouts()
+        self.in_flight: int | None = None
+        self.aborting: bool = False
+        self._abortable = abortable
+        self._steps = 0  # steps of the transaction that have ended
+        self._savepoint = Savepoint()
+        self._taken: Taken | None = None  # rank state at the step's begin
+        self._began = Began(None, {})
+        self._between = Between(speaks=transport.rank == 0)
+        self._commits, self._compare_every = 0, compare_every
+        self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
+        self._pending: Future[None] | None = None
+        self._handed = 0  # the transaction that is pending, if one is
+        self.captured_rows: int = 0
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that begins next, which is the number of steps that have ended."""
+        return (self._memory.committed if self._pending is None else self._handed) + self._steps
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._memory.rank
+
+    @property
+    def window(self) -> Window:
+        """The number of steps in a transaction."""
+        return self._window
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Memory in the arena and beside it, by purpose."""
+        arena, fabric = self._memory.arena, self._transport.fabric
+        held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
+        held |= {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+        return held if fabric is None else {**held, "fabric": fabric.held_bytes}
+
+    def begin(self) -> int:
+        """Begins a step: arms the journal for the next transaction, or extends the one whose window is open.
+
+        Returns:
+            The transaction's number: the number of ended steps after this step.
+
+        Raises:
+            UsageError: A step is in flight.
+        """
+        if self.in_flight is not None:
+            raise UsageError(f"step {self.in_flight - 1} is open: commit or undo it first")
+        self._window.begin()
+        self.in_flight = transaction = self.next_step + 1
+        self._whereabouts.place = f"in the body of step {transaction - 1}"
+        if self._steps == 0:
+            self._memory.arm(transaction)
+        else:
+            self._memory.journal.extend(transaction, savepoint=self._abortable)
+        with self.phase("savepoint"):
+            self._keep(transaction)
+        if transaction % _NAMED_EVERY == 0 and not self._memory.arena.is_named():
+            logger.warning("%s", lost_name(self._memory.arena.path))
+        return transaction
+
+    def _keep(self, transaction: int) -> None:
+        """Keeps the state before the step for an abort, and warns of changes since the last commit."""
+        if self._steps == 0:
+            taken = self._rank_state.take(objects=self._abortable)
+            if self._abortable:
+                self._taken, self._began = taken, self._replicated.begin(self._savepoint, transaction - 1)
+                moved = self._began.moved
+            else:
+                moved = self._replicated.moved()
+            self._between.check(transaction - 1, {**moved, **self._rank_state.moved(taken)})
+        elif self._abortable:
+            self._taken = self._rank_state.take()
+            self._replicated.save(self._savepoint, transaction - 1)
+            self._began = Began(None, {})
+
+    def capture(self, table: int, ids: NDArray[np.int64]) -> None:
+        """Saves rows before they change.
+
+        Args:
+            table: index of the table in the row space.
+            ids: int64 [m], in any order, repeats allowed.
+        """
+        with self.phase("capture"):
+            self.captured_rows += self._memory.journal.capture(table, ids)
+
+    def abort(self) -> None:
+        """Votes against the step in flight: `commit` then undoes it on all ranks and commits it empty.
+
+        Raises:
+            UsageError: No step is open, or steps can't be aborted.
+        """
+        transaction = self._open()
+        if not self._abortable:
+            raise UsageError(
+                f"step {transaction - 1} can't be aborted, because the guard keeps nothing to take back one "
+                f"step: ask for it with ecemb.protect(..., abortable=True)"
+            )
+        self.aborting = True
+
+    def commit(self) -> list[int]:
+        """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
+
+        All ranks. A step inside a window ends on each rank alone, unless steps can be aborted. With `overlap`
+        the call returns after the exchange of status. The call that ends the next transaction, or `drain`,
+        waits for the rest, and raises its errors.
+
+        Returns:
+            The ranks that aborted the step, usually none. If there are any, the step is undone on all ranks.
+
+        Raises:
+            StepFailed: Another rank's step failed, or the ranks are not in the same step. Undone here.
+            PeerFailure: A peer died before this rank prepared. Undone here.
+            NotEnoughSpace: A journal can't grow. Undone here.
+        """
+        transaction, began = self._open(), time.perf_counter()
+        self._whereabouts.place = f"at the end of step {transaction - 1}"
+        if self._must_settle:
+            self._settle()
+        whole = self._steps + 1 >= self._window.size  # the transaction before may have chosen the size
+        found = Agreed()  # for a step inside a window without aborts
+        if whole:
+            found = self._attempt(transaction, 1)
+        elif self._abortable:
+            found = self._exchange_status(transaction, 1, None)
+        if aborted := found.aborted:
+            self._restore_step(transaction)
+            self.aborting = False
+            if whole:
+                found = self._attempt(transaction, 2)
+        if whole:
+            self._finish(transaction, found, began)
+        else:
+            self._steps += 1
+        self.in_flight = None
+        self._whereabouts.place = f"before step {transaction}"
+        return aborted
+
+    @property
+    def _must_settle(self) -> bool:
+        """Whether the end of a step waits for the transaction before.
+
+        The end of a transaction does. So does the end of each step while "auto" has not chosen a window: the
+        choice comes with the transaction before, and decides on every rank alike where this one ends.
+        """
+        pending = self._pending
+        if pending is None or pending.done():
+            return True
+        return self._abortable or self._window.is_choosing or self._steps + 1 >= self._window.size
+
+    def drain(self) -> None:
+        """Commits the steps of an open window and waits for a pending commit. All ranks, between steps.
+
+        Raises:
+            The errors of `commit`.
+        """
+        if self._steps or self._pending is not None:
+            self.in_flight, began = self.next_step, time.perf_counter()
+            self._settle()
+            if self._steps:
+                self._finish(self.in_flight, self._attempt(self.in_flight, 1), began)
+                self._settle()
+            self.in_flight = None
+
+    def close(self) -> None:
+        """Ends the thread, if there is one; the last call."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _settle(self) -> None:
+        """Waits until the transaction before is decided, if one is pending.
+
+        Raises:
+            The errors of `commit`: the transaction before is then not prepared.
+        """
+        if self._pending is not None:
+            with self.phase("wait"), self._whereabouts.waiting():
+                self._pending.result()
+            self._pending = None
+
+    def _finish(self, transaction: int, found: Agreed, began: float) -> None:
+        """Decides a transaction: now, or in the thread. All ranks."""
+        self._steps = 0
+        if self._thread is None:
+            self._decide(transaction, found)
+            self._window.end(time.perf_counter() - began, self._transport)
+        else:
+            spent_s = time.perf_counter() - began
+            self._handed = transaction
+            self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
+            hand_over(self._thread, pending, self._decide_beside, transaction, found, spent_s)
+
+    def _decide_beside(self, transaction: int, found: Agreed, spent_s: float) -> None:
+        """Runs `_decide` in the thread.
+
+        Args:
+            transaction: The one that has ended.
+            found: The result of the exchange of status.
+            spent_s: Seconds of the main thread that its end has taken.
+        """
+        try:
+            self._decide(transaction, found)
+            self._window.end(spent_s, self._transport)
+        except BaseException as error:
+            if self._is_undecided:
+                self._exit_undecided(transaction, error)
+            raise
+
+    def _decide(self, transaction: int, found: Agreed) -> None:
+        """Runs the exchange, and all from `prepared` to `committed`. All ranks."""
+        with self.phase("exchange"):
+            inbox = self._memory.receive(found.incoming)
+            self._transport.exchange(found.messages, inbox, f"the exchange of step {transaction - 1}")
+        self._memory.prepare(transaction)
+        with self.phase("agree"):
+            self._transport.vote(True, f"the agreement on step {transaction - 1}")
+        with self.phase("apply"):
+            self._memory.apply(transaction)
+        self._memory.commit(transaction)
+        self._commits += 1
+
+    def _attempt(self, transaction: int, attempt: int) -> Agreed:
+        """Does everything before the exchange: states, deltas, status. All ranks."""
+        messages: dict[int, Words] = {}
+        if not self.aborting:
+            with self.phase("state"):
+                self._memory.capture_rank_state()
+                write_(self._memory.rank_state, self._rank_state.pack())
+                self._replicated.save(self._memory.slots, transaction)
+            with self.phase("delta"):
+                messages = self._memory.outgoing()
+        return self._exchange_status(transaction, attempt, messages)
+
+    def undo(self, error: BaseException) -> None:
+        """Takes the transaction in flight back on this rank, and announces the failure to the others.
+
+        Rows, replicated state and rank state are as they were when the transaction began, at the first step
+        of its window. The other ranks notice at their exchange. The job needs a restart, because this rank
+        may have left collectives half-way.
+
+        A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). A transaction before
+        it that is still being decided comes first: it commits, or is undone like this one.
+
+        Args:
+            error: The cause.
+        """
+        transaction = self._open()
+        level = logging.ERROR if cause_of(error) is None else logging.INFO  # that rank logs the cause itself
+        text = short(f"{type(error).__name__}: {error}", 110)
+        logger.log(level, "rank %d: step %d failed (%s); undoing it", self.rank, transaction - 1, text)
+        if self._pending is not None:
+            if not self._pending.cancel():
+                wait([self._pending])
+            self._pending = None
+        if self._is_undecided:
+            self._exit_undecided(transaction, error)
+        try:
+            self._restore()
+        finally:
+            self.in_flight = None
+            self.aborting = False
+            self._steps = 0
+            self._transport.announce_failure(status(self._transport.world_size, transaction, 0, FAILED))
+
+    def _restore(self) -> None:
+        """Restores this rank's rows and states to the last committed transaction."""
+        committed = self._memory.committed
+        self._memory.undo(committed)
+        self._replicated.load(self._memory.slots, committed)
+        self._rank_state.unpack(read(self._memory.rank_state))
+
+    def _restore_step(self, transaction: int) -> None:
+        """Restores this rank's rows and states to the step's begin, except positions in the data."""
+        self._memory.journal.undo_step()
+        self._replicated.back(self._memory.slots, self._savepoint, transaction - 1, self._began)
+        if self._taken is not None:
+            self._rank_state.put(self._taken)
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether the decision belongs to recovery."""
+        return self._memory.prepared > self._memory.committed
+
+    def _open(self) -> int:
+        if self.in_flight is None:
+            raise UsageError("no step is open: use `with guard.step():`")
+        return self.in_flight
+
+    def _exchange_status(self, transaction: int, attempt: int, messages: dict[int, Words] | None) -> Agreed:
+        """Exchanges how the step ended with all ranks.
+
+        Args:
+            transaction: The one in flight.
+            attempt: 1, or 2 after an abort.
+            messages: Deltas to send; None if the transaction continues with another step.
+        """
+        slots, flag, digest = self._memory.slots, ABORTED if self.aborting else FINE, 0
+        if messages is not None and flag == FINE and self._commits % self._compare_every == 0:
+            digest = self._replicated.digest(slots, transaction)
+        sent = status(self._transport.world_size, transaction, attempt, flag, messages, digest)
+        with self.phase("heads"):
+            return exchange_status(
+                self._transport,
+                sent,
+                messages or {},
+                self._memory.committed,
+                lambda: replica_check.compare(slots.read(transaction), self._transport),
+            )
+
+    def _exit_undecided(self, transaction: int, error: BaseException) -> NoReturn:
+        """Ends the process, because only recovery may decide a prepared step (docs/protocol.md, 1.1)."""
+        logger.critical(
+            "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
+            "recovery decides from the arenas",
+            transaction - 1,
+            type(error).__name__,
+            short(error),
+        )
+        with suppress(OSError):
+            stack = "".join(traceback.format_exception(error))
+            error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_UNDECIDED)
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Adds the block's duration to `seconds`, and shows the block to profilers."""
+        began = time.perf_counter()
+        with record_function(f"ecemb.{name}"):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

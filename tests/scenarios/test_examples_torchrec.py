@@ -1,0 +1,134 @@
+"""examples/torchrec_dlrm.py under torchrun: killed in mid-training, it ends as the unprotected script."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ecemb.adapters.fbgemm import INSTALL
+from ecemb.arena.header import Found
+from ecemb.arena.scan import arenas
+
+needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "torchrec_dlrm.py"
+PAGE = ROOT / "docs" / "torchrec.md"
+BATCH, STEPS, KILL_AFTER = 32, 40, 20
+END = re.compile(r"malformed lines left out: (\d+)\ndigest: ([0-9a-f]{16})\n")
+MOST_LINES = 5
+# On a busy machine gloo's threads may lay down their last tensor when Python is gone, and torch then aborts
+# a process that has said its digest and is done. guard.close() takes longer than that; plain scripts end.
+ABORTED = "terminate called without an active exception"
+
+
+def diff() -> list[str]:
+    """The lines of the diff in docs/torchrec.md; marks first, without headers."""
+    [block] = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return block.splitlines()
+
+
+def unprotected() -> str:
+    """The script before that diff was applied to it."""
+    source = SCRIPT.read_text()
+    for hunk in "\n".join(diff()).split("\n@@\n"):
+        lines = [(line[:1], line[1:] + "\n") for line in hunk.split("\n")]  # an empty one is its own context
+        before = "".join(text for mark, text in lines if mark != "+")
+        after = "".join(text for mark, text in lines if mark != "-")
+        assert source.count(after) == 1, f"{SCRIPT.name} hasn't once:\n{after}"
+        source = source.replace(after, before)
+    return source
+
+
+def start(script: Path, *options: object, ranks: int = 4, restarts: int = 0) -> subprocess.Popen[str]:
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}"
+    return subprocess.Popen(
+        [sys.executable, *torchrun.split(), str(script), *map(str, options)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str], said: str = "") -> tuple[str, ...]:
+    """What the script says at its end: malformed lines and digest."""
+    try:
+        said += process.communicate(timeout=200)[0]
+    finally:
+        process.terminate()  # torchrun stops its workers
+    found = END.search(said)
+    assert found and (process.returncode == 0 or ABORTED in said), said
+    return found.groups()
+
+
+def criteo(random_: random.Random, lines: int) -> str:
+    """A file in Criteo's format; a line in ten is malformed, a field in ten is empty."""
+    made: list[str] = []
+    for _ in range(lines):
+        fields = [str(random_.choice([0, 1, 5, -1, 300])) for _ in range(13)]
+        fields += [f"{random_.randrange(2**32):08x}" for _ in range(26)]
+        line = "\t".join([random_.choice("01"), *("" if random_.random() < 0.1 else f for f in fields)])
+        bad = [line[:20], line + "\tff", "2" + line[1:], line[:-1] + "z", ""]
+        made.append(random_.choice(bad) if random_.random() < 0.1 else line)
+    return "\n".join(made) + "\n"
+
+
+def test_the_diff_is_five_lines() -> None:
+    added = [line for line in diff() if line.startswith("+")]
+    taken = [line for line in diff() if line.startswith("-")]
+    assert len(added) <= MOST_LINES and len(taken) <= len(added)
+    names = {node.id for node in ast.walk(ast.parse(unprotected())) if isinstance(node, ast.Name)}
+    assert "dist" in names and not names & {"ecemb", "guard"}
+
+
+@needs_torchrec
+@pytest.mark.timeout(600)
+def test_a_killed_training_ends_as_an_unprotected_one(tmp_path: Path, seed: int) -> None:
+    random_ = random.Random(seed)
+    data = tmp_path / "clicks.tsv"
+    data.write_text(criteo(random_, 40 * BATCH + 7))  # read nearly four times over
+    options = ["--data", data, "--steps", STEPS, "--batch", BATCH, "--rows", 500]
+    plain = tmp_path / "unprotected.py"
+    plain.write_text(unprotected())
+    job = f"test-torchrec-{os.getpid()}"
+
+    process = start(SCRIPT, *options, "--job", job, restarts=3)
+    try:
+        said = ""
+        for line in process.stdout or ():
+            said += line
+            if f"step {KILL_AFTER}," in line:
+                break
+        if memory := arenas_of(job):
+            victim = random_.choice(memory)
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.path.unlink()
+        killed = end(process, said)
+        assert process.returncode == 0
+        assert len(memory) == 4 and not arenas_of(job)
+    finally:
+        for one in arenas_of(job):
+            one.path.unlink()
+    assert killed == end(start(plain, *options))
+    assert int(killed[0]) > 0
+
+
+def arenas_of(job: str) -> list[Found]:
+    found = [(one.header.constants.rank, one) for one in arenas("/dev/shm") if one.job == job and one.header]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+@needs_torchrec
+def test_made_up_rows_train(tmp_path: Path) -> None:
+    plain = tmp_path / "unprotected.py"
+    plain.write_text(unprotected())
+    assert end(start(plain, "--steps", 3, "--batch", BATCH, "--rows", 500, ranks=1))[0] == "0"

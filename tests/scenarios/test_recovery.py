@@ -1,0 +1,374 @@
+"""The whole protocol in one process: ranks are killed at every moment of a start, a step, a recovery.
+
+Each case: a life of the job in which ranks are killed, then one in which it recovers, maybe after the
+loss of memory and maybe killed again, then one that goes on; then every byte is compared with a run
+that never failed. docs/protocol.md, 9: a kill stops a rank between two stores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ecemb.errors import UndeclaredWrite
+from ecemb.recovery.plan import RecoveryPlan
+from support.simulation import BESIDE, Job, Life, Machines, Rank, check_parity, job_of
+
+SHAPES = [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 4), (4, 3, 5)]
+DONE = 3  # transactions before the life in which ranks are killed
+
+
+class Trial:
+    """One case; `history` tells what was done when it fails."""
+
+    def __init__(self, machines: Machines, rng: random.Random) -> None:
+        self.machines = machines
+        self.rng = rng
+        self.history: list[object] = []
+        self._longest, self._overlapping = machines.job.window, machines.job.overlap
+
+    def live(self, until: int, ends: dict[int, int], interrupts: dict[int, int] | None = None) -> Life:
+        if self.history and self._overlapping:  # every start may ask for another way to commit
+            overlap = self.rng.random() < 0.5
+            self.machines.job = dataclasses.replace(self.machines.job, overlap=overlap)
+        if self.history and self._longest > 1:
+            window = self.rng.randint(1, self._longest)
+            self.machines.job = dataclasses.replace(self.machines.job, window=window)
+        plan = self.machines.plan()
+        window = self.machines.job.window
+        self.history.append((plan.kind, plan.transaction, plan.lost, window, ends, interrupts))
+        life = self.machines.run(until, ends, interrupts=interrupts)
+        assert not life.unexpected(), life.unexpected()
+        assert life.plan == plan
+        return life
+
+    def plan_after(self, life: Life) -> RecoveryPlan:
+        """What is decided now: no step that any rank had committed is lost, and none is made up."""
+        plan = self.machines.plan()
+        if life.committed >= 0:
+            assert plan.kind != "fresh"
+            assert life.committed <= plan.transaction <= life.committed + self.machines.job.window
+        return plan
+
+    def lose_some(self, likely: float = 0.6) -> None:
+        """Takes the memory of some ranks, as many as the code survives; some may come back."""
+        job, plan = self.machines.job, self.machines.plan()
+        lost = set(plan.lost)
+        for rank in self.rng.sample(range(job.size), job.size):
+            if rank not in lost and self.rng.random() < 0.3:
+                self.machines.come_back(rank)
+                self.history.append(("came back", rank))
+                assert rank not in self.machines.plan().lost
+            bearable = plan.kind == "fresh" or job.placement.tolerates(lost | {rank})
+            if bearable and self.rng.random() < likely:
+                lost.add(rank)
+                if self.rng.random() < 0.5:
+                    self.machines.lose(rank)
+                else:
+                    self.machines.cut_off(rank)
+        self.history.append(("lost", sorted(lost)))
+
+    def finish(self, transaction: int) -> None:
+        """Goes on undisturbed, and compares every byte."""
+        life = self.live(transaction, {})
+        assert not life.failures
+        self.machines.check(transaction)
+
+
+def some_ends(moments: dict[int, int], likely: float, rng: random.Random) -> dict[int, int]:
+    """Rank -> one of its moments, for some ranks."""
+    return {rank: rng.randint(1, count) for rank, count in moments.items() if rng.random() < likely}
+
+
+def run_trial(
+    machines: Machines, ends: dict[int, int], moments: dict[int, int], seed: int, goal: int
+) -> None:
+    rng = random.Random(seed)
+    trial = Trial(machines, rng)
+    try:
+        life = trial.live(goal, ends)
+        plan = trial.plan_after(life)
+        if rng.random() < 0.7:
+            trial.lose_some()
+        if rng.random() < 0.6:
+            life = trial.live(goal, some_ends(moments, 0.6, rng))
+            if life.ranks or plan.kind == "fresh":
+                plan = trial.plan_after(life)
+            if rng.random() < 0.5:
+                trial.lose_some()
+        trial.finish(goal + 1)
+    except BaseException:
+        print(f"seed of this trial: {seed}; kind, transaction, lost, window, ends: {trial.history}")
+        raise
+
+
+@pytest.fixture(scope="module")
+def begun(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[int, int, int], Machines]:
+    """Shape -> a job of that shape that has done three steps, undisturbed."""
+    rng = random.Random(request.config.option.seed)
+    return {shape: start(tmp_path_factory.mktemp("job"), job_of(*shape, rng)) for shape in SHAPES}
+
+
+def start(root: Path, job: Job) -> Machines:
+    machines = Machines(root / "base", job)
+    life = machines.run(DONE)
+    assert not life.failures
+    assert life.plan.kind == "fresh"
+    machines.check(DONE)
+    return machines
+
+
+def cases(moments: dict[int, int], share: int, rng: random.Random) -> list[tuple[int, int]]:
+    """One in `share` of all (rank, moment), evenly from all parts of the protocol."""
+    every = [(rank, end) for rank, count in sorted(moments.items()) for end in range(1, count + 1)]
+    return every[rng.randrange(share) :: share]
+
+
+def check_undisturbed(base: Machines, goal: int, folder: Path) -> None:
+    machines = base.copy(folder)
+    life = machines.run(goal)
+    assert not life.failures
+    machines.check(goal)
+
+
+def run_trials(base: Machines, share: int, rng: random.Random, folder: Path, goal: int = DONE + 1) -> None:
+    """The next step of a job, once for each case: one or more ranks are killed at a moment of it."""
+    folder.mkdir(exist_ok=True)
+    moments = base.copy(folder / "rehearsal").run(goal).moments
+    for rank, end in cases(moments, share, rng):
+        others = some_ends(moments, 0.3, rng)
+        machines = base.copy(folder / f"{rank}-{end}")
+        run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31), goal)
+
+
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 7, 12, 12, 16), strict=True)])
+def test_every_rank_killed_at_every_moment(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Really every one with two ranks; with more, another sample in every run of the tests."""
+    run_trials(begun[shape], share, random.Random(seed), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "window"),
+    [*zip(SHAPES[:3], (1, 6, 9), (1, 1, 1), strict=True), (SHAPES[0], 4, 3), (SHAPES[2], 40, 3)],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_rank_interrupted_at_every_moment(
+    shape: tuple[int, int, int],
+    share: int,
+    window: int,
+    overlap: bool,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Ctrl-C: what is not prepared is undone in the process, what is prepared is left to recovery."""
+    rng = random.Random(seed)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + window * (1 + overlap)
+    base.job = dataclasses.replace(base.job, window=window, overlap=overlap)
+    moments = base.copy(tmp_path / "rehearsal").run(goal).moments
+    main = {rank: count for rank, count in moments.items() if rank < BESIDE}  # no other thread is
+    for rank, end in cases(main, share * (1 + 2 * overlap), rng):
+        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
+        try:
+            life = trial.live(goal, some_ends(moments, 0.1, rng), {rank: end})
+            trial.plan_after(life)
+            if rng.random() < 0.5:
+                trial.lose_some()
+            trial.finish(goal + 1)
+        except BaseException:
+            print(f"kind, transaction, lost, window, ends, interrupts: {trial.history}")
+            raise
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"), [((2, 1, 2), 2), ((3, 2, 3), 9), ((4, 2, 4), 16), ((3, 1, 4), 16)]
+)
+def test_every_rank_killed_while_a_step_is_aborted(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Section 5: who aborts may be lost at once with its memory; the step never goes forward without it.
+
+    Without second heads from all ranks, one would commit the step empty that another still has to undo.
+    """
+    rng = random.Random(seed)
+    base = begun[shape].copy(tmp_path / "base")
+    aborting = rng.sample(range(shape[2]), rng.randint(1, shape[2]))
+    base.job = dataclasses.replace(base.job, aborts=frozenset((DONE, rank) for rank in aborting))
+    check_undisturbed(base, DONE + 2, tmp_path / "undisturbed")
+    run_trials(base, share, rng, tmp_path / "trials")
+
+
+@pytest.mark.parametrize("abortable", [True, False])
+@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 5), ((3, 2, 3), 19), ((4, 2, 4), 43)])
+def test_every_rank_killed_in_a_window(
+    shape: tuple[int, int, int],
+    share: int,
+    abortable: bool,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Three steps are one transaction; a fourth is committed by itself; some, maybe, are aborted.
+
+    Where none can be, the ranks exchange nothing before the third step's end.
+    """
+    rng = random.Random(seed)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 4
+    aborting = rng.sample(range(DONE, goal), rng.randint(1, 3))
+    aborts = frozenset((step, rng.randrange(shape[2])) for step in aborting)
+    base.job = dataclasses.replace(base.job, window=3, aborts=aborts if abortable else frozenset())
+    check_undisturbed(base, goal, tmp_path / "undisturbed")
+    run_trials(base, share, rng, tmp_path / "trials", goal)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "window", "abortable"),
+    [
+        ((2, 1, 2), 5, 1, True),
+        ((3, 2, 3), 19, 1, True),
+        ((4, 2, 4), 43, 1, True),
+        ((3, 1, 4), 43, 1, True),
+        ((2, 1, 2), 11, 2, True),
+        ((2, 1, 2), 11, 2, False),
+        ((3, 2, 3), 43, 3, False),
+    ],
+)
+def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
+    shape: tuple[int, int, int],
+    share: int,
+    window: int,
+    abortable: bool,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Section 7, overlap: two transactions are undecided, of which the rows lie in two journals."""
+    rng = random.Random(seed)
+    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 3 * window
+    aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
+    aborts = aborts if abortable else frozenset[tuple[int, int]]()
+    base.job = dataclasses.replace(base.job, overlap=True, window=window, aborts=aborts)
+    check_undisturbed(base, goal, tmp_path / "undisturbed")
+    run_trials(base, share, rng, tmp_path / "trials", goal)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_path: Path, seed: int) -> None:
+    """The initial state is transaction 0 of the same protocol: all of it is kept, or none."""
+    rng = random.Random(seed)
+    job = job_of(*shape, rng, rows=5)
+    moments = Machines(tmp_path / "rehearsal", job).run(0).moments
+    for rank, end in cases(moments, 4 * shape[2], rng):
+        trial = Trial(Machines(tmp_path / f"{rank}-{end}", job), rng)
+        try:
+            trial.plan_after(trial.live(0, {**some_ends(moments, 0.3, rng), rank: end}))
+            trial.lose_some()
+            trial.finish(1)
+        except BaseException:
+            print(f"kind, transaction, lost, window, ends: {trial.history}")
+            raise
+
+
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 5, 9, 9, 12), strict=True)])
+def test_every_rank_killed_during_a_rebuild(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """A half-rebuilt replacement rank counts as lost, and more may be lost meanwhile, up to r in all."""
+    rng = random.Random(seed)
+    lost = rng.sample(range(shape[2]), shape[0] - shape[1])
+    base = begun[shape].copy(tmp_path / "base")
+    base.run(DONE + 1, {rank: rng.randint(1, 40) for rank in range(shape[2])})
+    for rank in lost:
+        base.lose(rank)
+    until = base.plan().transaction
+    moments = base.copy(tmp_path / "rehearsal").run(until).moments
+    for rank, end in cases(moments, share, rng):
+        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
+        try:
+            trial.live(until, {**some_ends(moments, 0.3, rng), rank: end})
+            trial.lose_some(0.3)
+            trial.finish(until + 1)
+        except BaseException:
+            print(f"kind, transaction, lost, window, ends: {trial.history}")
+            raise
+
+
+def write_undeclared(rank: Rank, step: int) -> None:
+    """What the guard does when it notices that a row was written behind its back."""
+    if rank.memory.rank == 0 and step == DONE:
+        rank.memory.space.tables[0].columns[0][0] ^= np.uint8(1)
+        rank.memory.arena.set("undeclared", 1)
+        raise UndeclaredWrite("on purpose")
+
+
+@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 2), ((4, 2, 4), 9)])
+def test_every_rank_killed_while_parity_is_made_anew(
+    shape: tuple[int, int, int],
+    share: int,
+    begun: dict[tuple[int, int, int], Machines],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Rows that were written undeclared stay as they are; their parity fits them in the end."""
+    rng = random.Random(seed)
+    base = begun[shape].copy(tmp_path / "base")
+    life = base.run(DONE + 1, body=write_undeclared)
+    assert type(life.failures[0]) is UndeclaredWrite
+    assert base.plan().encode
+    moments = base.copy(tmp_path / "rehearsal").run(DONE).moments
+    for rank, end in cases(moments, share, rng):
+        machines = base.copy(tmp_path / f"{rank}-{end}")
+        ends = {**some_ends(moments, 0.3, rng), rank: end}
+        machines.run(DONE, ends)
+        assert not machines.run(DONE + 1).failures, ends
+        assert not machines.plan().encode
+        with machines.memories() as memories:
+            check_parity(memories, machines.job.placement)
+
+
+def test_a_host_that_was_cut_off_and_replaced_comes_back_stale(
+    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+) -> None:
+    """Section 2.3: the others went on without it, so its memory counts for nothing."""
+    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines.cut_off(1)
+    assert machines.run(DONE + 1).plan.lost == (1,)
+    machines.come_back(1)
+    assert len(machines.headers()) == 4
+    life = machines.run(DONE + 2)
+    assert life.plan.kind == "process"
+    assert life.plan.transaction == DONE + 1
+    assert len(machines.headers()) == 3, "the stale arena is removed"
+    machines.check(DONE + 2)
+
+
+def test_a_host_that_was_cut_off_comes_back_before_anybody_went_on(
+    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+) -> None:
+    """Joining alone changes nothing: until the generation is opened, the memory is as good as ever."""
+    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines.cut_off(1)
+    machines.run(DONE + 1, {0: 3, 1: 3, 2: 3})  # while they store that they have joined
+    machines.come_back(1)
+    assert machines.run(DONE + 1).plan.kind == "process"
+    machines.check(DONE + 1)

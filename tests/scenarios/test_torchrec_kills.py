@@ -1,0 +1,51 @@
+"""TorchRec trainings of which ranks are killed under torchrun end as if nothing had happened, bit by bit.
+
+One model has every sharding type under every optimizer, in both precisions, as bags and as sequences:
+starting four ranks of TorchRec takes seconds. `support/torchrec/kill_matrix.py` takes them one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support.torchrec.runs import Kill, Setting, differences, every_table, recoveries, run
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("torchrec") is None, reason="needs torchrec (CONTRIBUTING.md)"),
+    pytest.mark.timeout(900),
+]
+
+
+def check(folder: Path, setting: Setting, kills: tuple[Kill, ...]) -> list[str]:
+    """Trains undisturbed and unprotected, and again with kills; returns what the recoveries were."""
+    expected = run(folder / "undisturbed", setting)
+    disturbed = dataclasses.replace(setting, protected=True, kills=kills)
+    found = run(folder / "killed", disturbed)
+    assert differences(expected, found) == []
+    assert all(
+        (folder / "killed" / f"killed.{i}.{rank}").exists() for i, k in enumerate(kills) for rank in k.ranks
+    )
+    return recoveries(folder / "killed")
+
+
+def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
+    setting = Setting(every_table(), steps=7, load=2, aborts=(3,))
+    process = Kill(1, (2,), "backward", part=0.5)
+    memory = Kill(4, (0, 3), wipe=True)
+    assert check(tmp_path, setting, (process, memory)) == ["fresh 0", "process 1", "memory 4 0 3"]
+
+
+def test_a_pipeline_survives(tmp_path: Path) -> None:
+    tables = (
+        "bags/fp32/sgd/row_wise",
+        "bags/fp32/adagrad/column_wise",
+        "bags/fp16/rowwise-adagrad/table_wise",
+        "bags/fp32/rowwise-adagrad/data_parallel",
+    )
+    setting = Setting(tables, ranks=2, code=(2, 1), steps=7, pipeline=True, aborts=(3,))
+    kill = Kill(2, (1,), "backward", part=0.5, wipe=True)
+    assert check(tmp_path, setting, (kill,)) == ["fresh 0", "memory 2 1"]

@@ -1,0 +1,16 @@
+"""What tests' processes need, imported and compiled once: in the fork server that they all come from."""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch._dynamo  # torch's optimizers import it when they are made
+import torch.distributed.checkpoint
+import torch.distributed.optim
+
+import ecemb
+from ecemb.kernels import contract
+from support import arena_holders
+
+contract.get_kernels("cpu")

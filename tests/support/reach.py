@@ -1,0 +1,134 @@
+"""Which tests start processes, and which need TorchRec: read from the names that their code reaches.
+
+A test reaches the names in its body, its decorators and its fixtures, and what those reach in turn, through
+the modules of tests/, bench/ and baselines/. Nothing is imported for this.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+READ = (ROOT / "tests", ROOT)
+"""Where modules that are read are looked for."""
+KINDS = {
+    "processes": ("subprocess", "multiprocessing", "os.fork", "os.posix_spawn", "torch.multiprocessing"),
+    "torchrec": ("torchrec", "fbgemm_gpu"),
+}
+"""Marker -> modules and functions; a test that reaches one of them has the marker."""
+HARMLESS = (
+    *(f"multiprocessing.{module}" for module in ("connection", "context", "process", "synchronize", "util")),
+    "torch.multiprocessing.reductions",
+    "bench.harness.result",  # asks git for the commit
+)
+
+
+@dataclass
+class Source:
+    """What a module defines and imports.
+
+    Attributes:
+        names: each name of the module's top -> the dotted names in its definition.
+        imports: each imported name, wherever it is imported -> its dotted name.
+    """
+
+    names: dict[str, set[str]] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
+
+
+def path_of(module: str) -> Path | None:
+    """The file of a module of tests/, bench/ or baselines/; None for any other."""
+    parts = module.split(".")
+    for folder in READ:
+        for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+            if parts[0] != "ecemb" and path.is_file():
+                return path
+    return None
+
+
+@functools.cache
+def read(path: Path) -> Source:
+    """Reads a module."""
+    source = Source()
+    package = path.relative_to(ROOT).parent.parts
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                shown = alias.asname or alias.name.partition(".")[0]
+                source.imports[shown] = alias.name if alias.asname else shown
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join([*parents, *filter(None, [node.module])])
+            source.imports |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            defined = {statement.name}
+        else:
+            nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            defined = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        for name in defined:
+            source.names.setdefault(name, set()).update(dotted(statement))
+    return source
+
+
+def dotted(statement: ast.AST) -> Iterable[str]:
+    """All names in a statement, with the attributes that are taken of them."""
+    for node in ast.walk(statement):
+        parts: list[str] = []
+        one: ast.AST = node
+        while isinstance(one, ast.Attribute):
+            parts.append(one.attr)
+            one = one.value
+        if isinstance(one, ast.Name):
+            yield ".".join([one.id, *reversed(parts)])
+
+
+@functools.cache
+def kinds(path: Path, names: frozenset[str]) -> frozenset[str]:
+    """The markers of a test: of a function and its fixtures, which are names of one module."""
+    found: set[str] = set()
+    seen: set[tuple[Path, str]] = set()
+    waiting = [(path, name) for name in names]
+    while waiting:
+        path, name = waiting.pop()
+        if (path, name) in seen:
+            continue
+        seen.add((path, name))
+        source = read(path)
+        for one in source.names.get(name, ()):
+            first, _, rest = one.partition(".")
+            if first in source.names:
+                waiting.append((path, first))
+            elif first in source.imports:
+                full = ".".join(filter(None, [source.imports[first], rest]))
+                found |= {kind for kind, starts in KINDS.items() if within(full, starts)}
+                waiting += defined_in(full)
+    return frozenset(found)
+
+
+def within(name: str, starts: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{start}.") for start in starts) and not harmless(name)
+
+
+def harmless(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{start}.") for start in HARMLESS)
+
+
+def defined_in(name: str) -> Iterable[tuple[Path, str]]:
+    """The module that defines a dotted name, and the name there."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:count])
+        if (path := path_of(module)) is not None and not harmless(module):
+            yield path, parts[count]
+            source = read(path)
+            if parts[count] not in source.names and parts[count] in source.imports:  # shown again
+                yield from defined_in(source.imports[parts[count]])
+            return

@@ -1,0 +1,201 @@
+"""TorchRec models on one rank, and their tables in memory that lives here, watched."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # FBGEMM's build for CPUs warns of what it lacks, and torchrec deprecates
+    torchrec = pytest.importorskip("torchrec", reason="needs torchrec (CONTRIBUTING.md)")
+    from torch.distributed.optim import (
+        _apply_optimizer_in_backward as apply_optimizer_in_backward,
+    )
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.modules.embedding_configs import DataType
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from ecemb.adapters import torchrec as adapter
+from ecemb.adapters.discover import Tables
+from ecemb.adapters.engine import Hooks
+from ecemb.coding.rows import Table, arrange, joined
+from ecemb.kernels import contract
+
+WIDTH = 4
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "rowwise-adagrad": torchrec.optim.RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+}
+KeyedJaggedTensor = torchrec.KeyedJaggedTensor
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    dist.init_process_group(
+        "gloo", store=dist.TCPStore("127.0.0.1", port, 1, is_master=True), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """A collection under a dense layer, which doesn't reach it: the gradient is `scale` everywhere."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+        self.over = nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        values = self.collection(batch).values().float()
+        return values.sum() + self.over(torch.ones(1, 2)).sum(), values.detach()
+
+
+class SequenceModel(Model):
+    """The same over sequences."""
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        found = self.collection(batch)
+        values = torch.cat([found[key].values().reshape(-1) for key in batch.keys()]).float()  # noqa: SIM118
+        return values.sum() + self.over(torch.ones(1, 2)).sum(), values.detach()
+
+
+def build(
+    tables: Mapping[str, tuple[int, Sequence[str]]],
+    kind: str = "sgd",
+    *,
+    sequence: bool = False,
+    dtype: Any = DataType.FP32,
+    sharding: Mapping[str, Any] | None = None,
+    fused: bool = True,
+    **options: Any,
+) -> DistributedModelParallel:
+    """A model; tables are rows and features by name."""
+    config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
+    configs = [
+        config(
+            name=name, embedding_dim=WIDTH, num_embeddings=rows, feature_names=list(names), data_type=dtype
+        )
+        for name, (rows, names) in tables.items()
+    ]
+    make = torchrec.EmbeddingCollection if sequence else torchrec.EmbeddingBagCollection
+    collection = make(device=torch.device("meta"), tables=configs)
+    if fused:
+        apply_optimizer_in_backward(OPTIMIZERS[kind], collection.parameters(), {"lr": 0.5} | options)
+    sharder: Any = EmbeddingCollectionSharder() if sequence else EmbeddingBagCollectionSharder()
+    kinds = {name: plans.table_wise(rank=0) for name in tables} | dict(sharding or {})
+    plan = plans.construct_module_sharding_plan(
+        collection, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+    )
+    torch.manual_seed(3)
+    return DistributedModelParallel(
+        SequenceModel(collection) if sequence else Model(collection),
+        plan=ShardingPlan({"collection": plan}),
+        sharders=[sharder],
+        device=torch.device("cpu"),
+    )
+
+
+def optimizer_of(model: Any) -> CombinedOptimizer:
+    """The fused optimizer, and Adam for the dense layer."""
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    )
+    return CombinedOptimizer([("fused", model.fused_optimizer), ("dense", dense)])
+
+
+def batch(bags: Mapping[str, Sequence[Sequence[int]]], dtype: torch.dtype = torch.int64) -> Any:
+    """Ids by feature and bag."""
+    lengths = [len(bag) for of_feature in bags.values() for bag in of_feature]
+    ids = [i for of_feature in bags.values() for bag in of_feature for i in bag]
+    return KeyedJaggedTensor(
+        list(bags), torch.tensor(ids, dtype=dtype), lengths=torch.tensor(lengths, dtype=torch.int32)
+    )
+
+
+class Watched:
+    """The tables of a model in memory that lives here, and everything that they tell."""
+
+    def __init__(self, model: nn.Module, before: Callable[[], None] = lambda: None) -> None:
+        engine = adapter.find(model)
+        assert engine is not None
+        self.engine, self.tables = engine, Tables([engine])
+        layouts = [table.layout for table in engine.tables]
+        starts, size = arrange(layouts)
+        self.memory = np.zeros(size + 64, np.uint8)
+        skip = -self.memory.ctypes.data % 64
+        self.memory = self.memory[skip : skip + size]
+        self.stored = [
+            Table(layout, self.memory, at, contract.get_kernels("reference"))
+            for layout, at in zip(layouts, starts, strict=True)
+        ]
+        self.names = [layout.name for layout in layouts]
+        self.named = joined(layouts)
+        self.captured: dict[str, set[int]] = {}
+        self.undeclared = 0
+        self.is_open = False
+        before()
+        self.tables.place(self.stored, fresh=True)
+        self.tables.watch(Hooks(self._capture, lambda: self.is_open, self._on_undeclared))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What a guard does around a step's body."""
+        self.captured = {}
+        self.is_open = True
+        try:
+            self.tables.begin()
+            yield
+            self.tables.check()
+            self.tables.fetch()
+        finally:
+            self.is_open = False
+
+    def rows(self) -> dict[str, NDArray[np.uint8]]:
+        """The bytes of every row, of weights and states together, copied."""
+        return {
+            name: np.concatenate(table.columns, axis=1)
+            for name, table in zip(self.names, self.stored, strict=True)
+        }
+
+    def changed(self, before: Mapping[str, NDArray[np.uint8]]) -> dict[str, set[int]]:
+        """The rows that differ from `before`, of tables that have any."""
+        now = self.rows()
+        found = {name: set(np.flatnonzero((now[name] != before[name]).any(axis=1)).tolist()) for name in now}
+        return {name: rows for name, rows in found.items() if rows}
+
+    def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
+        assert ids.dtype == np.int64 and ids.ndim == 1
+        assert len(ids) and ids.min() >= 0 and ids.max() < self.named[table].rows
+        while len(ids):  # rows of a group count on through its tables
+            rows = self.stored[table].layout.rows
+            here = ids[ids < rows].tolist()
+            if here:
+                self.captured.setdefault(self.names[table], set()).update(here)
+            ids, table = ids[ids >= rows] - rows, table + 1
+
+    def _on_undeclared(self) -> None:
+        self.undeclared += 1

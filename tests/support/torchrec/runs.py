@@ -1,0 +1,145 @@
+"""Runs of run_worker.py under torchrun, and what they end with, compared bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1]
+SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "grid_shard", "data_parallel")
+SEQUENCE_SHARDINGS = ("row_wise", "table_wise", "column_wise")  # FBGEMM pools data-parallel ones on CPU
+OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad")
+DTYPES = ("fp32", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """One failure.
+
+    Attributes:
+        step: the one that it happens in.
+        ranks: that die, at the same time.
+        place: "backward", once `part` of this rank's lookups are updated, or "body", at the end of it.
+        part: 0 to 1.
+        wipe: whether their arenas go as well.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    place: str = "body"
+    part: float = 0.0
+    wipe: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What ranks train, and what happens to them.
+
+    Attributes:
+        tables: "bags" or "sequences" / dtype / optimizer / sharding, each one.
+        warmup: learning rates change, by a WarmupOptimizer over the fused optimizer.
+        load: the step that begins with load_state_dict() of the model, halved.
+        aborts: steps that one rank aborts; unprotected, they are left out.
+    """
+
+    tables: tuple[str, ...]
+    steps: int = 8
+    ranks: int = 4
+    code: tuple[int, int] = (4, 2)
+    warmup: bool = True
+    pipeline: bool = False
+    load: int = -1
+    aborts: tuple[int, ...] = ()
+    kills: tuple[Kill, ...] = ()
+    protected: bool = False
+    job: str = "torchrec-kills"
+
+
+def every_table(
+    shardings: Sequence[str] = SHARDINGS, optimizers: Sequence[str] = OPTIMIZERS
+) -> tuple[str, ...]:
+    """Bags and sequences of every kind."""
+    return tuple(
+        f"{collection}/{dtype}/{optimizer}/{sharding}"
+        for collection, offered in (("bags", SHARDINGS), ("sequences", SEQUENCE_SHARDINGS))
+        for dtype in DTYPES
+        for optimizer in optimizers
+        for sharding in offered
+        if sharding in shardings
+    )
+
+
+def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[str, Any]]:
+    """Trains under torchrun to the end, whatever happens on the way.
+
+    Returns:
+        What each rank ended with, by name.
+    """
+    (folder / "arenas").mkdir(parents=True, mode=0o700)
+    (folder / "setting.json").write_text(json.dumps(dataclasses.asdict(setting)))
+    forked(folder, setting.ranks, len(setting.kills), "run_worker.py", str(folder), deadline_s=deadline_s)
+    return [torch.load(folder / f"end.{rank}", weights_only=True) for rank in range(setting.ranks)]
+
+
+def forked(
+    folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 240
+) -> None:
+    """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, "-m", "support.forked_torchrun", "support.torchrec.fork_server_imports"]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, str(HERE / script), *words],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+        try:
+            code = process.wait(deadline_s)
+        except BaseException:
+            process.terminate()  # torchrun ends its workers
+            process.wait(60)
+            raise
+    text = (folder / "log").read_text()
+    if code:
+        raise AssertionError(f"torchrun ended with {code}:\n{text[-6000:]}")
+
+
+def recoveries(folder: Path) -> list[str]:
+    """Kind, step and lost ranks of each start, as rank 0 saw them."""
+    return (folder / "recoveries.0").read_text().splitlines()
+
+
+def differences(expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of all that is not bit-identical."""
+    wrong: list[str] = []
+    for rank, (left, right) in enumerate(zip(expected, found, strict=True)):
+        for name in sorted({*left, *right}):
+            if name not in left or name not in right or not _same(left[name], right[name]):
+                wrong.append(f"rank {rank}: {name}")
+    return wrong
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.contiguous().numpy().tobytes() == right.contiguous().numpy().tobytes()
+        )
+    return type(left) is type(right) and repr(left) == repr(right)

@@ -1,0 +1,410 @@
+"""Tables that lie apart from the arena: their images, and the guard on real ranks with nothing but images.
+
+What is true of any device is tried on the CPU, whose tensors are taken for a device's; the same on CUDA,
+where there is such a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ecemb
+from ecemb.adapters import host_mirror as image_module
+from ecemb.adapters.host_mirror import Fetcher, Image, Putter, _Lane
+from ecemb.arena.scan import arenas
+from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
+from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
+from ecemb.kernels import contract
+from support.guarded_training import Training, headers, initialise
+from support.processes import RankFailed, launch
+from support.refusals import refused
+
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+    ),
+)
+STEPS = 6
+
+
+# --- one image -----------------------------------------------------------------------------------
+
+
+def made(
+    device: str, rows: int, *columns: tuple[torch.dtype, int], name: str = "t"
+) -> tuple[Image, Table, list[Tensor]]:
+    """An image, the memory that it writes to, and the tensors that it is of."""
+    tensors = [
+        torch.arange(rows * width, dtype=torch.float64).reshape(rows, width).to(dtype).to(device)
+        for dtype, width in columns
+    ]
+    sizes = [width * dtype.itemsize for dtype, width in columns]
+    layout = TableLayout(name, rows, tuple(Column(str(i), "any", size) for i, size in enumerate(sizes)))
+    (starts,), size = arrange([layout])
+    table = Table(layout, np.zeros(size, np.uint8), starts, contract.get_kernels("reference"))
+    return Image(table, tensors), table, tensors
+
+
+def equal(table: Table, tensors: list[Tensor]) -> bool:
+    return all(
+        column.tobytes() == tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for column, tensor in zip(table.columns, tensors, strict=True)
+        if column.size
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ((torch.float32, 3),),  # a record is padded
+        ((torch.float32, 4), (torch.float32, 4)),
+        ((torch.float16, 5), (torch.float32, 1), (torch.float64, 2)),
+        ((torch.bfloat16, 1),),
+    ],
+)
+def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], ...]) -> None:
+    image, table, tensors = made(device, 7, *columns)
+    image.fill()
+    assert equal(table, tensors)
+    image.mark_dirty(np.array([5, 2, 5]))
+    image.mark_dirty(np.array([2, 0]))
+    assert sorted(image.changed()) == [0, 2, 5]
+    before = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor[[0, 2, 5]] += 1
+        tensor[3] += 1  # nobody was told
+    Fetcher().fetch([image])
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor[3] = old[3]
+    assert equal(table, tensors)
+    for column in table.columns:
+        column[[0, 1, 5]] ^= 255
+    image.put_rows(image.changed())
+    for column in table.columns:
+        column[1] ^= 255
+    assert equal(table, tensors)
+    image.forget()
+    assert not len(image.changed())
+    image.mark_dirty(np.array([2]))
+    assert image.changed().tolist() == [2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_tables_come_and_go_in_pieces(device: str) -> None:
+    with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", 1000):
+        image, table, tensors = made(device, 777, (torch.float32, 3), (torch.float16, 1))
+        image.fill()
+        assert equal(table, tensors)
+        for column in table.columns:
+            column ^= 255
+        image.put()
+        assert equal(table, tensors)
+
+
+def test_a_lane_waits_for_the_device_that_copies() -> None:
+    """Which need not be the current one, whose stream has nothing to do with the copy."""
+    held, own = (torch.zeros(5, dtype=torch.uint8) for _ in range(2))
+    with (
+        mock.patch(
+            "ecemb.adapters.host_mirror._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)
+        ),
+        mock.patch("torch.cuda.Event") as event,
+        mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
+    ):
+        lane = _Lane(torch.device("cuda", 1), 5)
+        for begin in (lane.send, lane.receive):
+            begin(held, own)
+            event().record.assert_called_once_with("the stream of cuda:1")
+            event().record.reset_mock()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_put_as_they_are_ready(device: str) -> None:
+    columns = (torch.float32, 3), (torch.float16, 1)
+    several = [made(device, rows, *columns, name=f"t{rows}") for rows in (6, 9, 4)]
+    space = RowSpace([table for _, table, _ in several], 2, [table for _, table, _ in several])
+    images = {i: several[i][0] for i in (0, 2)}
+    untouched = [[tensor.clone() for tensor in tensors] for _, _, tensors in several]
+    for image, _, _ in several:
+        image.fill()
+    for _, table, _ in several:
+        for column in table.columns:
+            column ^= 255
+    with Putter(images, space) as putter:
+        for at in range(0, space.words, 5):  # a record has two words
+            putter.ready(at, min(at + 5, space.words))
+            if at == 5:
+                putter.finish()
+                assert torch.equal(several[0][2][1][5], untouched[0][1][5])  # not yet
+        putter.finish()
+    for i, (_, table, tensors) in enumerate(several):
+        assert equal(table, tensors) == (i in images)
+
+
+class Streams:
+    """Stands in for a CUDA device with a stream of its own: what is begun ends when all is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[Callable[[], object]] = []
+        self.waited: list[torch.device] = []
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waited.append(device)
+        while self.begun:
+            self.begun.pop(0)()
+
+    def __enter__(self) -> Streams:
+        real = image_module.finish_all
+
+        def finish_all(device: torch.device) -> None:  # as if the CPU's tensors were a device's
+            real(torch.device("cuda", 1) if device.type == "cpu" else device)
+
+        self._patches = (
+            mock.patch("torch.cuda.synchronize", self.synchronize),
+            mock.patch.object(image_module, "finish_all", finish_all),
+        )
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def test_work_on_other_streams_is_waited_for() -> None:
+    """Which the current stream does not wait for."""
+    image, table, (tensor,) = made("cpu", 7, (torch.float32, 3))
+    with Streams() as streams:
+        streams.begun.append(lambda: tensor.mul_(2))
+        image.fill()
+        assert equal(table, [tensor]) and not streams.begun
+        image.mark_dirty(np.array([2, 5]))
+        streams.begun.append(lambda: tensor[2].fill_(9))
+        Fetcher().fetch([image])
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))  # of a body that has failed
+        image.put_rows(image.changed())
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))
+        image.put()
+        assert equal(table, [tensor]) and not streams.begun
+        streams.begun.append(lambda: tensor[5].fill_(9))
+        assert image.differing(range(7)).tolist() == [5] and not streams.begun
+    assert set(streams.waited) == {torch.device("cuda", 1)}
+
+
+def test_rows_are_put_after_what_the_main_thread_has_begun() -> None:
+    """Its stream need not be that of the thread that puts."""
+    devices = [torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 1)]
+    images: dict[int, Any] = {i: mock.Mock(device=device) for i, device in enumerate(devices)}
+    with mock.patch("torch.cuda.synchronize") as synchronize, Putter(images, mock.Mock()):
+        synchronize.assert_called_once_with(devices[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_differ_are_found(device: str) -> None:
+    with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", 40):
+        image, table, tensors = made(device, 29, (torch.float32, 3), (torch.float64, 0), (torch.float16, 1))
+        image.fill()
+        assert image.differing(range(29)).tolist() == []
+        tensors[0][11, 2] += 1
+        table.columns[2][28] ^= 1
+        assert image.differing(range(29)).tolist() == [11, 28]
+        assert image.differing(range(11, 28)).tolist() == [11]
+        assert image.differing(range(12, 28)).tolist() == []
+
+
+def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
+    image, table, _ = made("cpu", 6, (torch.float32, 2))
+    space = RowSpace([table], 1, [table])
+    broken = mock.patch.object(image, "put", side_effect=RuntimeError("CUDA error"))
+    with broken, Putter({0: image}, space) as putter:
+        putter.ready(0, space.words)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            putter.finish()
+    with Putter({}, space) as putter:  # nothing lies apart
+        putter.ready(0, space.words)
+        putter.finish()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_tables_are_fetched_at_once(device: str) -> None:
+    several = [made(device, rows, (torch.float32, 3)) for rows in (5, 1, 0, 9)]
+    for (image, table, tensors), row in zip(several, (4, 0, None, None), strict=True):
+        image.fill()
+        if row is not None:
+            image.mark_dirty(np.array([row]))
+            tensors[0][row] = 77
+        assert equal(table, tensors) == (row is None)
+    Fetcher().fetch([image for image, _, _ in several])
+    assert all(equal(table, tensors) for _, table, tensors in several)
+
+
+# --- the guard -----------------------------------------------------------------------------------
+
+
+def by_hand(device: str) -> Training:
+    """Two tables a rank, one of them empty on rank 1, with a dense head, all on one device."""
+    torch.manual_seed(1)
+    model = nn.Module()
+    model.head = nn.Linear(3, 1)
+    rows = (11, 0 if dist.get_rank() else 5)
+    tables: dict[str, nn.Module] = {
+        f"t{i}": nn.EmbeddingBag(count, 3, sparse=True, dtype=dtype)
+        for i, (count, dtype) in enumerate(zip(rows, (torch.float32, torch.float64), strict=True))
+    }
+    model.to(device)
+    for table in tables.values():
+        table.to(device)
+
+    def look_up() -> Tensor:
+        features = torch.zeros(4, 3, device=device)
+        for table in tables.values():
+            if count := table.weight.shape[0]:
+                features = features + table(torch.randint(count, (4, 2)).to(device)).float()
+        return features
+
+    return Training(model, tables, [table.weight for table in tables.values()], look_up)
+
+
+def taken_for_a_device(device: str) -> Any:
+    return mock.patch("ecemb.adapters.sparse.is_apart", lambda tensor: tensor.device.type == device)
+
+
+def image_fits(guard: ecemb.Guard, training: Training) -> bool:
+    columns = iter(guard._memory.space.tables)
+    states = training.sparse.state
+    return all(
+        equal(stored, [weight, states[weight]["sum"]])
+        for stored, weight in zip(columns, training.weights, strict=False)
+    )
+
+
+def steps(guard: ecemb.Guard, training: Training, last: int) -> Iterator[int]:
+    """Trains up to a step; step 2 is aborted by rank 1."""
+    while guard.next_step < last:
+        with guard.step() as step:
+            training.body()
+            if step.number == 2 and dist.get_rank() == 1:
+                step.abort("to try it")
+        yield step.number
+
+
+def undisturbed(folder: Path, meet: Barrier, device: str) -> dict[str, str]:
+    initialise(folder)
+    training = by_hand(device)
+    guard = training.protect(2, 1)
+    list(steps(guard, training, STEPS))
+    guard.close()
+    return training.snapshot()
+
+
+def fail(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> None:
+    """Trains four steps, fails in the fifth, in which only rank 0 raises, and leaves its arena."""
+    with taken_for_a_device(device):
+        initialise(folder)
+        training = by_hand(device)
+        weights = [weight.data_ptr() for weight in training.weights]
+        guard = training.protect(2, 1, **options)
+        assert weights == [weight.data_ptr() for weight in training.weights]
+        before = training.snapshot()
+        for _ in steps(guard, training, 4):
+            assert image_fits(guard, training)
+            if not guard._transactions._steps:  # a window has ended: this is what a failure goes back to
+                before = training.snapshot()
+        try:
+            with guard.step():
+                training.body()
+                if dist.get_rank() == 0:
+                    raise KeyboardInterrupt
+        except (KeyboardInterrupt, ecemb.errors.EcembError):
+            assert training.snapshot() == before
+            assert image_fits(guard, training)
+        meet.wait(60)
+        raise RuntimeError("the job has failed")
+
+
+def go_on(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> dict[str, str]:
+    with taken_for_a_device(device):
+        initialise(folder)
+        training = by_hand(device)
+        guard = training.protect(2, 1, **options)
+        assert guard.recovery.lost == (1,)
+        assert image_fits(guard, training)
+        list(steps(guard, training, STEPS))
+        assert image_fits(guard, training)
+        guard.close()
+        return training.snapshot()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Path) -> None:
+    expected = launch(2, undisturbed, tmp_path, device)
+    for options in ({}, {"window": 3}, {"overlap": True}):
+        with pytest.raises(RankFailed, match="the job has failed"):
+            launch(2, fail, tmp_path, device, options)
+        for one in arenas(tmp_path):
+            if one.header is not None and one.header.constants.rank == 1:
+                one.path.unlink()
+        assert launch(2, go_on, tmp_path, device, options) == expected
+        assert headers(tmp_path) == {}
+
+
+def written_apart(folder: Path, meet: Barrier) -> None:
+    with taken_for_a_device("cpu"):
+        initialise(folder)
+        training = by_hand("cpu")
+        guard = training.protect(2, 1)
+        list(steps(guard, training, 2))
+        assert guard.scrub().wrong_words == 0
+        if dist.get_rank() == 0:
+            training.weights[0].data[7] += 1  # unseen by torch
+            with refused(UndeclaredWrite, "'t0'", "1 rows", "row 7", "a restart"):
+                guard.scrub()
+        else:
+            with pytest.raises(PeerFailure, match="'t0'"):
+                guard.scrub()
+
+
+def test_a_scrub_compares_tables_with_their_images(tmp_path: Path) -> None:
+    launch(2, written_apart, tmp_path)
+
+
+def refusals(folder: Path, meet: Barrier) -> None:
+    with taken_for_a_device("cpu"):
+        initialise(folder)
+        table = nn.Embedding(6, 4, sparse=True)
+        table.weight.data = torch.zeros(4, 6).t()
+        optimizer = torch.optim.SparseAdam([table.weight])
+        arguments: dict[str, Any] = {
+            "optimizers": optimizer,
+            "tables": {"t": table},
+            "code": ecemb.Code(2, 1),
+        }
+        with pytest.raises(UnsupportedTable, match="weight of table 't' on cpu is not contiguous"):
+            ecemb.protect(nn.Module(), **arguments)
+        table.weight.data = torch.zeros(6, 4)
+        guard = ecemb.protect(nn.Module(), **arguments)
+        with guard.step():
+            table(torch.tensor([1, 3])).sum().backward()
+            optimizer.step()
+        assert sorted(optimizer.state[table.weight]) == ["exp_avg", "exp_avg_sq", "step"]
+        with pytest.raises(UndeclaredWrite, match="table 't' was written in place"), guard.step():
+            nn.init.zeros_(table.weight)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    launch(1, refusals, tmp_path)

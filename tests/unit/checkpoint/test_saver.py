@@ -1,0 +1,75 @@
+"""What ranks do together to save, on a rank alone; on real ranks it is in test_checkpoint.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ecemb.checkpoint import Piece
+from ecemb.checkpoint.saver import Saver
+from ecemb.errors import CheckpointFailed, ConfigurationError
+from support.refusals import refused
+
+
+class Outage(Exception):
+    """As clients of object storage raise them: no OSError, and none of ecemb's."""
+
+
+class Unreachable:
+    """A CheckpointWriter whose storage is away."""
+
+    def __str__(self) -> str:
+        return "s3://bucket/job"
+
+    def _fail(self, *_: Any) -> Any:
+        raise Outage("could not connect")
+
+    prepare = write = commit = discard = retain = finish = _fail
+
+
+def rank_0() -> Saver:
+    """Of a job of one rank."""
+    job, memory, transport = mock.Mock(), mock.Mock(committed=7), mock.Mock(rank=0, world_size=1)
+    job.name = "ctr"
+    transport.gather = lambda data, _: [data]
+    return Saver(job, memory, transport, mock.Mock(), [], mock.Mock(), mock.Mock())
+
+
+def test_an_outage_does_not_keep_a_job_from_being_closed(caplog: pytest.LogCaptureFixture) -> None:
+    saver = rank_0()
+    saver.keep_in_mind(Unreachable())
+    with caplog.at_level(logging.WARNING, "ecemb"):
+        saver.finish()
+    for word in ("s3://bucket/job has no record that job ctr is finished", "Outage: could not connect"):
+        assert word in caplog.text
+
+
+def test_a_failed_save_in_an_outage_is_told_as_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """And not as the failure to remove what it has left."""
+    saver = rank_0()
+    with refused(CheckpointFailed, "writing a checkpoint failed on rank 0", "Outage: could not connect"):
+        saver._write(saver._transport, Unreachable(), "token", {"step": 7}, [], 2)
+    assert "leftovers of a failed save can't be removed: Outage: could not connect" in caplog.text
+
+
+def test_a_copy_that_fails_fails_on_all_ranks_and_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would wait in the background for this one."""
+    saver, writer = rank_0(), mock.Mock(spec=Unreachable)
+    writer.prepare.return_value = "token"
+    full = mock.Mock(**{"clone.side_effect": RuntimeError("can't allocate memory")})
+    monkeypatch.setattr("ecemb.checkpoint.saver.pieces_of", lambda *_: [Piece("a", (1,), 0, full)])
+    monkeypatch.setattr(saver, "_agree", lambda asked: {"step": 7})
+    with refused(CheckpointFailed, "copying all tables failed on rank 0", "can't allocate memory"):
+        saver.save(writer, keep=1, asynchronous=True)
+    writer.discard.assert_called_once_with("token")
+    saver.drain()
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, None, 2.5, float("inf"), "2"])
+def test_what_is_no_number_to_keep_is_refused(keep: Any, tmp_path: Path) -> None:
+    with refused(ConfigurationError, "keep=", "at least 1", repr(keep)):
+        rank_0().save(tmp_path, keep=keep, asynchronous=False)

@@ -1,0 +1,151 @@
+"""`python -m ecemb check`: real scripts on real ranks, up to their `protect`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ecemb.__main__ import main
+from ecemb.cli.check_job import survey
+from ecemb.coding.placement import Placement
+from ecemb.errors import ConfigurationError
+from ecemb.startup.survey import survives
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import random
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import ecemb
+
+class Counter:
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+class Holder(Counter):
+    def __init__(self, one):
+        self._one = one
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = ecemb.nn.ShardedEmbeddingBag(100, 4, device="meta")
+        self.head = nn.Linear(4, 1)
+        self.average = torch.zeros(3)
+        self.register_buffer("mean", torch.zeros(2))
+
+def main(momentum):
+    ecemb.init_process_group("gloo", job="clicks", arena_dir=sys.argv[1])
+    torch.manual_seed(0)
+    model = Net()
+    sparse = torch.optim.SGD([model.bag.weight], lr=0.1, momentum=momentum)
+    dense = torch.optim.Adam(model.head.parameters())
+    held, schedule = (torch.optim.lr_scheduler.StepLR(one, 2) for one in (dense, sparse))
+    ema = torch.optim.swa_utils.AveragedModel(model.head)
+    critic = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    forgotten = torch.optim.Adam(critic.parameters())
+    counters = {"seen": Counter()}
+    dice = random.Random(3)
+    loader = DataLoader(range(4), generator=torch.Generator())
+    state = {"held": Holder(held), "twin": Holder(held)}
+    ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=state)
+    raise SystemExit("it trains")
+
+main(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def arena_dir() -> Iterator[Path]:
+    """A folder in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def checked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "ecemb", "check", *arguments]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -> None:
+    words = ("--json", "--hosts", "2", "--ranks-per-host", "1", "script.py", str(arena_dir), "0")
+    done = checked(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["job"], found["hosts"], found["code"]) == ("clicks", ["host0", "host1"], [2, 1])
+    assert found["tables"] == {"bag": [[50, 50], "weight float32"]}
+    assert set(found["replicated"]) == {"head.weight", "head.bias", "mean"}
+    assert found["optimizers"] == ["Adam of 2 dense parameters"]
+    assert found["generators"] == ["torch", "numpy", "python"]
+    assert found["state"] == ["held (Holder)", "twin (Holder)"]
+    unknown = {one["name"]: (one["kind"], one["lost"]) for one in found["unknown"]}
+    assert {name: kind for name, (kind, _) in unknown.items()} == {
+        "schedule": "StepLR",
+        "ema": "AveragedModel",
+        "critic": "Sequential",
+        "forgotten": "Adam",
+        "counters['seen']": "Counter",
+        "dice": "Random",
+        "loader.generator": "Generator",
+        "model.average": "Tensor",
+    }
+    assert "optimizers=" in unknown["forgotten"][1] and "state=" in unknown["schedule"][1]
+    assert all(50 * 16 <= one["tables"] < 50 * 16 + 64 for one in found["bytes"])
+    assert all(one["parity"] >= 50 * 16 + one["rank_state"] for one in found["bytes"])
+    assert found["survives"].endswith("any one host may be lost")
+    assert not list(arena_dir.rglob("*.arena")) and not list(arena_dir.glob("*/*"))
+
+
+def test_what_protect_would_refuse_is_refused(arena_dir: Path, tmp_path: Path) -> None:
+    done = checked(tmp_path, "--ranks-per-host", "2", "script.py", str(arena_dir), "0.9")
+    assert done.returncode == 1 and not done.stdout
+    assert "ecemb: refused on rank 0: SGD with momentum=0.9 changes rows of table 'bag'" in done.stderr
+    assert not list(arena_dir.glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "code", "said"),
+    [
+        ("a", (2, 1), "one rank has no parity"),
+        ("abcd", (4, 3), "any one host may be lost"),
+        ("abcd", (4, 2), "any 2 hosts may be lost at once"),
+        ("aabbccdd", (4, 3), "any one host may be lost"),
+        ("aabb", (4, 3), "any one rank may be lost, but not host a with all its ranks"),
+        ("aabbcc", (4, 2), "any 2 ranks may be lost at once, or any one host, but not any 2 hosts"),
+    ],
+)
+def test_what_may_be_lost(hosts: str, code: tuple[int, int], said: str) -> None:
+    placement = Placement.interleaved(*code, hosts) if len(hosts) > 1 else None
+    assert said in survives(placement, tuple(hosts))
+
+
+def test_a_script_without_protect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("RANK", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['--steps', '3']\n")
+    with pytest.raises(ConfigurationError, match=r"ended without a call of ecemb.protect\(\)"):
+        survey(script, ["--steps", "3"], None)
+    with pytest.raises(ConfigurationError, match="is not a file"):
+        survey(tmp_path / "another.py", [], None)
+    assert main(["check", str(script)]) == 1
+    assert "give --ranks-per-host N" in capsys.readouterr().err

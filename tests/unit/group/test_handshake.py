@@ -1,0 +1,293 @@
+"""Meetings: neighbours find each other, whatever else is at the ports, and strangers find no neighbour."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from ecemb.errors import RendezvousError
+from ecemb.group import handshake
+from ecemb.group.handshake import Listener, Peer, connect
+from ecemb.group.links import Link, calls, keep, neighbours
+
+SECRET = b"of this start"
+DEADLINE_S = 30.0
+HERE = "127.0.0.1"
+
+
+class Workers:
+    """Workers of one start, as threads."""
+
+    def __init__(self, size: int, addresses: Sequence[str] = (HERE,)) -> None:
+        self.size = size
+        self.listeners = [Listener() for _ in range(size)]
+        self.peers = [
+            Peer(f"rank {i} (host h, pid {i})", tuple(addresses), self.listeners[i].port) for i in range(size)
+        ]
+        self.links: dict[int, list[Link]] = {}
+        self.errors: dict[int, BaseException] = {}
+        self._threads: dict[int, threading.Thread] = {}
+
+    def begin(self, *indices: int, secret: bytes = SECRET, deadline_s: float = DEADLINE_S) -> None:
+        deadline = time.monotonic() + deadline_s
+
+        def run(index: int) -> None:
+            try:
+                self.links[index] = connect(self.listeners[index], index, self.peers, secret, deadline)
+            except BaseException as error:  # noqa: BLE001 - looked at by the test
+                self.errors[index] = error
+
+        for index in indices:
+            self._threads[index] = threading.Thread(target=run, args=(index,), daemon=True)
+            self._threads[index].start()
+
+    def join(self, *indices: int) -> None:
+        for index in indices or list(self._threads):
+            self._threads[index].join(DEADLINE_S)
+            assert not self._threads[index].is_alive()
+
+    def met(self) -> None:
+        """All are linked with their neighbours, and each link has the right one at its other end."""
+        self.join()
+        assert not self.errors
+        for index, links in self.links.items():
+            assert [link.peer for link in links] == neighbours(index, self.size)
+            for link in links:
+                link.send(bytes([index]))
+        for links in self.links.values():
+            for link in links:
+                while (data := link.take(1)) is None:
+                    assert link.read()
+                assert data == bytes([link.peer])
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
+        self.join()
+        for links in self.links.values():
+            for link in links:
+                link.close()
+
+
+@contextmanager
+def workers(size: int, addresses: Sequence[str] = (HERE,)) -> Iterator[Workers]:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    found = Workers(size, addresses)
+    try:
+        yield found
+    finally:
+        found.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 17])
+def test_neighbours_meet(size: int) -> None:
+    with workers(size) as start:
+        start.begin(*range(size))
+        start.met()
+        for listener in start.listeners:
+            assert listener.socket.fileno() == -1
+
+
+def test_who_comes_late_is_awaited() -> None:
+    with workers(4) as start:
+        start.begin(1, 3)
+        start.begin(0, 2)
+        start.met()
+
+
+# --- other addresses ----------------------------------------------------------------------------
+
+
+def test_the_right_address_is_found_among_wrong_ones() -> None:
+    wrong = ("192.0.2.1", "127.99.99.99", "::1")  # for documentation only; refuses, or another family
+    with workers(3, (*wrong, HERE)) as start:
+        start.begin(0, 1, 2)
+        start.met()
+
+
+def says_nothing(connection: socket.socket) -> None:
+    connection.recv(1)
+
+
+def talks(connection: socket.socket) -> None:
+    connection.sendall(b"220 mail.example.org ESMTP, pleased to meet you, and a proof of nothing at all\r\n")
+
+
+def hangs_up(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("act", [says_nothing, talks, hangs_up])
+def test_something_else_answers_at_an_address(
+    act: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the port of worker 1, another program listens at another address, which comes first."""
+    monkeypatch.setattr(handshake, "listen", lambda: keep(socket.create_server((HERE, 0))))
+    with workers(2) as start, socket.socket() as other:
+        other.bind(("127.0.0.2", start.peers[1].port))
+        other.listen()
+        start.peers[1] = dataclasses.replace(start.peers[1], addresses=("127.0.0.2", HERE))
+        begun = threading.Event()
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            begun.set()
+            with connection:
+                act(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        start.begin(0, 1)
+        start.met()
+        assert begun.is_set()
+        for links in start.links.values():
+            for link in links:
+                link.close()
+        thread.join(DEADLINE_S)
+
+
+# --- strangers ----------------------------------------------------------------------------------
+
+
+def call(start: Workers, index: int) -> socket.socket:
+    return socket.create_connection((HERE, start.peers[index].port), timeout=DEADLINE_S)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other end hangs up, after a greeting."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PROOF_S", 0.3)
+    with workers(4) as start:
+        start.begin(2)
+        garbage, too_short, slow, silent = (call(start, 2) for _ in range(4))
+        garbage.sendall(os.urandom(1 << 16))
+        too_short.sendall(b"x")
+        too_short.shutdown(socket.SHUT_WR)
+        assert ended(garbage) and ended(too_short)
+        slow.sendall(b"a")
+        slow.recv(1)
+        assert ended(slow) and ended(silent)
+        start.begin(0, 1, 3)
+        start.met()
+        for stranger in (garbage, too_short, slow, silent):
+            stranger.close()
+
+
+def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_GUESTS", 3)
+    monkeypatch.setattr(handshake, "_PROOF_S", 0.5)
+    with workers(3) as start:
+        start.begin(1)
+        crowd = [call(start, 1) for _ in range(8)]
+        assert all(ended(one) for one in crowd)
+        start.begin(0, 2)
+        start.met()
+        for one in crowd:
+            one.close()
+
+
+def test_a_worker_of_another_start_is_no_worker_of_this_one() -> None:
+    with workers(3) as start:
+        start.begin(0, 1, deadline_s=1)
+        start.begin(2, secret=b"of another start", deadline_s=1)
+        start.join()
+        assert set(start.errors) == {0, 1, 2}
+        text = str(start.errors[1])
+        assert "something else answers there" in text or "ended" in text
+
+
+def test_a_proof_is_good_for_one_connection_and_one_neighbour_only() -> None:
+    """What was overheard, or comes from a worker in another's name, opens nothing."""
+    caller, index = next((a, b) for a in range(3) for b in range(3) if a != b and calls(a, b, 3))
+    third = ({0, 1, 2} - {caller, index}).pop()
+    with workers(3) as start:
+        prover = handshake._Meeting(Listener(), caller, start.peers, SECRET)
+        start.begin(index)
+
+        def hello(nonce: bytes, who: int = caller, whom: int = index) -> bytes:
+            return handshake._HELLO.pack(who, prover._proof(b"calls", who, whom, nonce))
+
+        def answer(make: Callable[[bytes], bytes]) -> bytes:
+            with call(start, index) as connection:
+                greeting = connection.recv(48, socket.MSG_WAITALL)
+                assert greeting[16:] == prover._proof(b"answers", index, index, greeting[:16])
+                connection.sendall(make(greeting[:16]))
+                return connection.recv(1)
+
+        assert answer(lambda nonce: hello(bytes(16))) == b""
+        assert answer(lambda nonce: hello(nonce, whom=third)) == b""
+        assert answer(lambda nonce: hello(nonce, who=third)) == b""  # whom it calls itself
+        assert answer(lambda nonce: hello(nonce, who=index)) == b""
+        assert answer(lambda nonce: hello(nonce, who=7)) == b""
+        with call(start, index) as connection:
+            connection.sendall(hello(connection.recv(48, socket.MSG_WAITALL)[:16]))
+            assert connection.recv(1) == b"+"
+            assert answer(hello) == b""  # it has called already
+            prover.close()
+            start.listeners[third].close()
+            start.join()
+        assert isinstance(start.errors[index], RendezvousError)
+
+
+# --- peers that don't come ----------------------------------------------------------------------
+
+
+def test_the_deadline_names_who_does_not_answer_and_who_has_not_called() -> None:
+    """As if ranks 0 and 2 were stopped: their kernels still take calls."""
+    with workers(3) as start:
+        start.begin(1, deadline_s=0.5)
+        start.join()
+        text = str(start.errors[1])
+        assert isinstance(start.errors[1], RendezvousError)
+        for peer in (0, 2):
+            why = "does not answer" if calls(1, peer, 3) else "has not called"
+            assert (
+                f"rank {peer} (host h, pid {peer}) at 127.0.0.1, port {start.peers[peer].port}, {why}" in text
+            )
+        assert "before the deadline" in text
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2, 3])
+def test_a_worker_that_died_while_connecting_ends_the_meeting_at_once(gone: int) -> None:
+    with workers(4) as start:
+        start.listeners[gone].close()
+        start.begin(*(index for index in range(4) if index != gone))
+        start.join()
+        assert len(start.errors) == 3
+        texts = [str(error) for error in start.errors.values()]
+        assert any(f"rank {gone} (host h, pid {gone})" in text and "refuses" in text for text in texts)
+        for text in texts:
+            assert "refuses connections" in text or "ended while the workers were connecting" in text
+
+
+def test_a_worker_that_ends_after_it_was_linked_ends_the_meeting_at_once() -> None:
+    """Worker 2 calls 0, which still waits for 1."""
+    assert calls(2, 0, 3)
+    with workers(3) as start:
+        start.begin(0)
+        caller = handshake._Meeting(start.listeners[2], 2, start.peers, SECRET)
+        caller._near = [0]
+        [link] = caller.hold(time.monotonic() + DEADLINE_S)
+        caller.close()
+        link.close()
+        start.join()
+        error = start.errors[0]
+        assert isinstance(error, RendezvousError)
+        assert "rank 2 (host h, pid 2) ended while the workers were connecting" in str(error)

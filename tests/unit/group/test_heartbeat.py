@@ -1,0 +1,129 @@
+"""Beats: a thread of machine code, whatever Python does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from ecemb.group import heartbeat
+from ecemb.group.heartbeat import Beats
+
+Ends: TypeAlias = tuple[socket.socket, socket.socket]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    far.settimeout(60)
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_beats_come_while_the_interpreter_is_held_and_no_more_after_stop(ends: Ends) -> None:
+    near, far = ends
+    one = Beats([near.fileno()], 0.02, b"\7")
+    assert far.recv(1) == b"\7"  # at once
+    far.setblocking(False)
+    while True:
+        try:
+            far.recv(1 << 10)
+        except BlockingIOError:
+            break
+    ctypes.PyDLL(None).usleep(1_000_000)
+    assert len(far.recv(1 << 10)) > 5
+    one.stop()
+    one.stop()
+    near.close()
+    far.setblocking(True)
+    while said := far.recv(1 << 10):
+        assert not said.strip(b"\7")
+
+
+def test_each_of_several_is_beaten_and_one_that_is_full_or_closed_holds_up_none() -> None:
+    pairs = [socket.socketpair() for _ in range(3)]
+    full, gone, listening = pairs
+    full[0].setblocking(False)
+    try:
+        while True:
+            full[0].send(b"x" * 4096)
+    except BlockingIOError:
+        pass
+    gone[1].close()
+    one = Beats([near.fileno() for near, _ in pairs], 0.01, b"\7")
+    listening[1].settimeout(60)
+    for _ in range(10):
+        assert listening[1].recv(1) == b"\7"
+    one.stop()
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_it_takes_no_signal_from_python(ends: Ends) -> None:
+    near, _ = ends
+    taken: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: taken.append(number))
+    one = Beats([near.fileno()], 60.0, b"\7")
+    try:
+        assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        tasks = [int(name) for name in os.listdir("/proc/self/task")]
+        blocked = [
+            int(line.split()[1], 16)
+            for task in tasks
+            for line in Path(f"/proc/self/task/{task}/status").read_text().splitlines()
+            if line.startswith("SigBlk")
+        ]
+        assert sum(mask >> (signal.SIGUSR1 - 1) & 1 for mask in blocked) >= 1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert taken == [signal.SIGUSR1]
+    finally:
+        one.stop()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_starts_and_stops_leave_nothing(ends: Ends) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    Beats([], 1.0, b"\7").stop()
+    before = held()
+    for _ in range(100):
+        Beats([ends[0].fileno()], 1.0, b"\7").stop()
+    assert held() == before
+
+
+def test_a_thread_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        @staticmethod
+        def pthread_create(*_: object) -> int:
+            return 11
+
+    monkeypatch.setattr(heartbeat, "_library", Library)
+    with pytest.raises(OSError, match="temporarily"):
+        Beats([], 1.0, b"\7")
+
+
+def test_a_process_ends_well_whose_beats_nobody_stops() -> None:
+    code = (
+        "import socket\nfrom ecemb.group.heartbeat import Beats\nnear, far = socket.socketpair()\n"
+        "one = Beats([near.fileno()], 0.001, b'x')\nassert far.recv(1) == b'x'\n"
+        "import os\nchild = os.fork()\n"
+        "if child == 0:\n    one.stop()\n    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, ended.stderr

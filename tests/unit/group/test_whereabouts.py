@@ -1,0 +1,54 @@
+"""Where a process is, in words."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ecemb.group.whereabouts import Whereabouts, placed
+
+
+def test_waits_of_the_main_thread_count_and_no_others() -> None:
+    where = Whereabouts()
+    assert where.waited_s == 0
+    with where.waiting():
+        first = where.waited_s
+        with where.waiting():  # within another one
+            assert where.waited_s >= first
+        assert where.waited_s > 0
+    assert where.waited_s == 0
+    seen: list[float] = []
+
+    def beside() -> None:
+        with where.waiting():
+            seen.append(where.waited_s)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert seen == [0]
+
+
+class Guard:
+    next_step = 7
+
+    def __init__(self) -> None:
+        self._whereabouts = Whereabouts()
+
+    @placed
+    def save(self, path: str, *, keep: int) -> str:
+        """Saves."""
+        if keep < 1:
+            raise ValueError(self._whereabouts.place)
+        return f"{path} {keep} {self._whereabouts.place}"
+
+
+def test_a_call_is_a_place_while_it_runs() -> None:
+    guard = Guard()
+    assert guard.save("a", keep=2) == "a 2 in guard.save(), before step 7"
+    assert guard._whereabouts.place == "before ecemb.protect()"
+    with pytest.raises(ValueError, match=r"in guard.save\(\), before step 7"):
+        guard.save("a", keep=0)
+    assert guard._whereabouts.place == "before ecemb.protect()"
+    assert guard.save.__doc__ == "Saves."

@@ -1,0 +1,177 @@
+"""What a worker does with the exception that ends it, without other processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecemb.errors import ConfigurationError, PeerFailure, StepFailed
+from ecemb.group import error_file, worker_exit
+from ecemb.group.error_file import cause_of, follows
+from ecemb.group.worker_exit import ExceptHook
+
+
+class Attempts:
+    """The attempts of a launch; each call is one, that ends by an error."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.count = folder, monkeypatch, -1
+        self.waits: list[float] = []
+        self.printed: list[BaseException] = []
+        monkeypatch.setattr(time, "sleep", self.waits.append)
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.printed.append(error))
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "8")
+
+    def __call__(self, error: BaseException, *, steps: int = 0, watch: Any = None) -> dict[str, Any]:
+        self.count += 1
+        path = self.folder / f"attempt_{self.count}" / "0" / "error.json"
+        path.parent.mkdir(parents=True)
+        self.patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(self.count))
+        hook = ExceptHook()
+        hook.watch, hook.whereabouts.steps = watch, steps
+        hook(type(error), error, None)
+        return json.loads(path.read_text())["message"] if path.exists() else {}
+
+
+@pytest.fixture
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(tmp_path, monkeypatch)
+
+
+def test_waits_grow_while_the_same_error_comes_without_a_step(
+    attempts: Attempts, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(8):
+        attempts(ConfigurationError("no such thing " + 400 * "x"))
+    assert attempts.waits == [2, 4, 8, 16, 32, 60, 60]
+    assert len(attempts.printed) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith(
+        "start 2 in a row that ends by ConfigurationError, next in 2 s: no such thing x"
+    )
+    assert max(map(len, lines)) <= 160
+    attempts(ConfigurationError("no such thing"))  # the last attempt of all
+    assert len(attempts.waits) == 7 and len(attempts.printed) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "steps"),
+    [
+        (ValueError("a"), TypeError("a"), 0),
+        (ValueError("a"), ValueError("a"), 1),  # the second came further
+        (follows(PeerFailure("a rank died")), follows(PeerFailure("a rank died")), 0),
+        (PeerFailure("of a message"), PeerFailure("of a message"), 0),
+    ],
+)
+def test_other_errors_are_not_waited_after(
+    attempts: Attempts, first: Exception, second: Exception, steps: int
+) -> None:
+    attempts(first)
+    attempts(second, steps=steps)
+    assert not attempts.waits and len(attempts.printed) == 2
+
+
+def test_an_error_that_another_ranks_permanent_one_caused_is_waited_after_too(attempts: Attempts) -> None:
+    attempts(ConfigurationError("here"))
+    attempts(follows(PeerFailure("checking failed on rank 1"), "ConfigurationError"))
+    attempts(follows(StepFailed("step 1 failed on ranks [1]"), "StepFailed"))
+    assert attempts.waits == [2]
+
+
+class Watching:
+    def __init__(self, news: str | None) -> None:
+        self._news, self.told = news, list[str]()
+
+    def news(self, timeout_s: float) -> str | None:
+        return self._news
+
+    def announce_failure(self, error: str) -> None:
+        self.told.append(error)
+
+
+def test_what_follows_has_a_later_time_and_the_cause_in_it(attempts: Attempts) -> None:
+    watch = Watching("rank 1 (host a, pid 7) ended by ValueError: first (see its log)")
+    own = attempts(ValueError("first"), watch=watch)
+    told = attempts(follows(PeerFailure("lost a peer")), watch=watch)
+    assert watch.told == ["ValueError: first"]
+    assert int(told["extraInfo"]["timestamp"]) > int(own["extraInfo"]["timestamp"])
+    assert told["message"].startswith("rank 1 (host a, pid 7) ended by ValueError: first (see its log); Peer")
+    assert told["extraInfo"]["py_callstack"].startswith("rank 1 (host a, pid 7) ended by ValueError: first")
+    assert own["message"] == "ValueError: first"
+
+
+def test_what_record_has_written_stays_but_for_its_time(attempts: Attempts, tmp_path: Path) -> None:
+    def recorded(error: Exception, leave: Callable[[], None]) -> dict[str, Any]:
+        path = tmp_path / "error.json"
+        attempts.patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        content = {"message": f"{error}", "extraInfo": {"py_callstack": "by record", "timestamp": "7"}}
+        path.write_text(json.dumps({"message": content}))
+        leave()
+        return json.loads(path.read_text())["message"]
+
+    own = recorded(ValueError("a"), lambda: error_file.write("x", "y", later=False, name="ValueError"))
+    assert own["message"] == "a" and own["extraInfo"]["timestamp"] == "7"
+    assert own["extraInfo"]["py_callstack"] == "by record"
+    told = recorded(ValueError("a"), lambda: error_file.write("x", "y", later=True))
+    assert int(told["extraInfo"]["timestamp"]) > 7 and told["message"] == "a"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": "text"}', '{"message": {"extraInfo": {}}}'])
+def test_files_of_another_form_are_left_alone(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "attempt_1" / "0" / "error.json"
+    path.parent.mkdir(parents=True)
+    before = tmp_path / "attempt_0" / "0" / "error.json"
+    before.parent.mkdir(parents=True)
+    for one in (path, before):
+        one.write_text(content)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert error_file.repeats("ValueError") == 0
+    error_file.write("text", "stack", later=False, name="ValueError")
+    assert path.read_text() == content
+    assert [one.name for one in path.parent.iterdir()] == ["error.json"]
+
+
+def test_an_interrupt_and_a_forked_child_end_as_ever(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert attempts(KeyboardInterrupt()) == {} and len(attempts.printed) == 1
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(worker_exit.os, "getpid", lambda: 1)
+    hook = ExceptHook()
+    hook._pid = 2
+    hook(ValueError, ValueError("a"), None)
+    assert len(attempts.printed) == 2 and not caplog.records
+
+
+def test_it_is_put_over_a_later_hook_and_prints_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: called.append("python"))
+    hook = ExceptHook()
+    hook.prepare()
+
+    def over(*arguments: Any) -> None:
+        called.append("torch")
+        hook(*arguments)
+
+    monkeypatch.setattr(sys, "excepthook", over)
+    hook.prepare()
+    hook.prepare()
+    assert sys.excepthook is hook
+    hook(ValueError, ValueError("a"), None)
+    assert called == ["torch", "python"]
+
+
+def test_causes_are_marked() -> None:
+    assert cause_of(ValueError()) is None
+    assert cause_of(follows(PeerFailure("a"))) == ""
+    assert cause_of(follows(PeerFailure("a"), "ValueError")) == "ValueError"

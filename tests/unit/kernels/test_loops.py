@@ -1,0 +1,36 @@
+"""The loops can be compiled for processors that aren't here: LLVM ends the process at code that it can't."""
+
+from __future__ import annotations
+
+import pytest
+from llvmlite import binding
+
+from ecemb.kernels import gf_products, loops
+
+PROCESSORS = {
+    "x86-64": set[str](),
+    "haswell": {"ssse3", "avx2"},
+    "znver2": {"ssse3", "avx2"},
+    "gracemont": {"ssse3", "avx2", "gfni"},
+    "cascadelake": {"ssse3", "avx2", "avx512bw"},  # it prefers vectors of 32 bytes
+    "icelake-server": {"ssse3", "avx2", "avx512bw", "gfni"},
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    monkeypatch.setattr(gf_products, "features", lambda: PROCESSORS[processor])
+    written = [loops.distinct(), loops.forget()]
+    for way in gf_products.available():
+        written += [loop(way.vector_bytes) for loop in (loops.copy, loops.put, loops.change)]
+        written += [loops.add(way.vector_bytes, None), loops.add(way.vector_bytes, way)]
+        written += [loops.dot(way, outputs) for outputs in range(1, loops.MOST_OUTPUTS + 1)]
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple()
+    if target.name != "x86-64":
+        pytest.skip(f"this LLVM compiles for {target.name}")
+    machine = target.create_target_machine(cpu=processor, opt=2, jit=True)
+    for loop in written:
+        assert machine.emit_object(binding.parse_assembly(str(loop.module)))

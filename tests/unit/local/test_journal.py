@@ -1,0 +1,341 @@
+"""Undo records, the inbox, and old parity: what is there when it is said to be, and what is not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ecemb.arena.arena import Arena
+from ecemb.coding.delta import Delta, Scratch, unpack
+from ecemb.coding.rows import Column, RowSpace, TableLayout
+from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
+from ecemb.kernels import contract
+from ecemb.local.journal import Inbox, ParityJournal, RowJournal
+from ecemb.local.rank_memory import RankMemory
+from support.simulation import Killed, Moments, Torn, alone, message_of, watched
+
+LAYOUTS = [
+    TableLayout("a", 12, (Column("weight", "float32", 12), Column("sum", "float32", 4))),
+    TableLayout("empty", 0, (Column("weight", "float32", 8),)),
+    TableLayout("b", 7, (Column("weight", "bfloat16", 6),)),
+    TableLayout("state", 1, (Column("state", "uint8", 40),)),
+]
+
+Words = NDArray[np.uint64]
+
+
+@pytest.fixture
+def memory(tmp_path: Path, seed: int) -> Iterator[RankMemory]:
+    with alone(tmp_path, LAYOUTS) as opened:
+        rng = np.random.default_rng(seed)
+        for table in opened.space.tables:
+            for column in table.columns:
+                column[:] = rng.integers(0, 256, column.shape, np.uint8)
+        yield opened
+
+
+def ids(*rows: int) -> NDArray[np.int64]:
+    return np.array(rows, np.int64)
+
+
+def scribble(space: RowSpace, table: int, rows: Sequence[int], rng: random.Random) -> None:
+    for column in space.tables[table].columns:
+        for row in rows:
+            column[row] = np.frombuffer(rng.randbytes(column.shape[1]), np.uint8)
+
+
+def everything(space: RowSpace) -> Words:
+    return space.read(0, space.words)
+
+
+def another_process(memory: RankMemory) -> RowJournal:
+    """The journal as a restarted worker sees it: only what the arena holds."""
+    return RowJournal(memory.arena, memory.space, contract.get_kernels("reference"))
+
+
+# --- the rows' journal --------------------------------------------------------------------------
+
+
+def test_undo_gives_every_captured_row_back(memory: RankMemory, seed: int) -> None:
+    rng = random.Random(seed)
+    before = everything(memory.space)
+    memory.journal.arm(1)
+    for table in (0, 2, 3, 0, 1):
+        count = LAYOUTS[table].rows
+        rows = sorted(rng.sample(range(count), rng.randint(0, count)))
+        memory.journal.capture(table, ids(*rows))
+        scribble(memory.space, table, rows, rng)
+    assert memory.journal.label == 1
+    for _ in range(2):  # undo copies: doing it again does no harm
+        another_process(memory).undo()
+        assert np.array_equal(everything(memory.space), before)
+
+
+def test_a_row_is_saved_once_and_with_its_oldest_bytes(memory: RankMemory, seed: int) -> None:
+    rng = random.Random(seed)
+    before = everything(memory.space)
+    memory.journal.arm(1)
+    assert memory.journal.capture(0, ids(2, 5, 7)) == 3
+    scribble(memory.space, 0, (2, 5, 7), rng)
+    assert memory.journal.capture(0, ids(1, 2, 5, 9)) == 2
+    assert memory.journal.capture(2, ids(2, 5)) == 2  # the same numbers in another table
+    assert memory.journal.capture(0, ids(2, 9)) == 0
+    assert memory.journal.capture(0, ids()) == 0
+    scribble(memory.space, 0, (1, 2, 9), rng)
+    assert another_process(memory).undo() == 7
+    assert np.array_equal(everything(memory.space), before)
+
+
+def test_changes_are_old_xor_new_block_by_block(memory: RankMemory, seed: int) -> None:
+    rng = random.Random(seed)
+    before = everything(memory.space)
+    memory.journal.arm(1)
+    for table, rows in ((2, (1, 6)), (0, (3, 11)), (2, (0,)), (0, (4,)), (3, (0,))):
+        memory.journal.capture(table, ids(*rows))
+        scribble(memory.space, table, rows[:1], rng)  # the other row is captured and unchanged
+    words, edges = memory.journal.changes(Scratch())
+    bounds = memory.space.bounds
+    assert len(edges) == len(bounds)
+    delta = everything(memory.space) ^ before
+    got, times = np.zeros_like(delta), np.zeros(len(delta), int)
+    for block, (a, b) in enumerate(itertools.pairwise(edges)):
+        for one in unpack(words[a:b]):
+            assert one.block == block
+            for offset, part in zip(one.offsets.tolist(), one.words, strict=True):
+                at = bounds[block] + offset
+                assert at + len(part) <= bounds[block + 1]
+                got[at : at + len(part)] = part
+                times[at : at + len(part)] += 1
+    assert np.array_equal(got, delta)
+    width = [2, 1, 1, 5]
+    captured = [(0, 3), (0, 4), (0, 11), (2, 0), (2, 1), (2, 6), (3, 0)]
+    expected = np.zeros_like(times)
+    for table, row in captured:
+        at = memory.space.bases[table] + row * width[table]
+        expected[at : at + width[table]] = 1
+    assert np.array_equal(times, expected)
+
+
+def test_a_lone_records_unchanged_end_is_not_sent(memory: RankMemory) -> None:
+    """Rank state fills only a part of its record."""
+    for changed in ((), (0,), (0, 17)):
+        memory.journal.arm(1)
+        memory.journal.capture(3, ids(0))
+        memory.space.tables[3].columns[0][0, list(changed)] ^= 255
+        words, edges = memory.journal.changes(Scratch())
+        [delta] = unpack(words[: edges[-1]])
+        assert delta.words.shape == (1, max(changed, default=-8) // 8 + 1)
+        memory.journal.undo()
+
+
+def test_without_captures_there_are_no_changes(memory: RankMemory) -> None:
+    memory.journal.arm(1)
+    _, edges = memory.journal.changes(Scratch())
+    assert set(edges) == {0}
+    assert memory.journal.undo() == 0
+
+
+def test_a_step_of_a_window_is_undone_alone_and_the_window_as_a_whole(memory: RankMemory, seed: int) -> None:
+    rng = random.Random(seed)
+    journal, states = memory.journal, [everything(memory.space)]
+    journal.arm(1)
+    for label in (2, 3, 4):
+        for table in (0, 2, 0):
+            rows = rng.choices(range(LAYOUTS[table].rows), k=6)
+            journal.capture(table, ids(*rows))
+            scribble(memory.space, table, sorted(set(rows)), rng)
+        states.append(everything(memory.space))
+        if label < 4:
+            journal.extend(label, savepoint=True)
+            assert journal.label == label
+    for _ in range(3):  # the last step is undone, and done again otherwise
+        journal.undo_step()
+        assert np.array_equal(everything(memory.space), states[2])
+        for table in (0, 2, 0):
+            rows = rng.choices(range(LAYOUTS[table].rows), k=6)
+            journal.capture(table, ids(*rows))
+            scribble(memory.space, table, sorted(set(rows)), rng)
+    words, edges = journal.changes(Scratch())
+    got = np.zeros_like(states[0])
+    for block, (a, b) in enumerate(itertools.pairwise(edges)):
+        for one in unpack(words[a:b]):
+            for offset, part in zip(one.offsets.tolist(), one.words, strict=True):
+                at = memory.space.bounds[block] + offset
+                assert not got[at : at + len(part)].any(), "each row once, whatever the steps that changed it"
+                got[at : at + len(part)] = part
+    assert np.array_equal(got, everything(memory.space) ^ states[0])
+    another_process(memory).undo()
+    assert np.array_equal(everything(memory.space), states[0])
+    journal.arm(5)
+    assert journal.capture(0, ids(*range(12))) == 12  # nothing is left of the window before
+
+
+def test_the_first_step_of_a_window_is_undone_to_where_it_was_armed(memory: RankMemory, seed: int) -> None:
+    before = everything(memory.space)
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(3, 1, 3))
+    scribble(memory.space, 0, (1, 3), random.Random(seed))
+    memory.journal.undo_step()
+    assert np.array_equal(everything(memory.space), before)
+    assert memory.arena.get("rows_bytes") == 0
+    assert memory.journal.capture(0, ids(3)) == 1
+
+
+def test_arming_empties_the_journal_before_it_takes_the_new_label(memory: RankMemory) -> None:
+    """Section 3.1: a new label over old entries would undo a committed transaction."""
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(1))
+    stores: list[tuple[str, int]] = []
+    store = Arena.set
+
+    def seen(self: Arena, name: str, value: int) -> None:
+        stores.append((name, value))
+        store(self, name, value)
+
+    with mock.patch.object(Arena, "set", seen):
+        memory.journal.arm(2)
+    assert stores == [("rows_bytes", 0), ("rows_label", 2)]
+    assert another_process(memory).undo() == 0
+
+
+def test_a_capture_that_is_cut_off_leaves_only_whole_entries(memory: RankMemory, seed: int) -> None:
+    """Section 3.2: the entry first, then the count, then the data."""
+    rng = random.Random(seed)
+    before = everything(memory.space)
+    for end in range(1, 12):
+        memory.space.write_(0, before)
+        moments = Moments({0: end})
+        journal = RowJournal(memory.arena, memory.space, Torn())
+
+        def step(journal: RowJournal = journal) -> None:
+            try:
+                journal.arm(1)
+                for table, rows in ((0, (1, 2, 8)), (2, (0, 3))):
+                    journal.capture(table, ids(*rows))
+                    scribble(memory.space, table, rows, rng)
+            except Killed:
+                pass
+
+        with watched(moments):
+            thread = threading.Thread(target=step, name="0")
+            thread.start()
+            thread.join()
+        another_process(memory).undo()
+        assert np.array_equal(everything(memory.space), before)
+    assert moments.counts[0] < end, "every moment was tried"
+
+
+def test_too_little_room_saves_nothing(memory: RankMemory) -> None:
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(1))
+    used = memory.arena.get("rows_bytes")
+    full = mock.patch.object(Arena, "reserve", side_effect=NotEnoughSpace("full"))
+    with full, pytest.raises(NotEnoughSpace):
+        memory.journal.capture(0, ids(2, 3))
+    assert memory.arena.get("rows_bytes") == used
+    assert memory.journal.capture(0, ids(2, 3)) == 2  # they count as not yet saved
+
+
+@pytest.mark.parametrize("where", ["RowJournal._save", "RowJournal._copied", "Scratch.room"])
+def test_a_capture_that_an_exception_cuts_off_is_the_last(memory: RankMemory, where: str) -> None:
+    """A signal's, say, that the script takes for its own: no row may seem to be saved that isn't."""
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(1))
+    memory.journal.extend(2, savepoint=True)
+    with mock.patch(f"ecemb.local.journal.{where}", side_effect=TimeoutError), pytest.raises(TimeoutError):
+        memory.journal.capture(0, ids(1, 2))
+    for _ in range(2):
+        with pytest.raises(StepFailed, match="an exception interrupted the saving of rows"):
+            memory.journal.capture(0, ids(2))
+    assert another_process(memory).undo() == 1
+
+
+def test_a_damaged_journal_undoes_nothing(memory: RankMemory, seed: int) -> None:
+    memory.journal.arm(1)
+    memory.journal.capture(0, ids(1))
+    memory.journal.capture(2, ids(3))
+    scribble(memory.space, 0, (1,), random.Random(seed))
+    now = everything(memory.space)
+    memory.arena.region("row_journal")[:8].view(np.int64)[0] = 99
+    with pytest.raises(InconsistentArenas, match="refers to table 99.*nothing was undone"):
+        another_process(memory).undo()
+    assert np.array_equal(everything(memory.space), now)
+
+
+# --- the inbox ----------------------------------------------------------------------------------
+
+
+def delta(block: int, offsets: Sequence[int], fill: int) -> Delta:
+    return Delta(block, np.array(offsets, np.int64), np.full((len(offsets), 2), fill, np.uint64))
+
+
+@pytest.fixture
+def inbox(memory: RankMemory) -> Inbox:
+    return Inbox(memory.arena, 3)
+
+
+def test_every_senders_deltas_come_out_with_its_number(inbox: Inbox, memory: RankMemory) -> None:
+    sent = {0: message_of(delta(0, [1, 5], 7), delta(1, [0], 8)), 2: message_of(delta(0, [2], 9))}
+    room = inbox.open([len(sent[0]), 0, len(sent[2])])
+    assert room.keys() == sent.keys()
+    for sender, words in sent.items():
+        room[sender][:] = words
+    inbox.seal(4)
+    got = Inbox(memory.arena, 3).deltas(4)  # as another process reads it
+    assert [(sender, d.block, d.offsets.tolist()) for sender, d in got] == [
+        (0, 0, [1, 5]),
+        (0, 1, [0]),
+        (2, 0, [2]),
+    ]
+    assert [d.words.tolist() for _, d in got] == [[[7] * 2] * 2, [[8] * 2], [[9] * 2]]
+
+
+def test_nobody_sent_anything(inbox: Inbox) -> None:
+    inbox.open([0, 0, 0])
+    inbox.seal(1)
+    assert inbox.deltas(1) == []
+
+
+def test_an_inbox_that_is_not_sealed_or_another_ones_is_not_read(inbox: Inbox) -> None:
+    with pytest.raises(InconsistentArenas, match="transaction 1 is prepared"):
+        inbox.deltas(1)
+    inbox.open([0, 0, 0])
+    inbox.seal(1)
+    with pytest.raises(InconsistentArenas, match="transaction 2 is prepared.*holds 1"):
+        inbox.deltas(2)
+    inbox.open([0, 0, 0])  # the next transaction has begun to write
+    with pytest.raises(InconsistentArenas, match="holds -1"):
+        inbox.deltas(1)
+
+
+def test_an_inbox_without_room_is_void(inbox: Inbox) -> None:
+    inbox.open([0, 0, 0])
+    inbox.seal(1)
+    full = mock.patch.object(Arena, "reserve", side_effect=NotEnoughSpace("full"))
+    with full, pytest.raises(NotEnoughSpace):
+        inbox.open([1, 2, 3])
+    with pytest.raises(InconsistentArenas):
+        inbox.deltas(1)
+
+
+# --- the parity's journal -----------------------------------------------------------------------
+
+
+def test_old_parity_stays_until_it_is_written_over(memory: RankMemory) -> None:
+    journal = ParityJournal(memory.arena)
+    assert journal.label == -1
+    journal.open(3)[:] = [1, 2, 3]
+    assert journal.label == -1
+    journal.seal(6)
+    again = ParityJournal(memory.arena)
+    assert again.label == 6
+    assert again.open(3).tolist() == [1, 2, 3]
+    assert again.open(2).tolist() == [1, 2]  # making room changes nothing

@@ -1,0 +1,423 @@
+"""A step commits on all ranks or on none: failures of one rank, and calls in the wrong order.
+
+Ranks are threads here (see simulation.py); that kills at every moment do no harm is test_recovery.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ecemb.errors import ConfigurationError, NotEnoughSpace, PeerFailure, StepFailed, UsageError
+from ecemb.local.rank_memory import RankMemory
+from ecemb.local.state_slots import Slots
+from ecemb.step import transaction
+from ecemb.step.transaction import EXIT_UNDECIDED, Transactions
+from ecemb.step.window import Window
+from support.simulation import SMALL, Hub, Killed, Life, Machines, Position, Rank, Wires, alone, begun, job_of
+
+DONE = 2
+
+
+@pytest.fixture
+def machines(tmp_path: Path, seed: int) -> Machines:
+    """A job of four ranks that has done two steps."""
+    begun = Machines(tmp_path / "job", job_of(4, 2, 4, random.Random(seed)))
+    assert not begun.run(DONE).failures
+    return begun
+
+
+def goes_on(machines: Machines) -> Life:
+    """The restart: nothing of the failed step is left, and the job ends as if it had never been."""
+    life = machines.run(DONE + 2)
+    assert not life.failures
+    assert life.plan.kind == "process"
+    assert life.plan.transaction == DONE
+    machines.check(DONE + 2)
+    return life
+
+
+# --- one rank fails -----------------------------------------------------------------------------
+
+
+def raising(rank: int, error: BaseException) -> Callable[[Rank, int], None]:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == rank:
+            raise error
+
+    return body
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), MemoryError(), SystemExit(3)], ids=repr)
+def test_an_exception_on_one_rank_undoes_the_step_on_all(error: BaseException, machines: Machines) -> None:
+    life = machines.run(DONE + 1, body=raising(2, error))
+    assert life.failures.pop(2) is error
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("failed on ranks [2]" in str(one) for one in life.failures.values())
+    assert all("goes on from step 2" in str(one) for one in life.failures.values())
+    is_taken_back(life, machines)
+    goes_on(machines)
+
+
+def is_taken_back(life: Life, machines: Machines) -> None:
+    """Every process, and its memory, is where it was before the step, or the window."""
+    machines.check(DONE)
+    for rank, one in life.ranks.items():
+        position = Position(rank)
+        for step in range(DONE):
+            position.run(step)
+        assert one.position.value == position.value
+        assert one.transactions.in_flight is None
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_an_exception_in_a_window_undoes_all_its_steps(draining: bool, machines: Machines) -> None:
+    """In a step that is not the first, and in the commit of a window that is not full."""
+    machines.job = dataclasses.replace(machines.job, window=3)
+    error = ValueError("bad batch")
+
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 2 and step == DONE + 1:
+            if draining:
+                one.replicated.save = mock.Mock(side_effect=error)
+            else:
+                raise error
+
+    life = machines.run(DONE + 2, body=body)
+    assert life.failures.pop(2) is error
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all(
+        f"step {DONE + 1} failed on ranks [2]" in str(one) and f"goes on from step {DONE}" in str(one)
+        for one in life.failures.values()
+    )
+    is_taken_back(life, machines)
+    goes_on(machines)
+
+
+def test_all_ranks_that_failed_are_named(machines: Machines) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank != 1:
+            raise ValueError(step)
+
+    life = machines.run(DONE + 1, body=body)
+    assert "failed on ranks [0, 2, 3]" in str(life.failures[1])
+    goes_on(machines)
+
+
+def test_dense_state_is_taken_back(machines: Machines) -> None:
+    life = machines.run(DONE + 1, body=raising(0, ValueError()))
+    weights = {one.model.weight.detach().numpy().tobytes() for one in life.ranks.values()}
+    expected = torch.tensor(1.0)
+    for step in range(DONE):
+        expected = expected * 1.5 + step
+    assert weights == {expected.expand(1, 2).contiguous().numpy().tobytes()}
+
+
+def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[..., object]]:
+    """One rank's `RankMemory` method raises."""
+    method = getattr(RankMemory, name)
+
+    def fails(self: RankMemory, *args: object) -> object:
+        if self.rank == rank and self.committed == DONE:
+            raise error
+        return method(self, *args)
+
+    return mock.patch.object(RankMemory, name, fails)
+
+
+def test_a_journal_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
+    with failing_on(3, "capture_rank_state", NotEnoughSpace("full")):
+        life = machines.run(DONE + 1)
+    assert type(life.failures.pop(3)) is NotEnoughSpace
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    goes_on(machines)
+
+
+def test_an_inbox_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
+    """After the heads were exchanged the others learn it by the rank's end.
+
+    Who needs nothing from it has prepared, and ends undecided; who does has not, so that all undo.
+    """
+    with failing_on(1, "receive", NotEnoughSpace("full")):
+        life = machines.run(DONE + 1)
+    assert type(life.failures.pop(1)) is NotEnoughSpace
+    assert len(life.failures) == machines.job.size - 1
+    assert PeerFailure in {type(one) for one in life.failures.values()} <= {PeerFailure, Killed}
+    goes_on(machines)
+
+
+def test_a_state_that_cannot_be_packed_fails_the_step_on_all(machines: Machines) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 0:
+            one.position.pack = mock.Mock(side_effect=ConfigurationError("a set"))
+
+    life = machines.run(DONE + 1, body=body)
+    assert type(life.failures.pop(0)) is ConfigurationError
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    goes_on(machines)
+
+
+def test_replicas_that_drift_apart_are_noticed_in_the_first_step(tmp_path: Path, seed: int) -> None:
+    def body(one: Rank, step: int) -> None:
+        if one.memory.rank == 1:
+            with torch.no_grad():
+                one.model.bias.add_(1)
+
+    machines = Machines(tmp_path / "job", job_of(2, 1, 2, random.Random(seed)))
+    life = machines.run(1, body=body)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("replicated state" in str(one) for one in life.failures.values())
+    assert all(
+        "bias is the first that differs, on rank [1] from" in str(one) for one in life.failures.values()
+    )
+    machines.check(0)
+
+
+def test_a_later_drift_is_noticed_when_replicas_are_compared_again(tmp_path: Path, seed: int) -> None:
+    def body(one: Rank, step: int) -> None:
+        if step == 2 and one.memory.rank == 2:
+            with torch.no_grad():
+                one.model.bias.add_(1)
+
+    machines = Machines(tmp_path / "job", job_of(3, 1, 3, random.Random(seed)))
+    init = Transactions.__init__
+    every = functools.partialmethod(init, compare_every=4)
+    with mock.patch.object(Transactions, "__init__", every):
+        life = machines.run(8, body=body)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert all("in step 4: " in str(one) for one in life.failures.values())  # commits 1 and 5 are compared
+    assert all("on rank [2] from" in str(one) for one in life.failures.values())
+
+
+def test_ranks_in_different_steps_are_noticed(machines: Machines) -> None:
+    """A rank that skipped a step would send deltas of another transaction."""
+    exchange = transaction.exchange_status
+
+    def ahead(transport: Wires, sent: NDArray[np.int64], *args: Any) -> object:
+        sent[:, 1] += transport.rank == 2
+        return exchange(transport, sent, *args)  # pyright: ignore
+
+    with mock.patch.object(transaction, "exchange_status", ahead):
+        life = machines.run(DONE + 1)
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    assert "{0: 2, 1: 2, 2: 3, 3: 2}" in str(life.failures[0])
+    goes_on(machines)
+
+
+# --- one rank alone, call by call ---------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[RankMemory]:
+    with alone(tmp_path, SMALL) as opened:
+        yield opened
+
+
+@pytest.fixture
+def transactions(memory: RankMemory) -> Transactions:
+    return begun(memory, Wires(Hub(1), 0, 1), abortable=True)
+
+
+def ids(*rows: int) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+def test_transactions_count_up_and_alternate_the_slots(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    for expected in range(1, 5):
+        assert transactions.begin() == expected
+        assert transactions.in_flight == expected
+        transactions.capture(0, ids(1, 3))
+        transactions.commit()
+        assert transactions.in_flight is None
+        assert memory.committed == memory.arena.get("prepared") == expected
+        for kept in (expected - 1, expected):
+            assert len(Slots(memory.arena).read(kept))
+    assert transactions.captured_rows == 8
+    phases = {"savepoint", "capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    assert set(transactions.seconds) == phases
+
+
+def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory) -> None:
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.commit()
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.undo(ValueError())
+    transactions.begin()
+    with pytest.raises(UsageError, match="step 0 is open"):
+        transactions.begin()
+    transactions.undo(ValueError())
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.undo(ValueError())
+    assert memory.committed == 0
+
+
+def test_a_step_that_cannot_be_aborted_says_how(memory: RankMemory) -> None:
+    transactions = begun(memory, Wires(Hub(1), 0, 1))
+    transactions.begin()
+    with pytest.raises(UsageError, match=r"step 0 can't be aborted.*abortable=True"):
+        transactions.abort()
+    assert transactions.commit() == []
+    assert memory.committed == 1
+
+
+def test_a_window_without_aborts_exchanges_and_copies_nothing_before_its_end(memory: RankMemory) -> None:
+    wires = Wires(Hub(1), 0, 1)
+    transactions = begun(memory, wires)
+    transactions._window = Window(3)
+    with mock.patch.object(Wires, "exchange_status", side_effect=AssertionError("an exchange in a window")):
+        for step in range(2):
+            transactions.begin()
+            transactions.capture(0, ids(0, step + 1))
+            memory.space.tables[0].columns[0][[0, step + 1]] += 1
+            assert transactions.commit() == []
+    assert transactions.captured_rows == 3 and transactions._savepoint.size_bytes == 0
+    assert (memory.committed, transactions.next_step) == (0, 2)
+    transactions.begin()
+    assert transactions.commit() == []
+    assert memory.committed == transactions.next_step == 3
+
+
+def test_an_aborted_step_is_committed_empty(transactions: Transactions, memory: RankMemory) -> None:
+    with pytest.raises(UsageError, match="no step is open"):
+        transactions.abort()
+    before = memory.space.read(0, memory.space.words)
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.abort()
+    transactions.abort()
+    assert transactions.commit() == [0]
+    assert np.array_equal(memory.space.read(0, memory.space.words), before)
+    assert memory.committed == memory.arena.get("prepared") == 1
+    transactions.begin()
+    transactions.capture(0, ids(1))
+    memory.space.tables[0].columns[0][1] = 8
+    assert transactions.commit() == []
+    assert memory.committed == 2
+
+
+def test_an_aborted_step_that_raises_fails(transactions: Transactions, memory: RankMemory) -> None:
+    transactions.begin()
+    transactions.abort()
+    transactions.undo(ValueError())
+    assert memory.committed == 0
+    assert not transactions.aborting
+
+
+def test_all_ranks_learn_who_aborted(machines: Machines) -> None:
+    machines.job = dataclasses.replace(machines.job, aborts=frozenset([(DONE, 1), (DONE, 3)]))
+    told: dict[int, list[int]] = {}
+    commit = Transactions.commit
+
+    def noting(self: Transactions) -> list[int]:
+        told[self._memory.rank] = commit(self)
+        return told[self._memory.rank]
+
+    with mock.patch.object(Transactions, "commit", noting):
+        assert not machines.run(DONE + 1).failures
+    assert told == {rank: [1, 3] for rank in range(4)}
+    machines.check(DONE + 1)
+    assert not machines.run(DONE + 3).failures
+    machines.check(DONE + 3)
+
+
+def test_undo_gives_rows_and_states_back(transactions: Transactions, memory: RankMemory) -> None:
+    before = memory.space.read(0, memory.space.words)
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.undo(ValueError())
+    assert np.array_equal(memory.space.read(0, memory.space.words), before)
+
+
+def test_undo_before_the_journal_is_armed_leaves_the_committed_step_alone(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    """Ctrl-C may come between: the journal still holds the old records of the step before."""
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    transactions.commit()
+    committed = memory.space.read(0, memory.space.words)
+    interrupt = mock.patch.object(memory.journal, "arm", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt) as error:
+        transactions.begin()
+    transactions.undo(error.value)
+    assert np.array_equal(memory.space.read(0, memory.space.words), committed)
+
+
+@pytest.mark.parametrize("where", ["vote", "apply", "commit"])
+def test_what_is_prepared_is_never_undone_in_the_process(
+    where: str, transactions: Transactions, memory: RankMemory
+) -> None:
+    """Section 3: A timed out in the barrier and undid, B had committed. Recovery decides instead."""
+
+    class Ended(BaseException):
+        pass
+
+    transactions.begin()
+    transactions.capture(0, ids(2))
+    memory.space.tables[0].columns[0][2] = 9
+    owner = transactions._transport if where == "vote" else memory
+    failure = PeerFailure("a deadline")
+    with mock.patch.object(owner, where, side_effect=failure), pytest.raises(PeerFailure):
+        transactions.commit()
+    changed = memory.space.read(0, memory.space.words)
+    with mock.patch.object(os, "_exit", side_effect=Ended) as ended, pytest.raises(Ended):
+        transactions.undo(failure)
+    ended.assert_called_once_with(EXIT_UNDECIDED)
+    assert np.array_equal(memory.space.read(0, memory.space.words), changed)
+    assert memory.arena.get("prepared") == 1
+    assert memory.decide(1) == (0, True)
+
+
+def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    """Section 3, numbers 1 to 8."""
+    seen: list[str] = []
+
+    def noting(owner: object, name: str) -> mock._patch[Callable[..., object]]:
+        method = getattr(owner, name)
+
+        def note(*args: object) -> object:
+            seen.append(name)
+            return method(*args)
+
+        return mock.patch.object(owner, name, note)
+
+    parts = [
+        (memory.journal, "arm"),
+        (memory.journal, "capture"),
+        (transactions._replicated, "save"),
+        (memory, "outgoing"),
+        (memory, "receive"),
+        (transactions._transport, "exchange"),
+        (memory, "prepare"),
+        (transactions._transport, "vote"),
+        (memory, "apply"),
+        (memory, "commit"),
+    ]
+    patches = [noting(owner, name) for owner, name in parts]
+    for patch in patches:
+        patch.start()
+    try:
+        transactions.begin()
+        transactions.commit()
+    finally:
+        for patch in patches:
+            patch.stop()
+    assert seen == [name for _, name in parts]
