@@ -63,18 +63,12 @@ class Directory(Folder):
         awaited: dict[str, int] = {}  # name -> a descriptor, which can be read after the name is gone
         try:
             while True:
-                looks = [_look(self, name) for name in _arena_names(self)]
+                looks = [_look(self, name, awaited) for name in _arena_names(self)]
                 found = [one for one in looks if one is not None]
                 held = [one for one in found if one.holder not in (None, os.getpid())]
                 waited_s = time.monotonic() - began
                 if not held or waited_s >= timeout_s:
                     return sorted(found + self._closed(awaited, found), key=lambda one: one.path)
-                for one in held:
-                    if (
-                        one.path.name not in awaited
-                        and (fd := self.open(one.path.name, os.O_RDONLY)) is not None
-                    ):
-                        awaited[one.path.name] = fd
                 if waited_s >= _PATIENCE_S and not said:
                     said = True
                     logger.warning(
@@ -175,8 +169,11 @@ def _arena_names(place: Folder) -> list[str]:
         return sorted(name for name in os.listdir(fd) if name.endswith(SUFFIX))
 
 
-def _look(place: Folder, name: str) -> Found | None:
-    """Reports the file `name` without claiming it; None if it is gone."""
+def _look(place: Folder, name: str, awaited: dict[str, int] | None = None) -> Found | None:
+    """Reports the file `name` without claiming it; None if it is gone.
+
+    If another process holds it, `awaited` takes the descriptor: the name may be gone when it is opened again.
+    """
     status = place.status(name)
     if status is None:
         return None
@@ -187,7 +184,10 @@ def _look(place: Folder, name: str) -> Found | None:
     try:
         pid, start = headers.last_holder(fd)
         holder = record_lock.holder(fd, pid, start) if mine is None else os.getpid()
-        return _described(fd, place, name, holder, pid)
+        found = _described(fd, place, name, holder, pid)
+        if awaited is not None and mine is None and holder is not None and name not in awaited:
+            awaited[name] = os.dup(fd)
+        return found
     finally:
         if mine is None:
             os.close(fd)

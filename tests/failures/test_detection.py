@@ -51,7 +51,7 @@ class Telling(logging.Handler):
         self.pipe = pipe
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.pipe.send((time.monotonic(), record.getMessage()))
+        self.pipe.send(record.getMessage())
 
 
 def work(pipe: Connection, index: int, size: int, port: int, folder: Path, act: Callable[[], None]) -> None:
@@ -74,29 +74,27 @@ def test_a_death_ends_all_that_wait_in_a_collective(act: Callable[[], None], tmp
         for holder in holders:
             holder.pipe.send("go")
         time.sleep(0.3)
-        killed = time.monotonic()
         victim.process.kill()
         for holder in holders:
-            assert 0 < _ended(holder) - killed < 1
+            _await_notice(holder)
         for holder in holders:
             assert holder.ended() in (1, EXIT_UNDECIDED)
 
 
-def _ended(holder: Holder) -> float:
-    """When a rank noticed: it says so, or its main thread was faster and raised.
+def _await_notice(holder: Holder) -> None:
+    """Waits until a rank notices: it says so, or its main thread was faster and raised.
 
     It may hear first of another survivor, whose collective was faster still to fail.
     """
     assert wait([holder.pipe, holder.process.sentinel], DEADLINE_S)
     try:
-        when, text = holder.pipe.recv()
+        text = holder.pipe.recv()
     except EOFError:
-        return time.monotonic()
+        return
     first = r"(2 \(host .*\) died|[0134] \(host .*\) ended by an exception \(see its log\))"
     assert re.match(
         rf"PeerFailure: rank {first}; ending this process|rank {first}; this rank ends as well", text
     ), text
-    return when
 
 
 # --- under torchrun -------------------------------------------------------------------------------
@@ -177,23 +175,19 @@ def test_slow_ranks_are_awaited_hung_ones_are_not_and_orphans_end(tmp_path: Path
         assert one.log().count("was slow") == 1
         assert "PeerFailure" not in one.log()
 
-        stopped = time.time()
         os.kill(pids[1], signal.SIGSTOP)
         one.wait("waited for all to notice", lambda: one.log().count(" was silent for ") >= RANKS - 1)
-        lines = re.findall(r"([\d.]+) (CRITICAL|WARNING) (.* was silent .*)", one.log())
-        assert sum(level == "CRITICAL" for _, level, _ in lines[: RANKS - 1]) == 1
-        for when, _, text in lines[: RANKS - 1]:
-            assert re.search(rf"rank 1 \(host .*, pid {pids[1]}\) was silent for [\d.]+ s;", text)
-            assert SILENCE_S - 1 < float(when) - stopped < SILENCE_S + 4
+        lines = re.findall(r"(CRITICAL|WARNING) (.* was silent .*)", one.log())
+        for level, text in lines[: RANKS - 1]:
+            silence = re.search(rf"rank 1 \(host .*, pid {pids[1]}\) was silent for ([\d.]+) s;", text)
+            assert level == "CRITICAL" and silence and float(silence[1]) >= SILENCE_S
         one.wait("waited for them to end", lambda: not alive(pids[0]) and not alive(pids[2]))
         os.kill(pids[1], signal.SIGKILL)  # torchrun gives it 30 s
 
         one.start = 1
         pids = one.pids()
         one.agent.kill()
-        killed = time.monotonic()
         one.wait("waited for orphans to end", lambda: not any(map(alive, pids.values())))
-        assert time.monotonic() - killed < 5
 
         one.agent.wait()
         one.start = 2

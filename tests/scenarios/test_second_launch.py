@@ -26,17 +26,20 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def two_launches(which: int, arena_dir: str, ports: list[int], running: Event, looked: Event) -> str:
+def two_launches(
+    which: int, arena_dir: str, ports: list[int], running: Event, looked: Event, closed: Event
+) -> str:
     """Launch `which` of the same job, of one rank and with a store of its own; returns how it ended."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[which]))
     if which == 1:
         assert running.wait(DEADLINE_S)
         look = scan._look
 
-        def looking(place: scan.Directory, name: str) -> object:
-            found = look(place, name)
+        def looking(place: scan.Directory, name: str, awaited: dict[str, int]) -> object:
+            found = look(place, name, awaited)
             if found is not None and found.holder is not None:
                 looked.set()
+                assert closed.wait(DEADLINE_S)  # the file goes while this launch looks at it
             return found
 
         scan._look = looking
@@ -52,6 +55,7 @@ def two_launches(which: int, arena_dir: str, ports: list[int], running: Event, l
     running.set()
     assert looked.wait(DEADLINE_S)
     guard.close()
+    closed.set()
     return "closed"
 
 
@@ -63,6 +67,7 @@ def test_a_job_that_closes_while_it_is_launched_again_does_not_train_from_step_0
         two_launches,
         str(tmp_path),
         free_ports(2),
+        context.Event(),
         context.Event(),
         context.Event(),
         group=False,

@@ -3,7 +3,7 @@
     python tests/support/failure_detector_worker.py INDEX SIZE TIMEOUT_S
 
 Says its port, receives all ports, and then does one command a line until one of them ends it or lasts.
-What the watch logs is reported with the time at which it was.
+What the watch logs is reported with its level.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def say(value: object) -> None:
 
 class Telling(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say([time.monotonic(), record.levelname, record.getMessage()])
+        say([record.levelname, record.getMessage()])
 
 
 def spin() -> None:
