@@ -60,6 +60,9 @@ _RECOVERY = {
 }
 
 
+_START = "Wall time of this process's start by phase: before ecemb.protect(), and in it."
+
+
 def values(guard: Guard) -> dict[str, float]:
     """All numbers of this rank by name, such as "steps", "phase_seconds/exchange" and "memory_bytes/parity".
 
@@ -188,6 +191,7 @@ def _families(guard: Guard) -> Iterator[_Family]:
     told = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
     for (name, about), value in zip(_RECOVERY.items(), told, strict=True):
         yield _Family(name, about, False, "kind", {report.kind: value})
+    yield _Family("start_seconds", _START, False, "phase", {**report.before_s, **report.seconds})
 
 
 def _missing(name: str, package: str) -> ConfigurationError:

@@ -62,6 +62,7 @@ class Session:
         patience_s: deadline of collectives: a peer that is not silent is only slow.
         watch: watches the other ranks; None if there are none.
         whereabouts: where this process is in the training.
+        joined_s: how long the call that joined took, in seconds.
         protected: whether a guard has been made.
         check: set if the script is only checked, and ends where it calls `protect`.
     """
@@ -78,6 +79,7 @@ class Session:
     patience_s: float
     watch: FailureDetector | None
     whereabouts: Whereabouts
+    joined_s: float = 0.0
     protected: bool = False
     check: Check | None = None
 
@@ -140,6 +142,7 @@ def init_process_group(
         InconsistentArenas: the arenas contradict each other.
     """
     global _session
+    began = time.monotonic()
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed is initialised already: call ecemb.init_process_group in place of "
@@ -177,6 +180,7 @@ def init_process_group(
         patience_s=patience_s,
         watch=workers.watch,
         whereabouts=whereabouts,
+        joined_s=time.monotonic() - began,
         check=_check,
     )
     _log_start(_session, workers)

@@ -17,6 +17,7 @@ import random
 import runpy
 import signal
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -194,6 +195,7 @@ class Work:
             SystemExit: the script's own, or 1 after it has raised.
             KeyboardInterrupt: after the script's own was shown, so that the signal ends this process.
         """
+        processes.script_began = time.monotonic()
         try:
             self._run()
             return

@@ -48,7 +48,10 @@ class RecoveryReport:
         undone_rows: rows that this rank copied back from its journal.
         redone: whether this rank redid the parity of a step that was decided.
         rebuilt_bytes: bytes of rows, parity and replicated state that this rank received.
-        seconds: wall time by phase on this rank.
+        seconds: wall time by phase of `protect` on this rank.
+        before_s: wall time from the start of this process to `protect`, on this rank: "fork" until a script
+            that `ecemb-run` started warm began, "script" for the script's own imports and code (and for the
+            interpreter's start, if it was not forked), "rendezvous" for `init_process_group`.
     """
 
     kind: Kind
@@ -58,14 +61,17 @@ class RecoveryReport:
     redone: bool
     rebuilt_bytes: int
     seconds: dict[str, float]
+    before_s: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
     def total_s(self) -> float:
-        """Wall time of all phases on this rank, in seconds."""
+        """Wall time of all phases of `protect` on this rank, in seconds."""
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        phases = _listed(self.seconds)
+        if self.before_s:
+            phases += f"; before: {_listed(self.before_s)}"
         if self.kind in ("fresh", "checkpoint"):
             return f"{headline(self)[:-1]}: {phases})"
         redone = "a step redone" if self.redone else "no step redone"
@@ -73,6 +79,10 @@ class RecoveryReport:
             f"{headline(self)[:-1]}; this rank: {self.undone_rows} rows undone, {redone}, "
             f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
         )
+
+
+def _listed(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
 
 
 def headline(report: RecoveryReport) -> str:

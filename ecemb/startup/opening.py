@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 
 import torch
 
@@ -29,6 +30,7 @@ from ..checkpoint.saver import Saver, name_of
 from ..errors import EcembError
 from ..group.collectives import Transport
 from ..kernels import contract
+from ..launch import processes
 from ..local.rank_memory import RankMemory
 from ..recovery.execute import RecoveryReport, Stopwatch, headline, join, recover, write_to_header
 from ..session import Session
@@ -69,6 +71,7 @@ def open_memory(session: Session, request: Request) -> Opened:
         Surveyed: the script is only checked; nothing was written.
     """
     session.whereabouts.place = "in ecemb.protect()"
+    before_s = _before(session)
     start = _agree(session, request)
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
@@ -77,6 +80,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     _supersede(start, memory)
     _restore(start, memory)
     saver = _saver(start, memory)
+    report = dataclasses.replace(report, before_s=before_s)
     _report(start, memory, report)
     training = start.training
     return Opened(
@@ -89,6 +93,17 @@ def open_memory(session: Session, request: Request) -> Opened:
         saver=saver,
         report=report,
     )
+
+
+def _before(session: Session) -> dict[str, float]:
+    """How long this process took until here, by phase; see `RecoveryReport`."""
+    began, now = processes.made_at(), time.monotonic()
+    seconds: dict[str, float] = {}
+    if processes.script_began is not None:
+        seconds["fork"] = max(0.0, processes.script_began - began)
+        began = processes.script_began
+    seconds["script"] = max(0.0, now - began - session.joined_s)
+    return {**seconds, "rendezvous": session.joined_s}
 
 
 def _agree(session: Session, request: Request) -> Start:
@@ -182,8 +197,11 @@ def _restore(start: Start, memory: RankMemory) -> None:
         packed = transport.together("reading rank state", lambda: rank_states.read(memory.rank_state))
         transport.together("restoring scalars", lambda: training.rank_state.unpack_scalars(packed))
         counts = bytes(len(orders) for orders in training.buckets.state())
-        if len(set(transport.gather(counts, "comparing gradient buckets"))) == 1 and any(counts):
+        buckets_fit = len(set(transport.gather(counts, "comparing gradient buckets"))) == 1
+    if buckets_fit and any(counts):
+        with start.watch.phase("rehearse"):
             training.buckets.rehearse()
+    with start.watch.phase("restore"):
         transport.together(
             "restoring dense state", lambda: training.replicated.load(memory.slots, memory.committed)
         )

@@ -40,7 +40,8 @@ for _ in range(guard.next_step, 8):
         os.kill(os.getpid(), signal.SIGKILL)
 states = [*model.state_dict().values(), *sparse.state_dict()["state"][0].values(), torch.get_rng_state()]
 digest = hashlib.sha256(b"".join(torch.as_tensor(one).numpy().tobytes() for one in states)).hexdigest()
-(out / f"{job}-{rank}").write_text(f"{digest} {os.getppid()} {torch.get_num_threads()}")
+before = ",".join(guard.recovery.before_s)
+(out / f"{job}-{rank}").write_text(f"{digest} {os.getppid()} {torch.get_num_threads()} {before}")
 guard.close()
 dist.destroy_process_group()
 """
@@ -54,7 +55,7 @@ def here() -> Iterator[Home]:
 
 
 def train(here: Home, job: str, killed: str, command: list[str]) -> list[list[str]]:
-    """By rank: a digest of where it ended, its last process's parent, and its threads."""
+    """By rank: a digest of where it ended, its last parent, its threads, and phases of its start."""
     launch = [
         sys.executable,
         "-m",
@@ -83,5 +84,7 @@ def test_a_warm_training_ends_with_the_same_bits_whatever_is_killed(here: Home) 
     warm = train(here, "warm", "1", here.command(options=()))
     assert [one[0] for one in warm] == [one[0] for one in cold]
     assert [one[2] for one in warm] == [one[2] for one in cold] == ["1", "1"]
+    assert {one[3] for one in cold} == {"script,rendezvous"}
+    assert {one[3] for one in warm} == {"fork,script,rendezvous"}
     assert warm[0][1] == warm[1][1] and int(warm[0][1]) != os.getpid()
     assert not [line for line in here.processes().values() if "train.py" in line and "server" not in line]
