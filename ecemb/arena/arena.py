@@ -12,6 +12,7 @@ Must not know the content of regions, or other ranks; never imports torch.distri
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ class Arena:
         self._inode = status.st_ino
         self._fd = fd
         self._pid = os.getpid()
+        self._growing = threading.RLock()  # one thread may grow a region while another uses it
         self._data: NDArray[np.uint8] | None = map_shared(fd, status.st_size)
         words = self._data[headers.WORDS_OFFSET : headers.CONSTANTS_OFFSET]
         self._words: NDArray[np.int64] | None = words.view(np.int64)
@@ -285,6 +287,13 @@ class Arena:
             UsageError: the arena is closed.
             ConfigurationError: no such region.
         """
+        before = self.reserved(name)
+        if size_bytes <= before:
+            return before
+        with self._growing:
+            return self._reserve(name, size_bytes, spare_bytes)
+
+    def _reserve(self, name: str, size_bytes: int, spare_bytes: int) -> int:
         offset, capacity = self._span(name)
         before = self.reserved(name)
         if size_bytes <= before:
@@ -310,10 +319,11 @@ class Arena:
         """Releases the claim. The file stays; it is unmapped when its last view is gone."""
         if self._words is None:
             return
-        self.set(Word.PID, 0)
-        self._data = self._words = None
-        _attached.discard(self)
-        record_lock.release(self._fd)
+        with self._growing:
+            self.set(Word.PID, 0)
+            self._data = self._words = None
+            _attached.discard(self)
+            record_lock.release(self._fd)
 
     def is_named(self) -> bool:
         """Whether its path still names the file. If not, the file lives only as long as this process."""

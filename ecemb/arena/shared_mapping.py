@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAP_NORESERVE = 0x4000
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,6 +58,19 @@ def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
         OSError: the kernel refuses; the error has its reason.
     """
     return np.asarray(_Mapping(fd, size_bytes))
+
+
+def populate(mapped: NDArray[np.uint8]) -> None:
+    """Maps the pages of a part of a mapping (uint8 [m]), so that no access has to: no content changes.
+
+    All of it must be backed by memory. Other threads may write to it meanwhile.
+    """
+    if not mapped.size:
+        return
+    address = mapped.__array_interface__["data"][0]
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if _libc.madvise(first, address + mapped.size - first, _MADV_POPULATE_WRITE) != 0:
+        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:

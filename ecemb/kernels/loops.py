@@ -14,6 +14,9 @@ from .llvm import I64, LINE_BYTES, Emitter, Value, ir, number, vector
 WORD_BYTES: Final = number(8)
 
 AHEAD_ROWS: Final = 12
+AHEAD_BITS: Final = 16
+"""How far ahead the words of a bitmap are prefetched, in rows."""
+
 AHEAD_BYTES: Final = 1024
 """Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
 
@@ -123,21 +126,31 @@ def dot(products: Products, outputs: int) -> Emitter:
 
 
 def distinct() -> Emitter:
-    """(ids, count, seen, fresh, summary, summary_words, out): returns the number of words written to out."""
+    """(ids, count, seen, fresh, summary, summary_words, out): returns the number of words written to out.
+
+    One pass tests a bit per id, and writes nothing for those that are known. The other one reads the new rows
+    from `fresh`, in ascending order.
+    """
     e = Emitter("distinct", 7)
     ids, count, seen, fresh, summary, summary_words, out = e.arguments
+    last = e.make.sub(count, number(1))
     with e.loop(count) as each:
+        ahead = _at_most(e, e.make.add(each.index, number(AHEAD_BITS)), last)
+        soon, _ = _bit(e, e.word(ids, ahead))
+        e.prefetch(e.place(seen, soon, WORD_BYTES), write=True)
         place, bit = _bit(e, e.word(ids, each.index))
-        known = e.word(seen, place)
-        _include(e, e.place(fresh, place, WORD_BYTES), e.make.and_(bit, e.make.not_(known)))
-        above, bit = _bit(e, place)
-        _include(e, e.place(summary, above, WORD_BYTES), bit)
+        address = e.place(seen, place, WORD_BYTES)
+        known = e.load(I64, address)
+        with e.make.if_then(e.make.icmp_signed("==", e.make.and_(bit, known), number(0))):
+            e.store(e.make.or_(known, bit), address)
+            _include(e, e.place(fresh, place, WORD_BYTES), bit)
+            above, bit = _bit(e, place)
+            _include(e, e.place(summary, above, WORD_BYTES), bit)
     with e.loop(summary_words, carried=[number(0)]) as each:
         address = e.place(summary, each.index, WORD_BYTES)
         with e.bits(_taken(e, address), each.carried) as words:
             place = e.make.add(e.make.shl(each.index, number(6)), words.index)
             new = _taken(e, e.place(fresh, place, WORD_BYTES))
-            _include(e, e.place(seen, place, WORD_BYTES), new)
             with e.bits(new, words.carried) as rows:
                 row = e.make.add(e.make.shl(place, number(6)), rows.index)
                 e.store(row, e.place(out, rows.carried[0], WORD_BYTES))
@@ -172,13 +185,16 @@ def _row(
     """The address of row `index`. Prefetches the row that is `AHEAD_ROWS` ahead."""
     make = e.make
     last = make.sub(count, number(1))
-    ahead = make.add(index, number(AHEAD_ROWS))
-    ahead = make.select(make.icmp_signed("<", ahead, last), ahead, last)
+    ahead = _at_most(e, make.add(index, number(AHEAD_ROWS)), last)
     soon = e.place(base, e.word(indices, ahead), scale)
     most = number(AHEAD_BYTES)
     with e.loop(make.select(make.icmp_signed("<", width, most), width, most), LINE_BYTES) as lines:
         e.prefetch(make.add(soon, lines.index), write=write)
     return e.place(base, e.word(indices, index), scale)
+
+
+def _at_most(e: Emitter, value: Value, most: Value) -> Value:
+    return e.make.select(e.make.icmp_signed("<", value, most), value, most)
 
 
 def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:

@@ -36,3 +36,7 @@ class RowSet:
         self.seen: NDArray[np.uint64] = np.zeros(words, np.uint64)
         self.fresh: NDArray[np.uint64] = np.zeros(words, np.uint64)
         self.summary: NDArray[np.uint64] = np.zeros(-(-words // ROWS_PER_WORD), np.uint64)
+
+    def clear_(self) -> None:
+        """Takes all rows out: faster than `Kernels.forget_` when they are many."""
+        self.seen.fill(0)

@@ -15,6 +15,7 @@ decision.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..coding.delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
+from .ahead import Ahead
 
 Chunk = tuple[int, Ids, Words]
 """A table, rows of it, and their old records (uint64 [m, record_words])."""
@@ -36,6 +38,10 @@ ROW_JOURNALS = {
 """Regions -> their words. The second region is used while the transaction of the first is undecided."""
 
 _CHUNK_HEAD_WORDS = 2
+_SOON_STEPS, _FAR_STEPS = 4, 32
+"""When what is ready lasts for fewer steps than the first, a window asks for what the second may need."""
+_CLEAR_WORDS = 4
+"""Words of a row set that are cleared in the time that one row takes to be forgotten, or less."""
 
 
 def _words(arena: Arena, region: str, word: Word) -> Words:
@@ -68,10 +74,20 @@ class RowJournal:
         space: the rank's rows; read by `capture`, overwritten by `undo`.
         kernels: copy and compare rows.
         region: one of `ROW_JOURNALS`.
+        ahead: makes memory ready before it is needed; None leaves that to the rows that need it.
     """
 
-    def __init__(self, arena: Arena, space: RowSpace, kernels: Kernels, region: str = "row_journal") -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        space: RowSpace,
+        kernels: Kernels,
+        region: str = "row_journal",
+        ahead: Ahead | None = None,
+    ) -> None:
         self._arena = arena
+        self._ahead = ahead
+        self._steps_left = self._step_began = 0
         self._region = region
         self._label, self._bytes = ROW_JOURNALS[region]
         self._space = space
@@ -88,12 +104,26 @@ class RowJournal:
         """The transaction of the old records; meaningless once it is committed."""
         return self._arena.get(self._label)
 
-    def arm(self, transaction: int) -> None:
-        """Empties the journal for a new transaction: the count first, then the label."""
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of old records, of the transaction that the label says."""
+        return self._arena.get(self._bytes)
+
+    def arm(self, transaction: int, steps: int = 1, likely_bytes: int = 0) -> None:
+        """Empties the journal for a new transaction: the count first, then the label.
+
+        Args:
+            transaction: its number.
+            steps: steps that it is expected to have.
+            likely_bytes: what it is expected to need.
+        """
         self._end_step()
         self._arena.set(self._bytes, 0)
         self._arena.set(self._label, transaction)
         self._drop(0)
+        self._steps_left, self._step_began = steps, 0
+        if self._ahead is not None:
+            self._ahead.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
     def extend(self, transaction: int, *, savepoint: bool) -> None:
         """Adds a step to the transaction, under a new, higher label.
@@ -106,6 +136,18 @@ class RowJournal:
         if savepoint:
             self._savepoint = _Savepoint(self._arena.get(self._bytes), len(self._chunks))
         self._arena.set(self._label, transaction)
+        self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """Asks for the memory of the window's next steps, if they change as many new rows as the last one."""
+        used = self._arena.get(self._bytes)
+        step, self._step_began = used - self._step_began, used
+        self._steps_left = max(1, self._steps_left - 1)
+        if (
+            self._ahead is not None
+            and self._ahead.ready(self._region) < used + min(_SOON_STEPS, self._steps_left) * step
+        ):
+            self._ahead.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
 
     def _end_step(self) -> None:
         if self._savepoint is not None:
@@ -115,8 +157,19 @@ class RowJournal:
 
     def _drop(self, first: int) -> None:
         """Drops the chunks from number `first` on."""
+        rows = Counter[int]()
         for table, ids, _ in self._chunks[first:]:
-            self._kernels.forget_(self._seen[table], ids)
+            rows[table] += len(ids)
+        cleared = {
+            table
+            for table, count in rows.items()
+            if first == 0 and count * _CLEAR_WORDS >= len(self._seen[table].seen)
+        }
+        for table in cleared:
+            self._seen[table].clear_()
+        for table, ids, _ in self._chunks[first:]:
+            if table not in cleared:
+                self._kernels.forget_(self._seen[table], ids)
         del self._chunks[first:]
 
     def capture(self, table: int, ids: Ids) -> int:

@@ -23,6 +23,7 @@ from ..coding.placement import Placement
 from ..coding.rows import RowSpace, Table, TableLayout, arrange, joined
 from ..errors import InconsistentArenas
 from ..kernels.contract import Kernels, Words
+from .ahead import Ahead
 from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
 from .state_slots import Slots
 
@@ -75,7 +76,10 @@ class RankMemory:
                 geometry.generator,
                 kernels,
             )
-        self._journals = [RowJournal(arena, self.space, kernels, region) for region in ROW_JOURNALS]
+        self._ahead = Ahead(arena)
+        self._journals = [
+            RowJournal(arena, self.space, kernels, region, self._ahead) for region in ROW_JOURNALS
+        ]
         self.journal: RowJournal = self._journals[0]
         self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal: ParityJournal = ParityJournal(arena)
@@ -146,10 +150,16 @@ class RankMemory:
         self.arena.set(Word.RECOVERY_US, round(total_s * 1e6))
         self.arena.set(Word.RECOVERED_NS, time.time_ns())
 
-    def arm(self, transaction: int) -> None:
-        """Begins a transaction, in a row journal that no undecided one needs."""
+    def arm(self, transaction: int, steps: int = 1) -> None:
+        """Begins a transaction, in a row journal that no undecided one needs.
+
+        Args:
+            transaction: its number.
+            steps: steps that it is expected to have.
+        """
+        likely_bytes = self.journal.used_bytes
         self.journal = next(one for one in self._journals if one.label <= self.committed)
-        self.journal.arm(transaction)
+        self.journal.arm(transaction, steps, likely_bytes)
 
     def undo(self, transaction: int) -> int:
         """Takes back what this rank did to its rows after a transaction, the newest first.

@@ -149,7 +149,7 @@ class Transactions:
         self.in_flight = transaction = self.next_step + 1
         self._whereabouts.place = f"in the body of step {transaction - 1}"
         if self._steps == 0:
-            self._memory.arm(transaction)
+            self._memory.arm(transaction, self._window.size)
         else:
             self._memory.journal.extend(transaction, savepoint=self._abortable)
         with self.phase("savepoint"):
