@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .adapters.live_tables import tables
     from .checkpoint.interface import CheckpointReader, CheckpointWriter
     from .coding.code import Code
-    from .guard import Guard, Step, protect
+    from .guard import Guard, Step
+    from .protection import protect
     from .recovery.execute import RecoveryReport
     from .recovery.scrub import ScrubReport
     from .session import init_process_group
@@ -54,7 +55,7 @@ _HOME = {
     "Step": "guard",
     "init_process_group": "session",
     "nn": "nn",
-    "protect": "guard",
+    "protect": "protection",
     "tables": "adapters.live_tables",
 }
 

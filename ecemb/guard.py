@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from ._wording import short
-from .adapters.discover import listed, modules_of, optimizers_of
 from .adapters.engine import Hooks
 from .arena.arena import lost_name
-from .checkpoint.interface import CheckpointReader, CheckpointWriter
-from .checkpoint.saver import reader_of
-from .coding.code import Code
+from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
 from .group.whereabouts import placed
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
-from .session import Session, current
-from .startup.opening import Opened, open_memory
-from .startup.request import FailureDomain, ParityBackend, Request
+from .session import Session
+from .startup.opening import Opened
+from .startup.request import Request
 from .state.batches import Batches, bind
-from .state.rank_state import Stateful
 from .step.body import Step
-from .step.transaction import COMPARE_EVERY, Transactions
-from .step.window import Window
+from .step.transaction import Transactions
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -356,95 +349,3 @@ class Guard:
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._transactions.undo(error)
         self._tables.put()
-
-
-def protect(
-    model: nn.Module,
-    *,
-    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
-    tables: Mapping[str, nn.Module] | None = None,
-    code: Code,
-    state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
-    without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
-    window: int | Literal["auto"] = 1,
-    mtbf: timedelta | None = None,
-    overlap: bool = False,
-    abortable: bool = False,
-    failure_domain: FailureDomain = "auto",
-    parity_backend: ParityBackend = "gloo",
-    compare_every: int = COMPARE_EVERY,
-    resume: str | os.PathLike[str] | CheckpointReader | None = None,
-) -> Guard:
-    """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
-
-    Finds every `ecemb.nn.ShardedEmbeddingBag` and every sharded EmbeddingBagCollection and
-    EmbeddingCollection of TorchRec in the model, and adds `tables`. Tables move into the arena;
-    those on the meta device are materialised there. Those on a CUDA device stay, and have an image there.
-    After a recovery, tables, dense parameters, optimizer state, random number generators and `state` are as
-    they were after step `guard.next_step` - 1.
-
-    Args:
-        model: the whole model; what is not a protected table must be the same on all ranks. Before,
-            wrap it in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
-        optimizers: all optimizers of the training, or the only one; those of dense parameters are the same on
-            every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam (TorchRec's:
-            its fused SGD, row-wise Adagrad or Adagrad). TorchRec's combined optimizers are taken apart.
-        tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
-            by a key of your choice. Ranks need not hold the same ones.
-        code: the (n, k) code; n at most the number of ranks.
-        state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by
-            name. One alone will do, and so will a list in a fixed order where no two are of one class.
-        without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
-            ones, and those that the script writes inside the step. All others need one of `optimizers`.
-        window: number of steps that are committed together: a row that several of them change is sent once,
-            and at most this many steps are run again after a failure. "auto" takes the time of the first
-            steps, and picks the number with which commits and steps run again cost least (Young's formula).
-        mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
-        overlap: whether a thread commits beside the steps that follow, which may be run again as well.
-        abortable: whether `step.abort()` can take back one step: that costs a copy of the dense state and an
-            exchange with all ranks in each step of a window.
-        failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
-            any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
-        parity_backend: what deltas go over (and rows, where parity is made or checked): "gloo", from host
-            memory, or "nccl", through each rank's current CUDA device; not with `overlap`.
-        compare_every: commits between two comparisons of dense state among the ranks, by checksum.
-        resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
-            checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
-            survives. It may be empty or missing: then the job begins at step 0.
-
-    Returns:
-        The guard.
-
-    Raises:
-        NotInitialized: ecemb.init_process_group() comes first.
-        UsageError: this process has a guard already.
-        ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
-            PlacementError.
-        LayoutMismatch: the job was started with another model, code or number of ranks.
-        NotEnoughSpace: the arena doesn't fit.
-        RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
-        CheckpointError: what `resume` names can't be read, isn't safe, or is another training's.
-        PeerFailure: a peer died or failed.
-    """
-    session = current()
-    if session.protected:
-        raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
-    request = Request(
-        model=model,
-        optimizers=optimizers_of(optimizers),
-        modules=modules_of(tables),
-        code=code,
-        state=state,
-        without=listed(without_optimizer),
-        window=Window(window, mtbf),
-        overlap=overlap,
-        abortable=abortable,
-        failure_domain=failure_domain,
-        parity_backend=parity_backend,
-        compare_every=compare_every,
-        reader=None if resume is None else reader_of(resume),
-    )
-    opened = open_memory(session, request)
-    session.protected = True
-    (guard := Guard.__new__(Guard))._begin(session, opened, request)  # pyright: ignore[reportPrivateUsage]
-    return guard

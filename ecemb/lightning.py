@@ -39,8 +39,9 @@ from torch import nn
 from .adapters.discover import modules_of
 from .coding.code import Code
 from .errors import ConfigurationError, UsageError
-from .guard import Guard, Step, protect
+from .guard import Guard, Step
 from .nn import ShardedEmbeddingBag
+from .protection import protect
 from .state import rng
 from .state.rank_state import Stateful, objects_of
 

@@ -21,7 +21,7 @@ launch planning
 state group session
 nn adapters
 recovery step checkpoint startup
-guard metrics lightning
+guard protection metrics lightning
 cli __init__ __main__
 """
 LEVEL = {room: level for level, room in enumerate(STORY.split())}
