@@ -91,7 +91,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
     parser.add_argument("--setting", metavar="NAME", help=f"only this one, for {', '.join(OF_SETTINGS)}")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help=f"faults of a real cluster, for {', '.join(OF_TRACES)}"
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"faults of a real cluster, for {', '.join(OF_TRACES)}; may be given several times",
+    )
+    parser.add_argument(
+        "--system",
+        default="",
+        metavar="N,M",
+        help="of LANL's trace, or all (default: the one with the most faults)",
     )
     parser.add_argument(
         "--data",
@@ -117,7 +128,7 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = OF_SETTINGS.get(given.question, ())
     if given.setting is not None and given.setting not in settings:
         parser.error(f"{given.question} has no setting {given.setting!r}: {list(settings)}")
-    if given.trace is not None and given.question not in OF_TRACES:
+    if (given.trace or given.system) and given.question not in OF_TRACES:
         parser.error(f"{given.question} is not asked of a trace; {', '.join(OF_TRACES)} is")
     data = None
     if given.data is not None:
@@ -131,7 +142,9 @@ def main(words: Sequence[str] | None = None) -> None:
     run: Callable[[Arguments], list[Row]] = importlib.import_module(
         f"bench.questions.{given.question}.question"
     ).run
-    arguments = Arguments(given.quick, given.seed, engine, given.setting or "", given.trace, data)
+    arguments = Arguments(
+        given.quick, given.seed, engine, given.setting or "", tuple(given.trace), given.system, data
+    )
     failure = ""
     try:
         rows = run(arguments)

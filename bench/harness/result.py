@@ -79,7 +79,8 @@ class Arguments:
         seed: Of every random choice.
         engine: Of the tables, if the question is asked of one.
         setting: The only one to be measured, or "" for all.
-        trace: Faults of a real cluster, if the question can be asked of one.
+        traces: Files with faults of real clusters, if the question can be asked of some.
+        system: Of a trace of several, those to take: "2,20", "all", or "" for the one with the most faults.
         data: A format of clicks and a file of it, if the question can be asked of one.
     """
 
@@ -87,7 +88,8 @@ class Arguments:
     seed: int = 0
     engine: str = ""
     setting: str = ""
-    trace: Path | None = None
+    traces: tuple[Path, ...] = ()
+    system: str = ""
     data: tuple[str, Path] | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.harness.result import FIXED, Label
 
-ACROSS = ("source", "spread", "hosts", "kernel", "method", "over", "part", "buffer", "phase")
+ACROSS = ("source", "spread", "trace", "hosts", "kernel", "method", "over", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
 SHEETS = {

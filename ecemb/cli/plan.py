@@ -146,7 +146,7 @@ def text(job: Job, estimates: Sequence[Estimate]) -> str:
 
 def _job(job: Job) -> str:
     hours = 1 / (job.host_faults_per_h + job.process_faults_per_h)
-    bursts = f"all in one rack of {job.rack_hosts}" if job.rack_hosts else "any"
+    bursts = f"filling racks of {job.rack_hosts}" if job.rack_hosts else "any"
     losses = job.host_faults_per_h * MONTH_H
     lost = (
         f"{losses:,.1f} times a month hosts are lost, {job.burst_share:.0%} of them several at once, {bursts}"

@@ -66,8 +66,8 @@ class Job:
         mtbf_h: Hours between faults of any kind in the whole job; None for the published rates.
         host_share: Part of those faults that lose a host's memory.
         burst_share: Part of host faults that lose several hosts at once, in numbers from `BURST_SIZES`.
-        rack_hosts: Number of hosts in a rack; a burst takes all its hosts from one rack. With 0, a burst
-            takes any hosts.
+        rack_hosts: Number of hosts in a rack; a burst takes its hosts from one rack, and those that one rack
+            doesn't have from the next (`RackBursts`). With 0, a burst takes any hosts.
         dense_bytes: Bytes of replicated state: dense parameters and their optimizer's state.
 
     Raises:
@@ -299,9 +299,9 @@ def losses_per_month(job: Job, odds: Odds, recovery_h: float) -> tuple[float, fl
     faults = job.host_faults_per_h * MONTH_H
     again = -math.expm1(-job.host_faults_per_h * recovery_h)
     alone = faults * (1 - job.burst_share) * odds.episode(1, again)
-    one_rack = job.rack_hosts > 0
+    by_rack = job.rack_hosts > 0
     bursts = sum(
-        faults * job.burst_share * share * odds.episode(size, again, one_rack=one_rack)
+        faults * job.burst_share * share * odds.episode(size, again, by_rack=by_rack)
         for size, share in BURST_SIZES.items()
     )
     return alone, bursts

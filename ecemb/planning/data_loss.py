@@ -1,7 +1,7 @@
 """The probability that lost hosts exceed the parity of a placement.
 
 Owns: the sets of hosts whose loss is not tolerated, and their probability. Both follow from
-`Placement.positions`; tests compare them with `Placement.tolerates`.
+`Placement.positions`; tests compare them with `Placement.tolerates`. And the hosts that a burst takes.
 
 Stripes are n consecutive positions of the ring, so a set of hosts breaks a stripe exactly when r + 1 of their
 positions lie within n consecutive ones. Few sets are counted exactly; many are sampled (with a fixed seed).
@@ -91,20 +91,19 @@ class Odds:
         around = np.concatenate((taken, taken[:, :r] + self._ring), axis=1)
         return np.any(around[:, r:] - taken < n, axis=1)
 
-    def chance(self, lost: int, following: int = 0, *, one_rack: bool = False) -> float:
+    def chance(self, lost: int, following: int = 0, *, by_rack: bool = False) -> float:
         """The probability that the loss of `lost` + `following` hosts is not tolerated.
 
         Args:
-            lost: Number of hosts lost at once, drawn uniformly; with `one_rack`, all from one rack, and at
-                most its number of hosts.
+            lost: Number of hosts lost at once, drawn uniformly; with `by_rack`, as `RackBursts` has them.
             following: Number of other hosts, from any rack, lost before the first ones are rebuilt.
-            one_rack: See `lost`.
+            by_rack: See `lost`.
         """
-        one_rack = one_rack and self._rack_hosts < self.count
-        lost = min(lost, self._rack_hosts if one_rack else self.count)
-        return self._chance(lost, min(following, self.count - lost), one_rack)
+        by_rack = by_rack and self._rack_hosts < self.count
+        lost = min(lost, self.count)
+        return self._chance(lost, min(following, self.count - lost), by_rack)
 
-    def episode(self, lost: int, again: float, *, one_rack: bool = False) -> float:
+    def episode(self, lost: int, again: float, *, by_rack: bool = False) -> float:
         """The probability that data is lost before the rebuild ends, if each further loss restarts it.
 
         Let q(j) be the probability of data loss for j of H hosts, and p that any of the H hosts is lost
@@ -114,11 +113,11 @@ class Odds:
         Args:
             lost: Number of hosts that are lost first, at once.
             again: p.
-            one_rack: As in `chance`.
+            by_rack: As in `chance`.
         """
         total, before, reached = 0.0, 0.0, 1.0
         for following in range(FOLLOWING + 1):
-            now = max(before, self.chance(lost, following, one_rack=one_rack))
+            now = max(before, self.chance(lost, following, by_rack=by_rack))
             total += reached * (now - before)
             before = now
             part = min(1.0, (lost + following) / self.count)
@@ -127,35 +126,24 @@ class Odds:
                 break
         return total
 
-    def _drawn_or_counted(self, lost: int, following: int, one_rack: bool) -> float:
+    def _drawn_or_counted(self, lost: int, following: int, by_rack: bool) -> float:
         together, r = lost + following, self._placement.r
         if self._spread and together <= r:
             return 0.0
         if together > 1 and not self._spread and self.chance(1) == 1:
             return 1.0
-        if (
-            one_rack
-            and not following
-            and (self.count // self._rack_hosts) * comb(self._rack_hosts, lost) <= TRIALS
-        ):
-            return self._counted(lost, self._rack_hosts)
-        if not one_rack and comb(self.count, together) <= TRIALS:
-            return self._counted(together, self.count)
-        if self._spread and not one_rack:
+        bursts = RackBursts(self.count, self._rack_hosts if by_rack else self.count)
+        if not (by_rack and following) and bursts.number_of(together) <= TRIALS:
+            return float(self.broken(bursts.all_of(together)).mean())
+        if self._spread and not by_rack:
             least = self._least
             expected = comb(together, r + 1) * least
             if together == r + 1:
                 return least
             if expected < RARE:
                 return 1 - exp(-expected)
-        rng = np.random.default_rng((together, lost, one_rack))
-        return float(self.broken(self._draw(rng, lost, following, one_rack)).mean())
-
-    def _counted(self, lost: int, size: int) -> float:
-        """The part of all sets of `lost` hosts from one group of `size` hosts whose loss is not tolerated."""
-        one = np.array(list(combinations(range(size), lost)), np.int64)
-        groups = range(0, self.count - size + 1, size)
-        return float(self.broken(np.concatenate([one + first for first in groups])).mean())
+        rng = np.random.default_rng((together, lost, by_rack))
+        return float(self.broken(self._draw(rng, bursts, lost, following)).mean())
 
     @cached_property
     def _least(self) -> float:
@@ -175,21 +163,70 @@ class Odds:
             places = len(np.unique(np.sort(host[taken], axis=1), axis=0))
         return min(1.0, places / comb(self.count, r + 1))
 
-    def _draw(self, rng: np.random.Generator, lost: int, following: int, one_rack: bool) -> Hosts:
+    def _draw(self, rng: np.random.Generator, bursts: RackBursts, lost: int, following: int) -> Hosts:
         """Samples int64 [TRIALS, lost + following] with distinct hosts in each row."""
-        size = self._rack_hosts if one_rack else self.count
         found: list[Hosts] = []
         missing = TRIALS
         while missing:
-            drawn = different(rng, missing, lost, size)
-            if one_rack:
-                drawn += self._rack_hosts * rng.integers(self.count // size, size=(missing, 1))
             more = rng.integers(self.count, size=(missing, following))
-            drawn = np.hstack((drawn, more))
+            drawn = np.hstack((bursts.draw(rng, missing, lost), more))
             ordered = np.sort(drawn, axis=1)
             found.append(drawn[(ordered[:, 1:] != ordered[:, :-1]).all(axis=1)])
             missing -= len(found[-1])
         return np.concatenate(found)
+
+
+class RackBursts:
+    """Sets of hosts that are lost at once: all from one rack, drawn uniformly, or from it and the next ones.
+
+    A burst of more hosts than a rack has takes the whole rack, and the others from the rack after it, and so
+    on. After the last host comes host 0. A rack with fewer hosts than the others is
+    never the first.
+
+    Args:
+        count: The number of hosts, H.
+        rack_hosts: Hosts in a rack, at most H. With H, a burst takes any hosts.
+    """
+
+    def __init__(self, count: int, rack_hosts: int) -> None:
+        self._count, self._rack_hosts = count, rack_hosts
+
+    def number_of(self, lost: int) -> int:
+        """The number of sets of `lost` hosts, at most H; some may be equal."""
+        whole, size = self._parts(lost)
+        return (self._count // self._rack_hosts) * comb(size, lost - whole)
+
+    def all_of(self, lost: int) -> Hosts:
+        """All sets of `lost` hosts, int64 [`number_of(lost)`, lost]; new."""
+        whole, size = self._parts(lost)
+        rest = np.array(list(combinations(range(whole, whole + size), lost - whole)), np.int64)
+        one = np.hstack((np.tile(np.arange(whole), (len(rest), 1)), rest))
+        first = range(0, self._count - self._rack_hosts + 1, self._rack_hosts)
+        return np.concatenate([(one + host) % self._count for host in first])
+
+    def draw(self, rng: np.random.Generator, sets: int, lost: int) -> Hosts:
+        """Draws sets of `lost` hosts, at most H, uniformly.
+
+        Args:
+            rng: Generator; its state advances.
+            sets: Number of sets.
+            lost: Hosts in each set.
+
+        Returns:
+            int64 [sets, lost]; new.
+        """
+        whole, size = self._parts(lost)
+        rest = whole + different(rng, sets, lost - whole, size)
+        drawn = np.hstack((np.tile(np.arange(whole), (sets, 1)), rest))
+        racks = self._count // self._rack_hosts
+        if racks > 1:
+            drawn += self._rack_hosts * rng.integers(racks, size=(sets, 1))
+        return drawn % self._count
+
+    def _parts(self, lost: int) -> tuple[int, int]:
+        """Hosts of racks that are lost completely, and the number of hosts that the others are taken from."""
+        whole = lost // self._rack_hosts * self._rack_hosts
+        return whole, max(1, min(self._rack_hosts, self._count - whole))
 
 
 def different(rng: np.random.Generator, sets: int, size: int, count: int) -> Hosts:

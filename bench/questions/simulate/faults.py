@@ -6,7 +6,7 @@ Two forms of trace are read, and recognized by their beginning:
   `node_id`, `event_time` in days, `event_type` "fault_start" or "fault_end". Of 400 servers, those that never
   fail are not in it (published beside it). Each fault takes the host's memory (chosen: the worst case).
 - LANL's failures of 1996 to 2005 as CSV (LA-UR-05-7318), by the names of its columns: `System`, `nodes`,
-  `nodenumz`, `Prob Started`. Of its systems the one with the most failures is taken.
+  `nodenumz`, `Prob Started`. Of its systems the one with the most failures is taken, or named ones, or all.
 
 Events and lines that can't be read are counted, and never a crash; a file without any that can is refused.
 """
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from bench.harness.result import BadFile
 from ecemb.planning.cost import BURST_SIZES, Job
-from ecemb.planning.data_loss import different
+from ecemb.planning.data_loss import RackBursts
 
 INFINITEHBD_SERVERS = 400
 TOGETHER_H = 1 / 6
@@ -38,6 +38,8 @@ MOST_NODES = 1 << 20
 """Of a cluster."""
 MOST_HOURS = 24 * 366 * 100
 """From the beginning of a trace, or for dates from 1990, to its last event."""
+ALL = "all"
+"""All systems of a file of LANL's."""
 LEAST_NODES = 16
 """Of a trace: fewer are no job."""
 
@@ -64,7 +66,8 @@ class Trace:
         nodes: How many there are, those that never fail included.
         hours: From the first event to the last.
         losses: (hour, node), ascending.
-        skipped: Events or lines that could not be read.
+        skipped: Events or lines of the file that could not be read.
+        system: Of LANL's, or "".
     """
 
     name: str
@@ -72,6 +75,7 @@ class Trace:
     hours: float
     losses: tuple[tuple[float, int], ...]
     skipped: int
+    system: str = ""
 
 
 def drawn(job: Job, hours: float, rng: np.random.Generator, shape: float = 1.0) -> list[Fault]:
@@ -98,28 +102,27 @@ def drawn(job: Job, hours: float, rng: np.random.Generator, shape: float = 1.0) 
 
 
 def struck(job: Job, sizes: Sequence[int], rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """Draws which hosts are lost together, a set of each size: of one rack, if the job has racks."""
-    size = min(job.rack_hosts or job.hosts, job.hosts)
+    """Draws which hosts are lost together, a set of each size: rack by rack, if the job has racks."""
+    bursts = RackBursts(job.hosts, min(job.rack_hosts or job.hosts, job.hosts))
     found: list[tuple[int, ...]] = [()] * len(sizes)
     for many, count in Counter(sizes).items():
         if many:
-            lost = different(rng, count, min(many, size), size)
-            lost += size * rng.integers(job.hosts // size, size=(count, 1))
+            lost = bursts.draw(rng, count, min(many, job.hosts)).tolist()
             places = [i for i, one in enumerate(sizes) if one == many]
-            for i, one in zip(places, lost.tolist(), strict=True):
+            for i, one in zip(places, lost, strict=True):
                 found[i] = tuple(one)
     return found
 
 
-def replayed(trace: Trace, job: Job, rng: np.random.Generator, *, one_rack: bool) -> list[Fault]:
+def replayed(trace: Trace, job: Job, rng: np.random.Generator, *, by_rack: bool) -> list[Fault]:
     """A trace as it strikes a job on some of its nodes; nodes and their order are drawn.
 
     Args:
         trace: The trace, of at least as many nodes as the job has hosts.
         job: How many hosts, and in which racks.
         rng: Consumed.
-        one_rack: Of what the trace loses within `TOGETHER_H` of each other, that in the job strikes one rack
-            of it; the trace doesn't say where nodes are. Else nodes keep their identity.
+        by_rack: What the trace loses within `TOGETHER_H` of each other strikes the job rack by rack
+            (`RackBursts`); the trace doesn't say where nodes are. Else nodes keep their identity.
 
     Raises:
         BadFile: The job has more hosts than the trace has nodes.
@@ -130,7 +133,7 @@ def replayed(trace: Trace, job: Job, rng: np.random.Generator, *, one_rack: bool
         )
     host_of = dict(zip(rng.permutation(trace.nodes)[: job.hosts].tolist(), range(job.hosts), strict=True))
     losses = [(hour, host_of[node]) for hour, node in trace.losses if node in host_of]
-    if not one_rack:
+    if not by_rack:
         return [Fault(hour, (host,)) for hour, host in losses]
     bursts = episodes(losses, TOGETHER_H)
     lost = struck(job, [len({host for _, host in burst}) for burst in bursts], rng)
@@ -148,17 +151,37 @@ def episodes(losses: Iterable[tuple[float, Any]], within_h: float) -> list[list[
     return found
 
 
-def read(path: Path) -> Trace:
-    """Reads a trace of one of the two forms.
+def read(path: Path, system: str = "") -> list[Trace]:
+    """Reads the traces of a file of one of the two forms.
+
+    Args:
+        path: The file.
+        system: Of LANL's: numbers with commas between, or `ALL` for each that a job can be replayed from; by
+            default the one with the most failures.
 
     Raises:
-        BadFile: It can't be read, has no fault in it that can, or is of too few nodes or too short.
+        BadFile: It can't be read, has no fault in it that can, or is of too few nodes or too short; or there
+            is no such system.
     """
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise BadFile(f"--trace {path}: {error.strerror or error}; give the path of a file") from error
-    found = _infinitehbd(path, text) if text.lstrip()[:1] in ("[", "{") else _lanl(path, text)
+    if text.lstrip()[:1] in ("[", "{"):
+        return [_usable(path, _infinitehbd(path, text))]
+    systems = {trace.system: trace for trace in _lanl(path, text)}
+    named = system.split(",") if system not in ("", ALL) else []
+    if missing := [name for name in named if name not in systems]:
+        raise BadFile(
+            f"--system {','.join(missing)}: {path} has the systems {', '.join(systems)}; name some, or {ALL}"
+        )
+    if system == ALL:
+        named = [name for name, one in systems.items() if one.nodes >= LEAST_NODES and one.hours]
+    most = max(systems, key=lambda name: len(systems[name].losses))
+    return [_usable(path, systems[name]) for name in named or [most]]
+
+
+def _usable(path: Path, found: Trace) -> Trace:
     if not found.losses:
         raise BadFile(
             f"--trace {path} has no fault that can be read ({found.skipped} lines can't): give InfiniteHBD's "
@@ -195,7 +218,7 @@ def _infinitehbd(path: Path, text: str) -> Trace:
     return _trace(path.name, starts, INFINITEHBD_SERVERS, last, skipped)
 
 
-def _lanl(path: Path, text: str) -> Trace:
+def _lanl(path: Path, text: str) -> list[Trace]:
     rows = _rows(text)
     heads = [name.strip().lower() for name in next(rows, None) or ()]
     places = [
@@ -223,11 +246,14 @@ def _lanl(path: Path, text: str) -> Trace:
         nodes[system] = max(nodes[system], count)
         by_system.setdefault(system, []).append((hour, str(number)))
     if not by_system:
-        return Trace(path.name, 0, 0.0, (), skipped)
-    system = max(by_system, key=lambda name: len(by_system[name]))
-    first = min(hour for hour, _ in by_system[system])
-    starts = [(hour - first, node) for hour, node in by_system[system]]
-    return _trace(f"{path.name}, system {system}", starts, nodes[system], max(starts)[0], skipped)
+        return [Trace(path.name, 0, 0.0, (), skipped)]
+    found: list[Trace] = []
+    for system, losses in by_system.items():
+        first = min(hour for hour, _ in losses)
+        starts = [(hour - first, node) for hour, node in losses]
+        name = f"{path.name}, system {system}"
+        found.append(_trace(name, starts, nodes[system], max(starts)[0], skipped, system))
+    return found
 
 
 def _rows(text: str) -> Iterator[list[str]]:
@@ -240,10 +266,12 @@ def _rows(text: str) -> Iterator[list[str]]:
                 yield []
 
 
-def _trace(name: str, starts: list[tuple[float, str]], nodes: int, hours: float, skipped: int) -> Trace:
+def _trace(
+    name: str, starts: list[tuple[float, str]], nodes: int, hours: float, skipped: int, system: str = ""
+) -> Trace:
     numbers = {node: i for i, node in enumerate(sorted({node for _, node in starts}))}
     losses = sorted((hour, numbers[node]) for hour, node in starts)
-    return Trace(name, max(nodes, len(numbers)), hours, tuple(losses), skipped)
+    return Trace(name, max(nodes, len(numbers)), hours, tuple(losses), skipped, system)
 
 
 def _hours(date: str) -> float:

@@ -1,9 +1,8 @@
 """What should one use, on 16 to 4096 hosts, and which code and placement are enough?
 
 An event simulation: faults of hosts and processes, drawn from a model or, with `--trace FILE`, replayed from
-a real cluster (InfiniteHBD's JSON or LANL's CSV), strike a training under each way
-of surviving. Who keeps whose parity is ecemb's own placement. No cluster was
-used: costs are measured on one machine, published, or chosen, and `assumed` says which is which. Where closed
+real clusters (InfiniteHBD's JSON, or LANL's CSV with `--system N,M` or `--system all`), strike a training
+under each way of surviving. Who keeps whose parity is ecemb's own placement. No cluster was used: costs are measured on one machine, published, or chosen, and `assumed` says which is which. Where closed
 formulas hold, the simulation must be within 2 % of them, or there is no answer.
 
 Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times as many dead processes
@@ -12,14 +11,17 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
 - `simulated_over_formula`: by Young, Daly, Maeng et al., Kokolis et al. (its E[ETTR] as quoted in public
   code, not checked against the paper), and the planner's chance of loss.
 - `ettr`: effective training-time ratio, what was trained over the time it took: the mean of several months.
-  Faults "exponential"; "gamma 0.5": the same rate in swarms; a trace's name: its host faults, and processes
-  as drawn. In brackets: the worst and the best month.
+  Faults "exponential"; "gamma 0.5": the same rate in swarms. In brackets: the worst and the best month.
 - `steps_run_again`: per fault. `samples_lost_pct`: what failed servers forgot, CPR's PLS.
+- `ettr_on_trace`, `steps_run_again_on_trace`, `samples_lost_on_trace_pct`: the same for the hosts that a
+  trace loses, with processes that die as many times more often as in the model. Each method saves at its own
+  best interval for the trace's rate of faults. In brackets: the worst and the best of several draws of hosts.
 - `data_lost_pct`: the chance that a month loses what then only the durable tier still has, by the planner's
   formula. `data_lost_on_trace_pct`: counted over replays of the trace on hosts drawn from it. Over ranks,
   parity may be on the host of its rows; over hosts is what `protect` does; over racks is the same when
   ranks were given to hosts so that racks take turns. `strike` says where hosts are that fail together:
-  anywhere, or in one rack of 8. The trace does not record it.
+  anywhere; or by rack: in one rack of 8, and those of a larger burst in the next one too. The trace does not
+  record it.
 - `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
   best that isn't of its kind. All methods meet the same faults.
 - `cells_ahead`: cells of that map in which a method of a kind is ahead; `cells_second`: in which one is the
@@ -38,7 +40,7 @@ from statistics import mean
 
 import numpy as np
 
-from bench.harness.result import Arguments, Label, Row, once
+from bench.harness.result import Arguments, Label, Row, by_metric, once
 from bench.questions.simulate.checks import CLOSE, checks
 from bench.questions.simulate.faults import Fault, Trace, drawn, episodes, read, replayed, sets_by_size
 from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
@@ -53,7 +55,8 @@ CODES = (Code(2, 1), Code(4, 3), Code(8, 7), Code(3, 1), Code(6, 4), Code(10, 8)
 SIZES, QUICK_SIZES = (16, 64, 256, 1024, 4096), (16, 64)
 MONTHS, QUICK_MONTHS = 10, 2
 FAULTS, QUICK_FAULTS = 40_000, 2000
-REPLAYS, QUICK_REPLAYS = 500, 20
+REPLAYED_H, QUICK_REPLAYED_H = 4e6, 1.6e5
+"""Of a trace, again and again on other hosts."""
 TRACE_SIZES = (64, 400)
 RACK_HOSTS = 8
 SHAPES = {"exponential": 1.0, "gamma 0.5": 0.5}
@@ -83,15 +86,16 @@ def run(arguments: Arguments) -> list[Row]:
         WrongResult: The simulation is too far from a formula.
     """
     quick = arguments.quick
-    trace = read(arguments.trace) if arguments.trace is not None else None
+    traces = [trace for path in arguments.traces for trace in read(path, arguments.system)]
     all_costs = costs()
     job = measured(JOB, all_costs)
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
-    rows += trainings(job, all_costs, trace, quick=quick, seed=arguments.seed)
+    rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)
+    rows += on_traces(job, all_costs, traces, quick=quick, seed=arguments.seed)
     rows += losses(job, QUICK_SIZES if quick else SIZES)
-    if trace is not None:
-        rows.append(said(trace))
-        rows += losses_of_trace(job, trace, QUICK_REPLAYS if quick else REPLAYS, arguments.seed)
+    rows += map(said, traces)
+    for trace in traces:
+        rows += losses_of_trace(job, trace, QUICK_REPLAYED_H if quick else REPLAYED_H, arguments.seed)
     cells = list(best(job, all_costs, QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed))
     return [*rows, *cells, *places(cells), *rows_of(all_costs, job)]
 
@@ -115,65 +119,66 @@ def sized(job: Job, hosts: int) -> Job:
     return replace(job, hosts=hosts, table_bytes=hosts * job.table_bytes / job.hosts)
 
 
-def trainings(
-    base: Job, all_costs: Mapping[str, Cost], trace: Trace | None, *, quick: bool, seed: int
-) -> list[Row]:
+def trainings(base: Job, all_costs: Mapping[str, Cost], *, quick: bool, seed: int) -> list[Row]:
     """ETTR, steps run again and lost samples of all methods, by number of hosts and kind of faults."""
     months = QUICK_MONTHS if quick else MONTHS
     rows: list[Row] = []
-    sizes = QUICK_SIZES if quick else SIZES
-    replayed_on = max(size for size in sizes if trace is None or size <= min(SHAPED, trace.nodes))
-    for hosts in sizes:
+    for hosts in QUICK_SIZES if quick else SIZES:
         job = sized(base, hosts)
-        kinds = list(SHAPES) if hosts == SHAPED else ["exponential"]
-        if trace is not None and hosts == replayed_on:
-            kinds.append(trace.name)
-        ways = methods(job, all_costs)
-        for arrivals in kinds:
-            given = [_faults(arrivals, job, trace, seed + month) for month in range(months)]
-            for method in ways:
-                outcomes = [
-                    train(method, faults, hours, hosts=hosts, ranks=job.ranks) for faults, hours in given
-                ]
-                rows += _rows(
-                    method, job, outcomes, {"hosts": hosts, "faults": arrivals, "method": method.name}
-                )
-    return sorted(rows, key=lambda row: row.metric)
+        for arrivals in list(SHAPES) if hosts == SHAPED else ["exponential"]:
+            rngs = [np.random.default_rng((seed + month, hosts)) for month in range(months)]
+            given = [drawn(job, MONTH_H, rng, SHAPES[arrivals]) for rng in rngs]
+            for method in methods(job, all_costs):
+                outcomes = [train(method, faults, MONTH_H, hosts=hosts, ranks=job.ranks) for faults in given]
+                labels: dict[str, Label] = {"hosts": hosts, "faults": arrivals, "method": method.name}
+                rows += _rows(method, job, outcomes, labels)
+    return by_metric(rows)
 
 
-def _faults(arrivals: str, job: Job, trace: Trace | None, seed: int) -> tuple[list[Fault], float]:
-    """The faults of a month, or of a whole trace, and how many hours that is."""
-    rng = np.random.default_rng((seed, job.hosts))
-    if trace is None or arrivals != trace.name:
-        return drawn(job, MONTH_H, rng, SHAPES[arrivals]), MONTH_H
-    rate = trace_rate(trace, job)
-    processes = drawn(replace(job, mtbf_h=1 / rate, host_share=0), trace.hours, rng)
-    hosts = replayed(trace, job, rng, one_rack=False)
-    return sorted([*processes, *hosts], key=lambda fault: fault.hour), trace.hours
+def on_traces(
+    base: Job, all_costs: Mapping[str, Cost], traces: Sequence[Trace], *, quick: bool, seed: int
+) -> list[Row]:
+    """The same on the faults of traces, each for a job of as many hosts as one can have."""
+    rows: list[Row] = []
+    for trace in traces:
+        hosts = max(size for size in SIZES if size <= min(SHAPED, trace.nodes))
+        job = at_rate(trace, sized(base, hosts))
+        given: list[list[Fault]] = []
+        for month in range(QUICK_MONTHS if quick else MONTHS):
+            rng = np.random.default_rng((seed + month, hosts))
+            died = drawn(replace(job, mtbf_h=1 / job.process_faults_per_h, host_share=0), trace.hours, rng)
+            lost = replayed(trace, job, rng, by_rack=False)
+            given.append(sorted([*died, *lost], key=lambda fault: fault.hour))
+        for method in methods(job, all_costs):
+            outcomes = [train(method, faults, trace.hours, hosts=hosts, ranks=job.ranks) for faults in given]
+            labels: dict[str, Label] = {"trace": trace.name, "hosts": hosts, "method": method.name}
+            rows += _rows(method, job, outcomes, labels, "_on_trace")
+    return by_metric(rows)
 
 
-def trace_rate(trace: Trace, job: Job) -> float:
-    """Dead processes per hour, as many times the trace's lost hosts as in the model."""
-    lost = len(trace.losses) / trace.hours * job.hosts / trace.nodes
-    return lost * job.process_faults_per_h / job.host_faults_per_h
+def at_rate(trace: Trace, job: Job) -> Job:
+    """The job with the trace's rate of lost hosts, and as many dead processes to one of these as before."""
+    lost_per_h = len(trace.losses) / trace.hours * job.hosts / trace.nodes
+    host_share = job.host_faults_per_h / (job.host_faults_per_h + job.process_faults_per_h)
+    return replace(job, mtbf_h=host_share / lost_per_h, host_share=host_share)
 
 
 def _rows(
-    method: Method, job: Job, outcomes: Sequence[Outcome], labels: dict[str, str | int]
+    method: Method, job: Job, outcomes: Sequence[Outcome], labels: dict[str, Label], on: str = ""
 ) -> Iterator[Row]:
     ettrs = [outcome.ettr for outcome in outcomes]
-    yield Row("ettr", mean(ettrs), "ratio", min(ettrs), max(ettrs), len(ettrs), {**labels})
+    yield Row(f"ettr{on}", mean(ettrs), "ratio", min(ettrs), max(ettrs), len(ettrs), {**labels})
     faults = sum(outcome.faults for outcome in outcomes)
     again_h = sum(outcome.again_h for outcome in outcomes)
-    yield once("steps_run_again", "steps", again_h * 3600 / job.step_s / max(1, faults), **labels)
+    yield once(f"steps_run_again{on}", "steps", again_h * 3600 / job.step_s / max(1, faults), **labels)
     if method.back == "failed":
         lost = [100 * outcome.pls for outcome in outcomes]
-        yield Row("samples_lost_pct", mean(lost), "%", min(lost), max(lost), len(lost), {**labels})
+        yield Row(f"samples_lost{on}_pct", mean(lost), "%", min(lost), max(lost), len(lost), {**labels})
 
 
 def losses(base: Job, sizes: Sequence[int]) -> Iterator[Row]:
     """The chance of loss in a month by code, placement and number of hosts, by the planner's formula."""
-    for strike, rack_hosts in (("anywhere", 0), ("one rack", RACK_HOSTS)):
+    for strike, rack_hosts in (("anywhere", 0), ("by rack", RACK_HOSTS)):
         for hosts in sizes:
             job = replace(sized(base, hosts), rack_hosts=rack_hosts)
             for code in CODES:
@@ -185,16 +190,17 @@ def losses(base: Job, sizes: Sequence[int]) -> Iterator[Row]:
                     yield _loss("data_lost_pct", code, spread, hosts, strike, chance)
 
 
-def losses_of_trace(base: Job, trace: Trace, replays: int, seed: int) -> Iterator[Row]:
-    """The same, counted over replays of a trace on hosts drawn from it."""
-    for strike in ("anywhere", "one rack"):
+def losses_of_trace(base: Job, trace: Trace, replayed_h: float, seed: int) -> Iterator[Row]:
+    """The same, counted over replays of a trace on hosts drawn from it, of as many hours together."""
+    replays = math.ceil(replayed_h / trace.hours)
+    for strike in ("anywhere", "by rack"):
         for hosts in [size for size in TRACE_SIZES if size <= trace.nodes] or [racks(trace.nodes)]:
             job = replace(sized(base, hosts), rack_hosts=RACK_HOSTS)
             window_h = max(host_recovery_s(job, code) for code in CODES) / 3600
             rng = np.random.default_rng((seed, hosts))
             groups: list[set[int]] = []
             for _ in range(replays):
-                faults = replayed(trace, job, rng, one_rack=strike == "one rack")
+                faults = replayed(trace, job, rng, by_rack=strike == "by rack")
                 ordered = sorted((fault.hour, fault.hosts) for fault in faults)
                 groups += [
                     {host for _, lost in group for host in lost} for group in episodes(ordered, window_h)
@@ -210,7 +216,9 @@ def losses_of_trace(base: Job, trace: Trace, replays: int, seed: int) -> Iterato
                     odds = Odds(placement, host_of, job.rack_hosts)
                     broken = sum(int(odds.broken(lost).sum()) for lost in sets.values())
                     chance = 100 * abs(math.expm1(-broken / months))
-                    yield _loss("data_lost_on_trace_pct", code, spread, hosts, strike, chance)
+                    yield _loss(
+                        "data_lost_on_trace_pct", code, spread, hosts, strike, chance, trace=trace.name
+                    )
 
 
 def racks(nodes: int) -> int:
@@ -218,11 +226,12 @@ def racks(nodes: int) -> int:
     return nodes // RACK_HOSTS * RACK_HOSTS
 
 
-def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance: float) -> Row:
+def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance: float, **more: Label) -> Row:
     return once(
         metric,
         "%",
         chance,
+        **more,
         strike=strike,
         hosts=hosts,
         spread=f"over {spread}s",

@@ -16,7 +16,7 @@ from ecemb.__main__ import main
 from ecemb.cli.plan import text
 from ecemb.coding.code import Code
 from ecemb.errors import ConfigurationError, PlacementError
-from ecemb.planning.cost import HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed
+from ecemb.planning.cost import BURST_SIZES, HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed
 
 JOB = Job(
     hosts=8,
@@ -63,7 +63,11 @@ def test_bursts_and_racks() -> None:
     job = replace(JOB, hosts=32, burst_share=0.1, rack_hosts=4)
     hosts, racks = (estimate(job, Code(4, 3), spread) for spread in ("host", "rack"))
     assert hosts.loss_per_month_bursts > 0.5
-    assert racks.loss_per_month_bursts < 0.05
+    larger = sum(share for size, share in BURST_SIZES.items() if size > job.rack_hosts)
+    bursts = job.host_faults_per_h * MONTH_H * job.burst_share
+    assert racks.loss_per_month_bursts == pytest.approx(-math.expm1(-bursts * larger), rel=0.03)
+    two = estimate(replace(job, rack_hosts=8, hosts=64), Code(6, 4), "rack")
+    assert two.loss_per_month_bursts < 1e-4
     ranks = estimate(job, Code(4, 3), "rank")
     assert (ranks.survives, ranks.loss_per_month) == (0, pytest.approx(1, abs=1e-4))
 

@@ -9,7 +9,7 @@ import pytest
 
 from ecemb.coding.placement import Placement
 from ecemb.errors import PlacementError
-from ecemb.planning.data_loss import Odds, different
+from ecemb.planning.data_loss import Odds, RackBursts, different
 
 
 def on_hosts(hosts: int, each: int) -> list[int]:
@@ -51,15 +51,42 @@ def test_chances_where_the_ring_does_not_repeat_the_hosts(spread: str) -> None:
     for lost in range(1, 5):
         assert odds.chance(lost) == pytest.approx(exact(placement, names, lost), rel=0.05)
     if spread == "rack":
-        assert odds.chance(2, one_rack=True) == odds.chance(5, one_rack=True) == 0
+        assert odds.chance(2, by_rack=True) == odds.chance(4, by_rack=True) == 0
+        assert odds.chance(5, by_rack=True) == 1
 
 
-def test_bursts_in_one_rack() -> None:
+def test_bursts_in_by_rack() -> None:
     names = on_hosts(12, 1)
     placement = Placement.plan(4, 3, names)
     pairs = [pair for rack in range(3) for pair in combinations(range(4 * rack, 4 * rack + 4), 2)]
     broken = sum(not placement.tolerates(pair) for pair in pairs) / len(pairs)
-    assert Odds(placement, names, 4).chance(2, one_rack=True) == pytest.approx(broken, rel=0.05)
+    assert Odds(placement, names, 4).chance(2, by_rack=True) == pytest.approx(broken, rel=0.05)
+
+
+def test_bursts_that_one_rack_cannot_hold_go_on_in_the_next() -> None:
+    bursts = RackBursts(14, 4)
+    spilled = bursts.all_of(6)
+    assert len(spilled) == bursts.number_of(6) == 3 * 6
+    assert {0, 1, 2, 3, 4, 7} in map(set, spilled.tolist())
+    assert {8, 9, 10, 11, 12, 13} in map(set, spilled.tolist())
+    assert not any(set(one) <= set(range(4, 8)) | {12, 13} for one in spilled.tolist())
+    drawn = bursts.draw(np.random.default_rng(0), 400, 6)
+    assert {tuple(sorted(one)) for one in drawn.tolist()} == {tuple(sorted(one)) for one in spilled.tolist()}
+    assert sorted(bursts.all_of(14)[0].tolist()) == sorted(bursts.draw(np.random.default_rng(0), 1, 14)[0])
+
+
+@pytest.mark.parametrize("code", [(4, 3), (5, 3)])
+@pytest.mark.parametrize("lost", [3, 4, 5, 7, 9])
+def test_racks_in_turn_hold_a_burst_of_as_many_racks_as_parity(code: tuple[int, int], lost: int) -> None:
+    """Racks of 4 hosts: a burst of 3 strikes one rack, of 5 two, of 9 three."""
+    n, k = code
+    hosts = [4 * rack + place for place in range(4) for rack in range(5)]
+    placement = Placement.plan(n, k, hosts)
+    odds = Odds(placement, hosts, 4)
+    ranks = [[hosts.index(host) for host in one] for one in RackBursts(20, 4).all_of(lost).tolist()]
+    broken = sum(not placement.tolerates(one) for one in ranks) / len(ranks)
+    assert odds.chance(lost, by_rack=True) == pytest.approx(broken)
+    assert (broken == 0) == (-(-lost // 4) <= n - k)
 
 
 def test_rare_sets_are_not_missed() -> None:
