@@ -2,8 +2,9 @@
 
 An event simulation: faults of hosts and processes, drawn from a model or, with `--trace FILE`, replayed from
 real clusters (InfiniteHBD's JSON, or LANL's CSV with `--system N,M` or `--system all`), strike a training
-under each way of surviving. Who keeps whose parity is ecemb's own placement. No cluster was used: costs are measured on one machine, published, or chosen, and `assumed` says which is which. Where closed
-formulas hold, the simulation must be within 2 % of them, or there is no answer.
+under each way of surviving. Who keeps whose parity is ecemb's own placement. No cluster was used: costs are
+measured on one machine, published, or chosen, and `assumed` says which is which. Where closed formulas hold,
+the simulation must be within 2 % of them, or there is no answer.
 
 Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times as many dead processes
 (published: DLRover), and in one of nine times several hosts at once, in sizes as in that trace.
