@@ -36,6 +36,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
 GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that shows its place
+REPORT_S = 5.0  # at most, for the log and torchrun's summary: a busy machine takes long, a full pipe for ever
 _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline
 _GOODBYE_S = 1.0  # for neighbours to receive a goodbye
@@ -336,11 +337,15 @@ def end_process(why: str, *, briefly: bool = False) -> None:
         why: for the log, and for torchrun's summary of failures.
         briefly: another rank reports it at length.
     """
+    grace_ends_at = time.monotonic() + GRACE_S
+    reporter = threading.Thread(target=_report, args=(why, briefly), daemon=True)
     try:  # in a thread: logging may block, on a pipe or on a lock of the main thread
-        threading.Thread(target=_report, args=(why, briefly), daemon=True).start()
+        reporter.start()
     except RuntimeError:  # no more threads: the interpreter is ending
         _report(why, briefly)
-    time.sleep(GRACE_S)
+    else:
+        reporter.join(REPORT_S)
+    time.sleep(max(0.0, grace_ends_at - time.monotonic()))
     error_file.wait_while_written()
     os._exit(EXIT_UNDECIDED)
 

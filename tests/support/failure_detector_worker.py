@@ -8,7 +8,7 @@ What the watch logs is reported with its level.
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import json
 import logging
 import os
@@ -16,16 +16,17 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 class Worker:
@@ -69,7 +70,21 @@ class Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what it was told last
+                    pipe.close()
+
+    def filled(self) -> None:
+        """Returns once it has filled the pipe to this end."""
+        assert self.process.stdout is not None
+        deadline, capacity = (
+            time.monotonic() + DEADLINE_S,
+            fcntl.fcntl(self.process.stdout, fcntl.F_GETPIPE_SZ),
+        )
+        while (
+            int.from_bytes(fcntl.ioctl(self.process.stdout, termios.FIONREAD, bytes(4)), "little") < capacity
+        ):
+            assert time.monotonic() < deadline, f"worker {self.index} does not fill the pipe"
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -99,7 +114,13 @@ class Telling(logging.Handler):
         say([record.levelname, record.getMessage()])
 
 
+def sleep() -> None:
+    say("begins")
+    time.sleep(10 * DEADLINE_S)
+
+
 def spin() -> None:
+    say("begins")
     while True:
         pass
 
@@ -107,11 +128,15 @@ def spin() -> None:
 def lock() -> None:
     mutex = threading.Lock()
     with mutex:
+        say("begins")
         mutex.acquire()
 
 
 def clog() -> None:
     """Fills stdout, where the logs also go: while no process reads, this hangs with the stream's lock."""
+    from ecemb.group import failure_detector
+
+    failure_detector.REPORT_S = 1.0
     logging.getLogger("ecemb").addHandler(logging.StreamHandler(sys.stdout))
     while True:
         sys.stdout.write("x" * 4096)
@@ -120,7 +145,7 @@ def clog() -> None:
 def fork() -> None:
     child = os.fork()
     if child == 0:
-        time.sleep(DEADLINE_S)
+        time.sleep(10 * DEADLINE_S)
         os._exit(0)
     say(child)
 
@@ -130,32 +155,19 @@ def fail() -> None:
 
 
 def fail_beside_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(DEADLINE_S,)).start()
+    threading.Thread(target=time.sleep, args=(10 * DEADLINE_S,)).start()
     fail()
-
-
-def work(seconds: float) -> None:
-    """Half of the time busy, half asleep."""
-    end = time.monotonic() + seconds / 2
-    while time.monotonic() < end:
-        pass
-    time.sleep(seconds / 2)
-    say("worked")
-
-
-def hold(seconds: float) -> None:
-    """In a call that keeps the interpreter's lock."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-    say("held")
 
 
 def main(index: int, size: int, timeout_s: float) -> None:
     package = types.ModuleType("ecemb")  # the real one imports torch
     package.__path__ = [str(ROOT / "ecemb")]
     sys.modules["ecemb"] = package
+    from ecemb.group import failure_detector
     from ecemb.group.failure_detector import FailureDetector
     from ecemb.group.handshake import Listener, Peer, connect
 
+    failure_detector.REPORT_S = DEADLINE_S
     logging.getLogger("ecemb").addHandler(Telling())
     with Listener() as listener:
         say(listener.port)
@@ -165,10 +177,9 @@ def main(index: int, size: int, timeout_s: float) -> None:
     watch = FailureDetector(links, index, [peer.name for peer in peers], timeout_s)
     say("watching")
     commands: dict[str, Callable[..., object]] = {
-        "sleep": lambda: time.sleep(DEADLINE_S),
         "end": lambda: sys.exit(0),
         "close": lambda: (watch.say_goodbye(), say("closed")),
-        **{one.__name__: one for one in (spin, lock, clog, fork, fail, fail_beside_a_thread, work, hold)},
+        **{one.__name__: one for one in (sleep, spin, lock, clog, fork, fail, fail_beside_a_thread)},
     }
     for line in iter(sys.stdin.readline, ""):
         name, *arguments = json.loads(line)

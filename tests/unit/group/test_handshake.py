@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from ecemb.group.handshake import Listener, Peer, connect
 from ecemb.group.links import Link, calls, keep, neighbours
 
 SECRET = b"of this start"
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 HERE = "127.0.0.1"
 
 
@@ -203,10 +205,21 @@ def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
             one.close()
 
 
-def test_a_worker_of_another_start_is_no_worker_of_this_one() -> None:
+def test_a_worker_of_another_start_is_no_worker_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline passes once worker 1 has called the stranger."""
+    assert calls(1, 2, 3)
+    end, now = handshake._Meeting._end, [time.monotonic()]
+
+    def ends(self: handshake._Meeting, contact: Any, error: Exception | None = None) -> None:
+        end(self, contact, error)
+        if self._index == 1 and "something else answers there" in str(error):
+            now[0] += 2 * DEADLINE_S
+
+    monkeypatch.setattr(handshake._Meeting, "_end", ends)
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with workers(3) as start:
-        start.begin(0, 1, deadline_s=1)
-        start.begin(2, secret=b"of another start", deadline_s=1)
+        start.begin(0, 1)
+        start.begin(2, secret=b"of another start")
         start.join()
         assert set(start.errors) == {0, 1, 2}
         text = str(start.errors[1])

@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -19,12 +21,13 @@ from ecemb.group.heartbeat import Beats
 
 Ends: TypeAlias = tuple[socket.socket, socket.socket]
 ROOT = Path(__file__).resolve().parents[3]
+DEADLINE_S = 300
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     near, far = socket.socketpair()
-    far.settimeout(60)
+    far.settimeout(DEADLINE_S)
     yield near, far
     near.close()
     far.close()
@@ -34,18 +37,13 @@ def test_beats_come_while_the_interpreter_is_held_and_no_more_after_stop(ends: E
     near, far = ends
     one = Beats([near.fileno()], 0.02, b"\7")
     assert far.recv(1) == b"\7"  # at once
-    far.setblocking(False)
-    while True:
-        try:
-            far.recv(1 << 10)
-        except BlockingIOError:
-            break
-    ctypes.PyDLL(None).usleep(1_000_000)
-    assert len(far.recv(1 << 10)) > 5
+    far.setblocking(True)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", DEADLINE_S, 0))
+    held = ctypes.create_string_buffer(20)  # this call keeps the interpreter until it has as many
+    assert ctypes.PyDLL(None).recv(far.fileno(), held, 20, socket.MSG_WAITALL) == 20
     one.stop()
     one.stop()
     near.close()
-    far.setblocking(True)
     while said := far.recv(1 << 10):
         assert not said.strip(b"\7")
 
@@ -61,7 +59,7 @@ def test_each_of_several_is_beaten_and_one_that_is_full_or_closed_holds_up_none(
         pass
     gone[1].close()
     one = Beats([near.fileno() for near, _ in pairs], 0.01, b"\7")
-    listening[1].settimeout(60)
+    listening[1].settimeout(DEADLINE_S)
     for _ in range(10):
         assert listening[1].recv(1) == b"\7"
     one.stop()
@@ -100,7 +98,10 @@ def test_starts_and_stops_leave_nothing(ends: Ends) -> None:
     before = held()
     for _ in range(100):
         Beats([ends[0].fileno()], 1.0, b"\7").stop()
-    assert held() == before
+    deadline = time.monotonic() + DEADLINE_S
+    while held() != before:  # a thread that was joined may still end in the kernel
+        assert time.monotonic() < deadline, (held(), before)
+        time.sleep(0.01)
 
 
 def test_a_thread_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +125,6 @@ def test_a_process_ends_well_whose_beats_nobody_stops() -> None:
     )
     for _ in range(3):
         ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
         )
         assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,7 @@ from ecemb.group import rendezvous
 from ecemb.group.assignment import Assignment
 from support.arena_holders import constants
 
-DEADLINE_S = 30
+DEADLINE_S = 300
 
 
 # --- claiming the memory ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ecemb.group import announcement, rollcall
 from ecemb.group.assignment import Report, Roster, Worker
 from support.arena_reports import header, report
 
-DEADLINE_S = 100
+DEADLINE_S = 300
 
 
 class Starts:
