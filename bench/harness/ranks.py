@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -17,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from .ports import ReservedPort
 
 IMPORTS = ("ecemb.kernels.cpu", "torch._dynamo")
 """What a guard and an optimizer import when they are first used, which takes seconds."""
@@ -74,11 +75,12 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ecemb-bench-")
+        self._port = ReservedPort()
         self._deadline = time.monotonic() + self._deadline_s
         environment = {
             "WORLD_SIZE": str(self._world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(self._port.number),
             "OMP_NUM_THREADS": "1",
         }
         context = multiprocessing.get_context("forkserver")
@@ -104,6 +106,7 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._port.close()
         self._folder.cleanup()
 
     def answers(self) -> list[Any]:
@@ -190,9 +193,3 @@ def _run(
     except BaseException:  # noqa: BLE001 - the caller raises it again
         pipe.send((None, f"raised:\n{traceback.format_exc()}"))
         raise SystemExit(1) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

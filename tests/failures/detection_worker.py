@@ -55,7 +55,7 @@ def train(folder: Path, silence_s: float) -> None:
         with guard.step() as step:
             (folder / f"{start}.{rank}").write_text(f"{os.getpid()} {step.number}")
             if step.number == 0 and start == 0 and rank == 1:
-                slow(4.5 * silence_s)
+                slow(2.0 * silence_s)
                 logging.warning("was slow")
             if step.number == first + 3 and rank == 0:
                 while not (folder / f"go.{start}").exists():

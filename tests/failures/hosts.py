@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.harness.ports import ReservedPort
 from ecemb.arena.arena import Arena
 from ecemb.arena.header import Constants, State
 from ecemb.arena.scan import Directory
@@ -118,7 +118,8 @@ class Hosts:
         Plan(setting).write(self.folder / "plan.json")
         self.agents: dict[str, Agent] = {}
         self.killed_ns = 0
-        self.endpoint = endpoint or f"127.0.0.1:{_free_port()}"
+        self._port = ReservedPort()
+        self.endpoint = endpoint or f"127.0.0.1:{self._port.number}"
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._saves = saves
@@ -135,6 +136,7 @@ class Hosts:
             _kill(pid)
         for agent in self.agents.values():
             agent.process.wait()
+        self._port.close()
         shutil.rmtree(self.memory, ignore_errors=True)
         if kind is None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -258,7 +260,9 @@ class Hosts:
         self._wait(lambda: all(a.process.poll() is not None for a in agents), END_S, "agents did not end")
         self.wait_for_end(set(self.processes()))
         self._hosts = hosts or self._hosts
-        self.endpoint = f"127.0.0.1:{_free_port()}"
+        self._port.close()
+        self._port = ReservedPort()
+        self.endpoint = f"127.0.0.1:{self._port.number}"
         self._hosted = False
 
     # --- what is seen ------------------------------------------------------------------------
@@ -393,12 +397,6 @@ def by_host(crew: Mapping[int, Trace]) -> dict[str, set[int]]:
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Unexpected(otherwise)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _kill(pid: int) -> None:

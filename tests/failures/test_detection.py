@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 import ecemb
+from bench.harness.ports import ReservedPort
 from ecemb.group.failure_detector import EXIT_UNDECIDED
 from failures.driver import ROOT
-from failures.hosts import _free_port
 from support.arena_holders import Holder, holding
 
-DEADLINE_S = 120.0
-SILENCE_S = 4.0
+DEADLINE_S = 600.0
+SILENCE_S = 12.0  # a worker may stand still for less, on a busy machine
 RANKS = 3
 
 
@@ -57,7 +57,7 @@ class Telling(logging.Handler):
 def work(pipe: Connection, index: int, size: int, port: int, folder: Path, act: Callable[[], None]) -> None:
     os.environ.update(RANK=str(index), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     logging.getLogger("ecemb").addHandler(Telling(pipe))
-    ecemb.init_process_group("gloo", job="detection", arena_dir=folder, timeout=timedelta(seconds=60))
+    ecemb.init_process_group("gloo", job="detection", arena_dir=folder, timeout=timedelta(seconds=DEADLINE_S))
     pipe.send("ready")
     pipe.recv()
     act()
@@ -66,8 +66,8 @@ def work(pipe: Connection, index: int, size: int, port: int, folder: Path, act: 
 
 @pytest.mark.parametrize("act", [all_reduce, broadcast, all_to_all])
 def test_a_death_ends_all_that_wait_in_a_collective(act: Callable[[], None], tmp_path: Path) -> None:
-    port = _free_port()
     with ExitStack() as stack:
+        port = stack.enter_context(ReservedPort()).number
         holders = [stack.enter_context(holding(work, index, 5, port, tmp_path, act)) for index in range(5)]
         assert [holder.told() for holder in holders] == ["ready"] * 5
         victim = holders.pop(2)
@@ -176,9 +176,10 @@ def test_slow_ranks_are_awaited_hung_ones_are_not_and_orphans_end(tmp_path: Path
         assert "PeerFailure" not in one.log()
 
         os.kill(pids[1], signal.SIGSTOP)
-        one.wait("waited for all to notice", lambda: one.log().count(" was silent for ") >= RANKS - 1)
-        lines = re.findall(r"(CRITICAL|WARNING) (.* was silent .*)", one.log())
-        for level, text in lines[: RANKS - 1]:
+        # torchrun ends the others as soon as one has ended: all say so only if none of them is faster.
+        noticed = re.compile(r"(CRITICAL|WARNING) (.* was silent .*)\n")
+        one.wait("waited for one to notice", lambda: noticed.search(one.log()))
+        for level, text in noticed.findall(one.log()):
             silence = re.search(rf"rank 1 \(host .*, pid {pids[1]}\) was silent for ([\d.]+) s;", text)
             assert level == "CRITICAL" and silence and float(silence[1]) >= SILENCE_S
         one.wait("waited for them to end", lambda: not alive(pids[0]) and not alive(pids[2]))

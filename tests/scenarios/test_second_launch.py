@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from torch import nn
 
 import ecemb
+from bench.harness.ports import ReservedPort
 from ecemb.arena import scan
 from support.fork_server import fork_server
-from support.processes import run_ranks
+from support.processes import DEADLINE_S, run_ranks
 from support.training_lives import Training
-
-DEADLINE_S = 300.0
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def two_launches(
@@ -62,16 +52,16 @@ def two_launches(
 def test_a_job_that_closes_while_it_is_launched_again_does_not_train_from_step_0(tmp_path: Path) -> None:
     """The second launch waits for the first one's arena, which is gone when that has closed."""
     context = fork_server()
-    told = run_ranks(
-        2,
-        two_launches,
-        str(tmp_path),
-        free_ports(2),
-        context.Event(),
-        context.Event(),
-        context.Event(),
-        group=False,
-        deadline_s=DEADLINE_S,
-    )
+    with ReservedPort() as one, ReservedPort() as other:
+        told = run_ranks(
+            2,
+            two_launches,
+            str(tmp_path),
+            [one.number, other.number],
+            context.Event(),
+            context.Event(),
+            context.Event(),
+            group=False,
+        )
     assert told == ["closed", "JobFinished"]
     assert not list(tmp_path.rglob("*.arena"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -19,7 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.harness.ports import ReservedPort
 from support.fork_server import fork_server
+
+DEADLINE_S = 300.0
+"""Minutes: on a busy machine a rank may stand still for many seconds, anywhere."""
 
 
 class RankFailed(AssertionError):
@@ -30,7 +33,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    deadline_s: float = 60,
+    deadline_s: float = DEADLINE_S,
     group: bool = True,
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` new processes and returns what each rank returned.
@@ -40,8 +43,10 @@ def run_ranks(
     without, the function is called with the rank first: `function(rank, *args)`.
 
     Raises:
-        RankFailed: With the traceback of the rank that failed first; the others are killed. When
-            the deadline passes, the traceback of every thread is on the stuck ranks' stderr.
+        RankFailed: With the traceback of the rank that failed first; the others are killed. A rank that a
+            signal has killed comes before those that raised, and these before those that ended otherwise:
+            ranks end because of others. When the deadline passes, the traceback of every thread is on the
+            stuck ranks' stderr.
     """
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,13 +78,11 @@ def launch(world_size: int, function: Callable[..., Any], folder: Path, *args: A
 
     No worker ends before all others have returned, unless one fails.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     meet = fork_server().Barrier(world_size)
-    return run_ranks(
-        world_size, _launched, world_size, port, meet, function, folder, *args, group=False, deadline_s=120
-    )
+    with ReservedPort() as port:
+        return run_ranks(
+            world_size, _launched, world_size, port.number, meet, function, folder, *args, group=False
+        )
 
 
 def _launched(
@@ -91,7 +94,7 @@ def _launched(
     )
     folder, *others = args
     result = function(folder, meet, *others)
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
     return result
 
 
@@ -104,6 +107,7 @@ def _collect(pipes: dict[Connection, int], processes: list[BaseProcess], deadlin
         if not ready:
             late = sorted(pipes[pipe] for pipe in waiting)
             raise RankFailed(f"ranks {late} did not end before the deadline")
+        failures: list[tuple[int, float, str]] = []
         for pipe in [pipe for pipe in waiting if pipe in ready or ends[pipe] in ready]:
             rank = pipes[pipe]
             try:
@@ -111,10 +115,16 @@ def _collect(pipes: dict[Connection, int], processes: list[BaseProcess], deadlin
                     raise EOFError
                 results[rank], failure = pipe.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died") from None
-            if failure is not None:
-                raise RankFailed(f"rank {rank} raised:\n{failure}")
+                processes[rank].join()
+                killed = (processes[rank].exitcode or 0) < 0
+                failures.append((0 if killed else 2, 0.0, f"rank {rank} died"))
+            else:
+                if failure is not None:
+                    at, text = failure
+                    failures.append((1, at, f"rank {rank} raised:\n{text}"))
             waiting.remove(pipe)
+        if failures:
+            raise RankFailed(min(failures)[2])
     return [results[rank] for rank in sorted(results)]
 
 
@@ -144,6 +154,6 @@ def _run(
             dist.barrier()  # nobody closes its sockets while another still needs them
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - it is raised again in the test's own process
-        pipe.send((None, traceback.format_exc()))
+        pipe.send((None, (time.monotonic(), traceback.format_exc())))
     else:
         pipe.send((result, None))

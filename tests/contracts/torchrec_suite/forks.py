@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 import time
 import traceback
@@ -13,7 +12,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-DEADLINE_S = 60
+from bench.harness.ports import ReservedPort
+
+DEADLINE_S = 300
 
 
 def fork_ranks(world_size: int, function: Callable[..., None], *args: Any) -> str:
@@ -25,9 +26,7 @@ def fork_ranks(world_size: int, function: Callable[..., None], *args: Any) -> st
         What failed, "" if nothing did.
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = ReservedPort()
     folder = tempfile.mkdtemp(dir="/dev/shm")
     processes = []
     pipes: dict[Connection, int] = {}
@@ -35,7 +34,7 @@ def fork_ranks(world_size: int, function: Callable[..., None], *args: Any) -> st
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(there, rank, world_size, port, function, folder, *args)
+                target=_rank, args=(there, rank, world_size, port.number, function, folder, *args)
             )
             process.start()
             there.close()
@@ -44,11 +43,12 @@ def fork_ranks(world_size: int, function: Callable[..., None], *args: Any) -> st
         return "\n".join(_failures(pipes))
     finally:
         for process in processes:
-            process.join(5)
+            process.join(5)  # it has answered, or will not
             process.kill()
             process.join()
         for pipe in pipes:
             pipe.close()
+        port.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
