@@ -157,9 +157,9 @@ WRITES = (
 def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "hangs": Part(0.1, (), words("import signal; signal.pause()")),
-        "fails": Part(60, (), words(f"{WRITES}; sys.exit(3)")),
-        "lacks": Part(60, ("no_such_module",), words("")),
-        "is done": Part(60, ("pytest",), words(WRITES)),
+        "fails": Part(600, (), words(f"{WRITES}; sys.exit(3)")),
+        "lacks": Part(600, ("no_such_module",), words("")),
+        "is done": Part(600, ("pytest",), words(WRITES)),
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
     with pytest.raises(Incomplete) as raised:

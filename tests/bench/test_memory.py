@@ -14,7 +14,7 @@ from bench.questions.memory.question import MIB, Held, Scale
 from ecemb.coding.code import Code
 
 CODE = Code(4, 3)
-SCALE = Scale(table_bytes=96 * MIB, batches=(2048, 8192), steps=2, timeout_s=120)
+SCALE = Scale(table_bytes=96 * MIB, batches=(2048, 8192), steps=2, timeout_s=600)
 
 
 @pytest.fixture(scope="module")

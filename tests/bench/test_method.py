@@ -121,7 +121,7 @@ def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live(
         Scripted(0, arena),
         Training(nn.Module(), []),
-        lambda _: steps.append(killed.wait(60)),
+        lambda _: steps.append(killed.wait(300)),
         2,
         rank=1,
         folder=tmp_path,

@@ -34,7 +34,7 @@ ORDER = Order(
     steps=3,
     repeats=2,
     seed=7,
-    timeout_s=60.0,
+    timeout_s=600.0,
 )
 METRICS = {
     "overhead_cpu_pct": 2,

@@ -22,7 +22,7 @@ from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 
 CASE = Case("memory", Code(4, 3), 2 * MIB, 1)
-SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=200.0, device=APART)
+SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=600.0, device=APART)
 
 
 def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:

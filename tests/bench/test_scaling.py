@@ -16,7 +16,7 @@ from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from support.processes import run_ranks
 
-SCALE = Scale(ranks=(5,), rows=4000, batch=200, steps=1, timeout_s=120)
+SCALE = Scale(ranks=(5,), rows=4000, batch=200, steps=1, timeout_s=600)
 
 
 def test_messages_are_counted_on_real_ranks() -> None:

@@ -75,7 +75,7 @@ def one_life(
     for part in ("arenas", "files", "ledgers", "memory"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     ecemb.init_process_group(
-        "gloo", job="contract", arena_dir=folder / "arenas", timeout=timedelta(seconds=60)
+        "gloo", job="contract", arena_dir=folder / "arenas", timeout=timedelta(seconds=300)
     )
     script = bags(device="cpu")
     memory = folder / "memory" / str(dist.get_rank())

@@ -25,7 +25,7 @@ from support.processes import RankFailed, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-DEADLINE_S = 240
+DEADLINE_S = 1000
 MARK = re.compile(r"<!-- (run|skip: .+|ranks \d+(?: with \w+)?|file: [\w.-]+|as in [\w./-]+) -->")
 CHECKED = ("protect", "init_process_group")
 """Public functions whose keywords are checked where code is only read."""

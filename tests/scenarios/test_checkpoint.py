@@ -51,7 +51,7 @@ from support.refusals import matching
 from support.training_lives import DIM, STEPS
 
 PROCESSES, WORLD = 6, 4
-DEADLINE_S = 280
+DEADLINE_S = 1000
 ROWS = 17  # shards of 5, 5, 5, 2 in a world of 4; of 9, 8 in one of 2; of 3 .. 2 in one of 6
 
 Bits = dict[str, str]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ecemb.arena.scan import arenas
 from ecemb.step.transaction import Transactions
-from support.arena_holders import holding
+from support.arena_holders import DEADLINE_S, holding
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -114,11 +114,11 @@ class Lives:
     def run(self, name: str, job: str, folder: Path, dies: int | None = None) -> tuple[list[int], list[str]]:
         """Exit codes and what the ranks said, by rank."""
         store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S), wait_for_workers=False
         )
         arguments = [*SCRIPTS[name][0].split(), "--job", job, "--arena-dir", str(folder)]
         self._ask.send((name, arguments, store.port, folder, dies))
-        assert self._ask.poll(120), "the script doesn't end"
+        assert self._ask.poll(DEADLINE_S), "the script doesn't end"
         codes = self._ask.recv()
         return codes, [(folder / f"{rank}.txt").read_text() for rank in range(RANKS)]
 
@@ -127,7 +127,7 @@ class Lives:
 def lives() -> Iterator[Lives]:
     modules = [module for _, _, module in SCRIPTS.values() if find_spec(module.partition(".")[0])]
     with holding(nest, modules) as holder:
-        assert holder.pipe.poll(120) and holder.pipe.recv() == "ready"
+        assert holder.pipe.poll(DEADLINE_S) and holder.pipe.recv() == "ready"
         yield Lives(holder.pipe)
 
 

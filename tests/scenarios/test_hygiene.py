@@ -24,6 +24,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ from support.three_hosts import WORLD, Place, Training, life, unguarded
 from support.training_lives import STEPS
 
 MIB = 1 << 20
-DEADLINE_S = 240
+DEADLINE_S = 1000
 PACKAGE = Path(ecemb.__file__).parent
 
 
@@ -110,7 +111,7 @@ def all_meet() -> None:
     name = f"meet/{MEETINGS[0]}"
     MEETINGS[0] += 1
     store.add(name, 1)
-    end = time.monotonic() + 60
+    end = time.monotonic() + DEADLINE_S
     while store.add(name, 0) < WORLD:
         assert time.monotonic() < end, "the others don't come"
         time.sleep(0.005)
@@ -449,10 +450,12 @@ def test_scenario(name: str, played: list[dict[str, str]], mount: Path | None) -
 # --- two jobs, and one job twice ----------------------------------------------------------------
 
 
-def start(index: int, folder: Path, job: str, port: int, seconds: float = 60) -> None:
+def start(index: int, folder: Path, job: str, port: int, awaits_s: float = DEADLINE_S) -> None:
+    """One launch; it waits so long for processes that hold arenas."""
     os.environ.update(RANK=str(index), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    timeout = timedelta(seconds=seconds)
-    ecemb.init_process_group("gloo", job=job, arena_dir=folder, host="here", timeout=timeout)
+    timeout, scan = timedelta(seconds=DEADLINE_S), Directory.scan
+    with mock.patch.object(Directory, "scan", lambda here, timeout_s: scan(here, min(timeout_s, awaits_s))):
+        ecemb.init_process_group("gloo", job=job, arena_dir=folder, host="here", timeout=timeout)
 
 
 def end() -> None:
@@ -484,29 +487,29 @@ def side_by_side(number: int, meet: Barrier, ports: list[int], folder: Path) -> 
         bits = training.bits()
         rank, mine = dist.get_rank(), sessions.current().arena
         assert mine is not None
-        meet.wait(60)
+        meet.wait(DEADLINE_S)
         if until == 2:
             end()
             if pair == 1 and rank == 1:
                 mine.path.unlink()
-            meet.wait(60)
+            meet.wait(DEADLINE_S)
 
     # The first one's name is launched once more while it lives.
     if pair == 1:
         end()
         with matching(ArenaBusy, "living processes hold arenas", "/job0/here/", "by process"):
-            start(index, folder, "job0", ports[2], seconds=5)
+            start(index, folder, "job0", ports[2], awaits_s=1.0)
         assert sessions._session is None
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
     if pair == 0:
         training.run(guard, 5)
         guard.close()
         end()
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
 
     # Two launches of a new job at the same moment.
     start(index, folder, "twin", ports[3 + pair])
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
     outcome = "trains"
     training = Training()
     try:
@@ -515,9 +518,9 @@ def side_by_side(number: int, meet: Barrier, ports: list[int], folder: Path) -> 
         outcome = str(error)
     else:
         training.run(guard, 1)
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
     left = [found.path.name for found in arenas(folder) if found.job == "twin"]
-    meet.wait(60)
+    meet.wait(DEADLINE_S)
     end()
     return bits, outcome, left
 
@@ -531,7 +534,7 @@ def test_two_jobs_side_by_side_and_one_job_launched_twice(tmp_path: Path) -> Non
     meet = fork_server().Barrier(4)
     stores = list(free_ports(5))
     ports = [store.port for store in stores]
-    told = run_ranks(4, side_by_side, meet, ports, tmp_path, deadline_s=200, group=False)
+    told = run_ranks(4, side_by_side, meet, ports, tmp_path, deadline_s=DEADLINE_S, group=False)
     bits = [one for one, _, _ in told]
     assert bits[:2] == bits[2:]
     outcomes = [one for _, one, _ in told]

@@ -46,7 +46,7 @@ from support.simulation import Job, Machines
 from support.three_hosts import ROWS, WORLD, Place, Training, life, unguarded
 from support.training_lives import CODE, DIM, STEPS
 
-DEADLINE_S = 280
+DEADLINE_S = 1000
 
 
 # --- what is given back -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ecemb.arena.scan import Directory
 from ecemb.errors import ArenaBusy, NotEnoughSpace, UsageError
 from support.fork_server import fork_server
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 ROWS_BYTES = 3 * 4096 + 8
 
 

@@ -18,7 +18,7 @@ import ecemb
 from ecemb.arena.header import Header
 from ecemb.arena.scan import arenas
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 def initialise(folder: Path) -> None:

@@ -51,7 +51,7 @@ from ecemb.step.window import Window
 
 Words = NDArray[np.uint64]
 
-WAIT_S = 60
+WAIT_S = 300
 BESIDE = 1000
 """Rank + this stands for the thread of a rank that commits beside the next step's body."""
 STATE_BYTES = 40

@@ -21,7 +21,7 @@ import ecemb
 from ecemb import session as sessions
 
 CODE = ecemb.Code(n=3, k=2)
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=300)
 DIM, STEPS = 3, 5
 
 _past: list[object] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DEADLINE_S = 200
+DEADLINE_S = 600
 LIGHT = ("--no-preload", "torch,ecemb,encodings")
 """Nothing is imported ahead: such a server is there at once, and forks as any other."""
 

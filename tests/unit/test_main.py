@@ -192,7 +192,7 @@ def test_as_a_program(arena_dir: Path) -> None:
     options: dict[str, Any] = {
         "capture_output": True,
         "text": True,
-        "timeout": 120,
+        "timeout": 600,
         "cwd": Path(__file__).parents[2],
         "env": {**os.environ, "PYTHONWARNINGS": "error"},
     }

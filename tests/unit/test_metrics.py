@@ -32,7 +32,7 @@ def told(folder: Path, meet: Barrier) -> dict[str, Any]:
             training.body()
             if server is not None:  # in the middle of a step, from another thread
                 address = f"http://127.0.0.1:{server.port}/metrics"
-                with urllib.request.urlopen(address, timeout=30) as answer:
+                with urllib.request.urlopen(address, timeout=300) as answer:
                     found["scrape"] = answer.read().decode()
         if board is not None:
             board.write()

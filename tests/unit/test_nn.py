@@ -20,7 +20,7 @@ from ecemb.nn import ShardedEmbeddingBag
 from support.fork_server import fork_server
 
 DIM = 4
-DEADLINE_S = 60
+DEADLINE_S = 300
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
@@ -65,7 +65,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(5)
+            process.join(DEADLINE_S)
             process.kill()
 
 
@@ -76,7 +76,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=DEADLINE_S / 2),
+        timeout=timedelta(seconds=DEADLINE_S),
     )
     while (work := pipe.recv()) is not None:
         function, args = work

@@ -237,7 +237,7 @@ def one_life(
     """The rank, and all that its steps began with."""
     for part in ("arenas", "ledgers"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    ecemb.init_process_group("gloo", job="cpr", arena_dir=folder / "arenas", timeout=timedelta(seconds=60))
+    ecemb.init_process_group("gloo", job="cpr", arena_dir=folder / "arenas", timeout=timedelta(seconds=300))
     script = bags(device="cpu")
     began: list[dict[str, Any]] = []
 

@@ -186,7 +186,7 @@ def killed_halfway(folder: Path) -> None:
 
     def isend(tensor: Tensor, **how: Any) -> Any:
         if how["group_dst"] == 2:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 300
             while step_of(folder / "0") == CUT and time.monotonic() < deadline:
                 os.sched_yield()
             life.note("after")

@@ -24,7 +24,7 @@ from bench.harness.result import Arguments, Row, document, once, write
 from support.check_n_run.training import Life, is_right
 from support.fork_server import fork_server
 
-DEADLINE_S = 60
+DEADLINE_S = 300
 CHUNK_BYTES = 200
 
 

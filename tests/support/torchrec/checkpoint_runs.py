@@ -30,7 +30,7 @@ def run(worker: str, ranks: int, job: str, root: Path, end: int) -> dict[str, di
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return {path.suffix[1:]: torch.load(path) for path in root.glob(f"{job}.*")}
 

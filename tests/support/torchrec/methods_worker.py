@@ -57,7 +57,7 @@ def main() -> None:
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / "arenas").mkdir(exist_ok=True, mode=0o700)
     ecemb.init_process_group(
-        "gloo", job="methods", arena_dir=folder / "arenas", timeout=timedelta(seconds=60)
+        "gloo", job="methods", arena_dir=folder / "arenas", timeout=timedelta(seconds=300)
     )
     train(folder, ["nothing", *methods][life], [])
     if life < len(methods):

@@ -26,7 +26,7 @@ from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
 from ecemb.kernels import contract
 from support.guarded_training import Training, headers, initialise
-from support.processes import RankFailed, launch
+from support.processes import DEADLINE_S, RankFailed, launch
 from support.refusals import refused
 
 DEVICES = (
@@ -333,7 +333,7 @@ def fail(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> N
         except (KeyboardInterrupt, ecemb.errors.EcembError):
             assert training.snapshot() == before
             assert image_fits(guard, training)
-        meet.wait(60)
+        meet.wait(DEADLINE_S)
         raise RuntimeError("the job has failed")
 
 

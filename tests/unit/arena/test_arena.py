@@ -37,6 +37,7 @@ from ecemb.errors import (
     UsageError,
 )
 from support.arena_holders import (
+    DEADLINE_S,
     ROWS_BYTES,
     constants,
     create,
@@ -244,7 +245,7 @@ class TestAttach:
         with holding(hold, left) as holder:
             holder.told()
             os.kill(holder.pid, signal.SIGKILL)  # not awaited
-            Arena.attach(directory.scan(20)[0], timeout_s=20)
+            Arena.attach(directory.scan(DEADLINE_S)[0], timeout_s=DEADLINE_S)
 
     def test_a_forked_child_does_not_keep_the_lock(self, left: Path) -> None:
         with holding(hold_with_child, left) as holder:

@@ -13,11 +13,11 @@ import pytest
 
 from ecemb.arena import record_lock
 from ecemb.errors import ArenaBusy
-from support.arena_holders import wait_until
+from support.arena_holders import DEADLINE_S, wait_until
 
 
 def test_a_process_is_told_by_its_start() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "3000"]) as process:
         start = record_lock.start_of(process.pid)
         assert start is not None
         assert start >= (record_lock.start_of(os.getpid()) or 0)
@@ -48,7 +48,7 @@ def test_a_zombie_with_living_threads_is_not_gone() -> None:
 def test_names_do_not_confuse_it(tmp_path: Path) -> None:
     odd = tmp_path / "a) Z 1 ("
     odd.symlink_to("/bin/sleep")
-    with subprocess.Popen([str(odd), "60"]) as process:
+    with subprocess.Popen([str(odd), "3000"]) as process:
         wait_until(lambda: b"a) Z" in Path(f"/proc/{process.pid}/stat").read_bytes())
         assert record_lock.start_of(process.pid) is not None
         process.kill()
@@ -68,14 +68,14 @@ def test_files_that_nobody_holds(tmp_path: Path) -> None:
 def test_the_process_that_had_it_last_is_awaited(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "3000"]) as process:
         start = record_lock.start_of(process.pid) or 0
         assert record_lock.holder(fd, process.pid, start) == process.pid
         assert record_lock.holder(fd, process.pid, start + 1) is None
         with pytest.raises(ArenaBusy, match=f"{path} .* process {process.pid}"):
             record_lock.await_gone(fd, process.pid, start, path, time.monotonic())
         process.send_signal(signal.SIGKILL)
-        record_lock.await_gone(fd, process.pid, start, path, time.monotonic() + 30)
+        record_lock.await_gone(fd, process.pid, start, path, time.monotonic() + DEADLINE_S)
     os.close(fd)
 
 

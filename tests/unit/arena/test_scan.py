@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from ecemb.arena import scan as directories
 from ecemb.arena.header import WORDS_OFFSET, State
 from ecemb.arena.scan import Directory, arenas, remove
 from ecemb.errors import ArenaBusy, ArenaInsecure, ConfigurationError
-from support.arena_holders import create, hold, holding
+from support.arena_holders import DEADLINE_S, create, hold, holding
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ class TestScan:
         with holding(hold, path) as holder:
             holder.told()
             holder.pipe.send("close")
-            assert directory.scan(30)[0].holder is None
+            assert directory.scan(DEADLINE_S)[0].holder is None
 
     @pytest.mark.parametrize("state", [State.FINISHED, State.LIVE])
     def test_a_tombstone_is_reported_though_it_goes_while_it_is_awaited(
@@ -95,7 +97,7 @@ class TestScan:
                 path.unlink()
 
             monkeypatch.setattr(directories.time, "sleep", meanwhile)
-            found = directory.scan(30)
+            found = directory.scan(DEADLINE_S)
             monkeypatch.undo()
             holder.ask("close")
         reported = [(one.path, one.header.state, one.holder) for one in found if one.header]
@@ -104,11 +106,12 @@ class TestScan:
     def test_a_long_wait_is_said_once(
         self, directory: Directory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(directories, "_PATIENCE_S", 0.05)
         path = leave(directory)
         with holding(hold, path) as holder:
             holder.told()
-            assert directory.scan(0.2)[0].holder == holder.pid
+            clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
+            monkeypatch.setattr(directories, "time", clock)  # a second passes from one look to the next
+            assert directory.scan(20)[0].holder == holder.pid
             holder.ask("close")
         (said,) = caplog.messages
         assert f"{path} is held by process {holder.pid}; waiting" in said

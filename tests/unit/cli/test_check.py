@@ -79,7 +79,7 @@ def checked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from ecemb.kernels import thread_team
 from ecemb.kernels.thread_team import Team
 
-WAIT_S = 30
+WAIT_S = 300
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -674,7 +674,7 @@ def scrub_until(machines: Machines, ends: dict[int, int]) -> dict[int, int]:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(300)
                 assert not thread.is_alive(), "a rank hangs"
     assert not unexpected, unexpected
     machines._plan = None

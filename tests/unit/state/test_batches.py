@@ -736,7 +736,7 @@ ABORTED = 9
 
 def count(folder: Path, meet: Barrier, window: int, deaths: dict[int, int]) -> list[list[int]]:
     """Each rank's own table counts how often each of its samples was trained on."""
-    ecemb.init_process_group("gloo", job="count", arena_dir=folder, timeout=timedelta(seconds=60))
+    ecemb.init_process_group("gloo", job="count", arena_dir=folder, timeout=timedelta(seconds=300))
     rank = dist.get_rank()
     table = nn.Embedding(2 * SAMPLES, 1, sparse=True, dtype=torch.float64)
     nn.init.zeros_(table.weight)
@@ -832,7 +832,7 @@ def test_a_loaders_process_ends_although_its_worker_was_killed_before_it_looked(
     assert killed.returncode == -signal.SIGKILL
     orphan = int(told.read_text())
     started = record_lock.start_of(orphan)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while started is not None and record_lock.start_of(orphan) == started:
         if time.monotonic() > deadline:
             os.kill(orphan, signal.SIGKILL)

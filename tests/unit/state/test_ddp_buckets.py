@@ -94,7 +94,7 @@ def same(static: bool, late: bool) -> list[tuple[bool, ...]]:
 
 @pytest.mark.parametrize(("static", "late"), [(False, False), (True, False), (False, True)])
 def test_a_restart_at_any_step_sums_as_before(static: bool, late: bool) -> None:
-    for outcomes in run_ranks(4, same, static, late, deadline_s=120):
+    for outcomes in run_ranks(4, same, static, late):
         assert [with_rehearsal for with_rehearsal, _ in outcomes] == [True] * CUT
         assert not all(without for _, without in outcomes), "the net doesn't show what rehearsals are for"
 
