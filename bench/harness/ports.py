@@ -1,4 +1,4 @@
-"""Ports of this machine that a process is told before it listens there."""
+"""Ports of this machine that a process gets before it listens there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class ReservedPort:
-    """A free port that the kernel gives to nobody else until `close`; whoever names it may listen there.
+    """A free port that the kernel gives to no other process until `close`; its owner may listen there.
 
     A port that was merely seen to be free may be another process's before it is used. This one stays bound,
     by a socket that does not listen: the kernel then passes over it when it chooses a port, and a server that

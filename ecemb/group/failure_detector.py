@@ -36,7 +36,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
 GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that shows its place
-REPORT_S = 5.0  # at most, for the log and torchrun's summary: a busy machine takes long, a full pipe for ever
+REPORT_S = 5.0  # at most, for the log and torchrun's summary: a busy machine takes long, a full pipe forever
 _BEAT_S = 1.0
 _BEATS = 10  # at least, within the deadline
 _GOODBYE_S = 1.0  # for neighbours to receive a goodbye

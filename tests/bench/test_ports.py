@@ -1,4 +1,4 @@
-"""A reserved port is free for whoever is told of it, and for nobody else."""
+"""A reserved port is free for the process that names it, and for no other."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Clock:
         return self.now
 
     def await_looks(self, count: int) -> None:
-        """Returns when the detector has looked so many times from now on."""
+        """Returns when the detector has looked this many times from now on."""
         deadline, last = time.monotonic() + DEADLINE_S, self.looks + count
         while self.looks < last:
             assert time.monotonic() < deadline
