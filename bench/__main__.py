@@ -27,7 +27,7 @@ QUESTIONS = {
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
     "quality": "what quality a model ends with after failures, under each way of surviving them (--data)",
     "quantization": "what rows lose in being stored in a few bits, and how fast they are",
-    "recovery": "how long a failure stops the training, and how fast lost memory is rebuilt",
+    "recovery": "how long a failure stops the training, started cold and warm, and how fast a rebuild is",
     "scaling": "what protection costs a rank when there are more ranks",
     "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
     "start": "whether many ranks start, and recover a lost one, and what the store has to hold (--setting)",
@@ -44,6 +44,7 @@ OF_ENGINES = {
 OF_SETTINGS = {
     "gpu": ("kernels", "step", "recovery"),
     "overhead": ("dlrm", "sparse-heavy"),
+    "recovery": ("sparse", "torchrec"),
     "start": ("8", "64"),
 }
 """Questions that are asked of several settings, and which; all of them by default, and more for `gpu`."""

@@ -34,13 +34,23 @@ class Torchrun:
         folder: Where the log goes, and where it runs.
         name: What messages call it by.
         timeout_s: Of the whole launch.
+        warm: Whether workers are started by `ecemb-run`.
     """
 
     def __init__(
-        self, ranks: int, restarts: int, module: str, *words: str, folder: Path, name: str, timeout_s: float
+        self,
+        ranks: int,
+        restarts: int,
+        module: str,
+        *words: str,
+        folder: Path,
+        name: str,
+        timeout_s: float,
+        warm: bool = False,
     ) -> None:
         options = f"--standalone --nproc-per-node {ranks} --max-restarts {restarts}".split()
-        self._words = ["-m", "torch.distributed.run", *options, "-m", module, *words]
+        run = ["--no-python", sys.executable, "-m", "ecemb", "run"] if warm else []
+        self._words = ["-m", "torch.distributed.run", *options, *run, "-m", module, *words]
         self._folder, self._name = folder, name
         self._deadline = time.monotonic() + timeout_s
 
@@ -51,6 +61,7 @@ class Torchrun:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as where installed
+        self.began = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *self._words], stdout=log, stderr=log, env=environment, cwd=self._folder
@@ -88,6 +99,23 @@ class Torchrun:
             time.sleep(_POLL_S)
         if self._process.returncode:
             raise self._failed(f"ended with {self._process.returncode}")
+
+    def cpu_s(self) -> float:
+        """Processor time that torchrun, and all that it has started and that still runs, have taken."""
+        used_s: dict[int, float] = {}
+        parents: dict[int, int] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue
+            pid = int(path.parts[2])
+            parents[pid] = int(fields[1])
+            used_s[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        family = {self._process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        return sum(used_s.get(pid, 0.0) for pid in family)
 
     @property
     def _log(self) -> Path:

@@ -15,39 +15,70 @@ from bench.harness.torchrun import LaunchFailed
 from bench.questions.gpu import recovery as gpu_recovery
 from bench.questions.recovery import question as recovery
 from bench.questions.recovery import wire as recovery_wire
-from bench.questions.recovery.question import MIB, PHASES, QUICK, TOTAL, Case, Life, Scale
-from bench.questions.recovery.rank import BARE, PROTECTED
+from bench.questions.recovery.question import COLD, MIB, PHASES, QUICK, WARM, Case, Launch, Life, Scale
+from bench.questions.recovery.rank import PROTECTED
 from ecemb.arena.header import Constants, Header, State
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 
-CASE = Case("memory", Code(4, 3), 2 * MIB, 1)
-SCALE = dataclasses.replace(QUICK, cases=(CASE,), timeout_s=600.0, device=APART)
+CASE = Case("memory", Code(4, 3), 2 * MIB, 1, alone=True)
+SCALE = dataclasses.replace(QUICK, cases=(CASE,), device=APART)
 
 
+def by_start(rows: Iterable[Row]) -> dict[Any, dict[Any, float]]:
+    """Start -> phase -> seconds, of rows that have both labels."""
+    seconds: dict[Any, dict[Any, float]] = {COLD: {}, WARM: {}}
+    for row in rows:
+        if row.metric == "recovery_phase_s":
+            seconds[row.labels["start"]][row.labels["phase"]] = row.value
+    return seconds
+
+
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:
     rows = recovery.measure(SCALE, CASE, seed=3)
-    seconds: dict[str, dict[Any, Row]] = {BARE: {}, PROTECTED: {}}
     for row in rows:
         assert (row.labels["kind"], row.labels["code"], row.labels["killed"]) == ("memory", "(4, 3)", 1)
-        if row.metric == "recovery_s":
-            seconds[str(row.labels["method"])][row.labels["phase"]] = row
-    assert [*seconds[PROTECTED]] == [*PHASES, TOTAL]
-    assert [phase for phase in PHASES if phase not in seconds[BARE]] == [
-        "import ecemb",
-        *recovery.PARTS,
-        "rest of protect",
-    ]
-    for phases in seconds.values():
-        total = phases.pop(TOTAL).value
-        assert sum(row.value for row in phases.values()) == pytest.approx(total)
+        assert (row.labels["engine"], row.labels["table_bytes"]) == ("sparse", 2 * MIB)
+    phases = by_start(rows)
+    for start, seconds in phases.items():
+        assert [*seconds] == [phase for phase in PHASES if phase != "import torchrec"]
+        [total] = [r.value for r in rows if r.metric == "kill_to_step_s" and r.labels["start"] == start]
+        assert sum(seconds.values()) == pytest.approx(total)
     assert {row.metric for row in rows} == {
-        "recovery_s",
+        "kill_to_step_s",
+        "recovery_phase_s",
+        "first_start_s",
+        "first_start_cpu_s",
         "added_recovery_s",
         "rebuild_gb_per_s",
         "rebuild_over_wire",
     }
-    assert all(row.value > 0 for row in rows if row.metric.startswith("rebuild"))
+    assert all(row.value > 0 for row in rows if row.metric.startswith(("rebuild", "first")))
+
+
+@pytest.mark.torchrec
+@pytest.mark.timeout(1800)
+def test_torchrecs_example_is_measured_as_well() -> None:
+    pytest.importorskip("torchrec", reason="needs torchrec (CONTRIBUTING.md)")
+    [case] = [case for case in QUICK.cases if case.engine == recovery.TORCHREC]
+    phases = by_start(recovery.measure(QUICK, dataclasses.replace(case, kind="memory"), seed=3))
+    for seconds in phases.values():
+        assert [*seconds] == list(PHASES)
+
+
+def test_without_torchrec_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(scale: Scale, case: Case, seed: int) -> list[Row]:
+        return [once("kill_to_step_s", "s", 1.0, engine=case.engine)]
+
+    monkeypatch.setattr(recovery, "measure", measure)
+    monkeypatch.setattr(recovery, "_has_torchrec", lambda: False)
+    with pytest.raises(Incomplete, match="torchrec is not installed") as raised:
+        recovery.run(Arguments())
+    assert {row.labels["engine"] for row in raised.value.rows} == {"sparse"}
+    assert len(recovery.run(Arguments(setting="sparse"))) == len(raised.value.rows)
+    monkeypatch.setattr(recovery, "_has_torchrec", lambda: True)
+    assert {row.labels["engine"] for row in recovery.run(Arguments())} == {"sparse", "torchrec"}
 
 
 def test_a_script_that_fails_is_no_result() -> None:
@@ -93,12 +124,12 @@ def test_what_was_measured_before_time_is_up_is_kept(monkeypatch: pytest.MonkeyP
     kept: list[Row] = []
     left = iter([100.0, 60.0, 20.0])
 
-    def launch(scale: Scale, case: Case, method: str, number: int, seed: int) -> tuple[list[Life], list[str]]:
+    def launch(scale: Scale, case: Case, method: str, number: int, seed: int) -> Launch:
         kills.append(number)
-        return [], ["a"]
+        return Launch(1.0, 1.0, [], ["a"])
 
     monkeypatch.setattr(gpu_recovery, "launch", launch)
-    monkeypatch.setattr(recovery, "rows_of", lambda case, lives: [once("x", "s", 1.0, kind=case.kind)])
+    monkeypatch.setattr(recovery, "rows_of", lambda case, starts: [once("x", "s", 1.0, kind=case.kind)])
     monkeypatch.setattr(gpu_recovery, "over_copy", lambda case, restarts: [])
     monkeypatch.setattr(gpu_recovery, "time", SimpleNamespace(monotonic=lambda: 1000 - next(left)))
     with pytest.raises(Incomplete, match="the loss of a process was not tried, with 20 s left"):

@@ -21,7 +21,7 @@ from bench.harness.devices import APART, CUDA, HALVINGS, roomiest
 from bench.harness.result import Arguments, Incomplete, Row, WrongResult, summary
 from bench.harness.torchrun import LaunchFailed
 from bench.questions.recovery import question as recovery
-from bench.questions.recovery.question import MIB, RANKS, Case, Life, Scale, check, launch
+from bench.questions.recovery.question import COLD, MIB, RANKS, Case, Launch, Life, Scale, check, launch
 from bench.questions.recovery.rank import PARTS, PROTECTED
 from ecemb.coding.code import Code
 
@@ -69,18 +69,18 @@ def measure(scale: Scale, seed: int, until: float) -> Iterator[Row]:
         LaunchFailed: torchrun did, or came too late.
     """
 
-    def launched(case: Case, kills: int) -> tuple[list[Life], list[str]]:
+    def launched(case: Case, kills: int) -> Launch:
         left_s = until - time.monotonic()
         if left_s < LEAST_S:
             raise LaunchFailed(f"the loss of a {case.kind} was not tried, with {left_s:.0f} s left")
         return launch(dataclasses.replace(scale, timeout_s=left_s), case, PROTECTED, kills, seed)
 
-    expected = launched(scale.cases[0], 0)[1]
+    expected = launched(scale.cases[0], 0).digests
     for case in scale.cases:
-        restarts, digests = launched(case, scale.kills)
-        check(case, scale, restarts, digests, expected)
-        yield from recovery.rows_of(case, {PROTECTED: restarts})
-        yield from over_copy(case, restarts)
+        done = launched(case, scale.kills)
+        check(case, scale, done.restarts, done.digests, expected)
+        yield from recovery.rows_of(case, {COLD: done.restarts})
+        yield from over_copy(case, done.restarts)
 
 
 def over_copy(case: Case, restarts: Sequence[Life]) -> Iterator[Row]:

@@ -1,14 +1,21 @@
-"""How long does a failure stop the training, and how much of that is recovery's?
+"""How long does a failure stop the training, by cold and by warm starts, and how much is recovery's?
 
 Workers are killed by SIGKILL in the middle of a step, under stock torchrun, which stops all of them and
-starts them again, and the clock runs until every rank has committed a new step.
+starts them again, and the clock runs until every rank has committed a new step. Cold and warm starts take
+turns: `start` is `cold` where torchrun starts python, and `warm` where it starts `ecemb-run`.
 
-- `recovery_s`: from the kill to the end of the first step, by phase. A phase begins when the last rank has
-  ended the one before, and ends when the last rank has ended it, so that phases add up to the `total`.
-  `noticed`: until torchrun has seen it, and ended a first survivor; `stopped`: until all are gone;
-  `process`: until their successors are made; from `agree` to `rest of protect`: parts of `ecemb.protect`.
-- `added_recovery_s`: the total less that of the same script without ecemb, in the same run. There the model
-  starts from scratch, with tables of zeros that nothing has written: initialising them would take it long.
+- `kill_to_step_s`: from the kill to the end of the first step.
+- `recovery_phase_s`: the same by phase. A phase begins when the last rank has ended the one before, and ends
+  when the last rank has ended it, so that phases add up to `kill_to_step_s`. `noticed`: until torchrun has
+  seen the kill, and ended a first survivor; `stopped`: until all are gone; `process`: until their successors
+  are made, or forked; `interpreter`: until the script's first line; `model`: the script's own construction,
+  with torch's compiler, which an optimizer imports; from `agree` to `rest of protect`: parts of
+  `ecemb.protect`.
+- `first_start_s`: from torchrun's launch to the end of the first step of all ranks; `first_start_cpu_s`: the
+  processor time of all processes until then.
+- `added_recovery_s`: `kill_to_step_s` of cold starts less that of the same script without ecemb, in the same
+  run. There the model starts from scratch, with tables of zeros that nothing has written: initialising them
+  would take it long.
 - `rebuild_gb_per_s`: what ranks have lost, rows and parity, over the time of `rebuild`.
 - `rebuild_over_wire`: that speed over what plain gloo send and receive reach between the same processes just
   after it, with as much memory in flight as it likes: `same messages` is all that the rebuild sends on the
@@ -16,14 +23,16 @@ starts them again, and the clock runs until every rank has committed a new step.
   one machine, where the links share processors, is 1 / k of the work.
 
 `kind` is what is lost: `process` loses no memory; with `memory` the killed ranks' arenas are deleted. Four
-ranks, one thread each, all on one machine. Tables of dimension 64 with Adagrad, on the meta device before
-protect; `table_bytes` is weights and optimizer state of a rank. The methods take turns. In the end every
-rank's tables and dense parameters have to be those of an undisturbed run.
+ranks, one thread each, all on one machine. `engine` is `sparse`: tables of `ecemb.nn`, dimension 64, with
+Adagrad, on the meta device before protect; or `torchrec`: the model of examples/torchrec_dlrm.py.
+`table_bytes` is weights and optimizer state of a rank. In the end every rank's tables and dense parameters
+have to be those of an undisturbed run, which starts cold.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import secrets
@@ -36,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.devices import ARENA
-from bench.harness.result import Arguments, Label, Row, WrongResult, summary
+from bench.harness.result import Arguments, Incomplete, Label, Row, WrongResult, by_metric, summary
 from bench.harness.torchrun import Torchrun
 from bench.questions.recovery.rank import BARE, PARTS, PROTECTED, RECORD_BYTES, Order
 from bench.questions.recovery.wire import DIRECT, SAME
@@ -44,10 +53,19 @@ from ecemb.coding.code import Code
 
 MIB = 1 << 20
 RANKS = 4
-STARTING = ("process", "interpreter", "import torch", "import ecemb", "process group", "model")
+COLD, WARM = "cold", "warm"
+"""Starts."""
+SPARSE, TORCHREC = "sparse", "torchrec"
+"""Engines of tables."""
+SCRIPTS = {
+    SPARSE: ("bench.questions.recovery.rank", RECORD_BYTES),
+    TORCHREC: ("bench.questions.recovery.torchrec_rank", 4 * 16 + 4),  # weights, and row-wise Adagrad's sum
+}
+"""Engine -> the module that a rank runs, and the bytes of a row of its tables."""
+IMPORTS = ("import torch", "import torchrec", "import ecemb")
+STARTING = ("process", "interpreter", *IMPORTS, "process group", "model")
 PHASES = ("noticed", "stopped", *STARTING, *PARTS, "rest of protect", "first step")
 """In their order; a run has those that it has marks of."""
-TOTAL = "total"
 _POLL_S = 0.01
 
 
@@ -60,12 +78,16 @@ class Case:
         code: Of the parity.
         table_bytes: A rank's tables.
         victims: How many ranks are killed at once.
+        engine: Of the tables.
+        alone: Whether the same script without ecemb is killed as well; only with the engine `SPARSE`.
     """
 
     kind: str
     code: Code
     table_bytes: int
     victims: int
+    engine: str = SPARSE
+    alone: bool = False
 
     @property
     def labels(self) -> dict[str, Label]:
@@ -74,6 +96,7 @@ class Case:
             "code": f"({self.code.n}, {self.code.k})",
             "table_bytes": self.table_bytes,
             "killed": self.victims,
+            "engine": self.engine,
         }
 
 
@@ -93,9 +116,15 @@ class Scale:
     """
 
     cases: tuple[Case, ...] = (
-        Case("process", Code(4, 3), 2048 * MIB, 1),
-        Case("memory", Code(4, 3), 256 * MIB, 1),
+        Case("process", Code(4, 3), 64 * MIB, 1),
+        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True),
+        Case("memory", Code(4, 3), 64 * MIB, 1),
+        Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
+        Case("memory", Code(4, 3), 1024 * MIB, 1),
         Case("memory", Code(4, 2), 256 * MIB, 2),
+        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC),
+        Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC),
+        Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC),
     )
     launches: int = 4
     kills: int = 5
@@ -108,7 +137,14 @@ class Scale:
 
 FULL = Scale()
 QUICK = dataclasses.replace(
-    FULL, cases=(Case("memory", Code(4, 3), 8 * MIB, 1),), launches=1, kills=1, timeout_s=120.0
+    FULL,
+    cases=(
+        Case("process", Code(4, 3), 8 * MIB, 1, alone=True),
+        Case("memory", Code(4, 3), 8 * MIB, 1),
+        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC),
+    ),
+    launches=1,
+    kills=1,
 )
 
 
@@ -127,7 +163,7 @@ class Life:
     told: Sequence[Mapping[str, Any]]
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase; they add up to the total."""
+        """Seconds by phase; they add up to the time from the kill to the end of the first step."""
         ends = {"noticed": min(self.gone_at), "stopped": max(self.gone_at)}
         for phase in PHASES:
             if phase in self.told[0]["marks"]:
@@ -139,44 +175,73 @@ class Life:
         return seconds
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch of torchrun.
+
+    Attributes:
+        first_s: From the launch to the end of the first step of all ranks.
+        first_cpu_s: Processor time of all processes until then.
+        restarts: After each kill.
+        digests: Of what each rank ended with.
+    """
+
+    first_s: float
+    first_cpu_s: float
+    restarts: Sequence[Life]
+    digests: Sequence[str]
+
+
 def run(arguments: Arguments) -> list[Row]:
-    """Answers the question; the metrics are in the module's docstring."""
+    """Answers the question; the metrics are in the module's docstring.
+
+    Raises:
+        Incomplete: TorchRec isn't installed; the rest was measured.
+    """
     scale = QUICK if arguments.quick else FULL
-    rows: dict[str, list[Row]] = {}
-    for case in scale.cases:
-        for row in measure(scale, case, arguments.seed):
-            rows.setdefault(row.metric, []).append(row)
-    return [row for group in rows.values() for row in group]
+    cases = [case for case in scale.cases if arguments.setting in ("", case.engine)]
+    without = [case for case in cases if case.engine == TORCHREC and not _has_torchrec()]
+    rows: list[Row] = []
+    for case in cases:
+        if case not in without:
+            rows += measure(scale, case, arguments.seed)
+    if without:
+        raise Incomplete(by_metric(rows), "torchrec is not installed, and nothing was measured with it")
+    return by_metric(rows)
+
+
+def _has_torchrec() -> bool:
+    return importlib.util.find_spec("torchrec") is not None
 
 
 def measure(scale: Scale, case: Case, seed: int) -> list[Row]:
-    """Kills ranks under both methods in turns, and compares.
+    """Kills ranks that start cold and warm, and without ecemb if the case asks for it, in turns; compares.
 
     Raises:
         WrongResult: A recovered training ended with other bytes than an undisturbed one, or recovered
             something else than was lost.
         LaunchFailed: torchrun did.
     """
-    expected = launch(scale, case, PROTECTED, 0, seed)[1]
-    lives: dict[str, list[Life]] = {BARE: [], PROTECTED: []}
+    expected = launch(scale, case, PROTECTED, 0, seed).digests
+    alone: list[Life] = []
+    starts: dict[str, list[Launch]] = {COLD: [], WARM: []}
     for _ in range(scale.launches):
-        for method, found in lives.items():
-            restarts, digests = launch(scale, case, method, scale.kills, seed)
-            found += restarts
-            if method == PROTECTED:
-                check(case, scale, restarts, digests, expected)
-    return rows_of(case, lives)
+        if case.alone:
+            alone += launch(scale, case, BARE, scale.kills, seed).restarts
+        for start, found in starts.items():
+            one = launch(scale, case, PROTECTED, scale.kills, seed, start)
+            check(case, scale, one.restarts, one.digests, expected)
+            found.append(one)
+    lives = {start: [life for one in found for life in one.restarts] for start, found in starts.items()}
+    return [*rows_of(case, lives, alone), *first_starts(case, starts)]
 
 
-def launch(scale: Scale, case: Case, method: str, kills: int, seed: int) -> tuple[list[Life], list[str]]:
+def launch(scale: Scale, case: Case, method: str, kills: int, seed: int, start: str = COLD) -> Launch:
     """Trains under torchrun; after each of `kills` kills it starts again.
 
     An undisturbed training (no kills) makes as many steps as one of `scale.kills`.
-
-    Returns:
-        The restarts, and a digest of what each rank ended with.
     """
-    rows = case.table_bytes // RECORD_BYTES
+    module, record_bytes = SCRIPTS[case.engine]
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
         order = Order(
             method=method,
@@ -185,7 +250,7 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int) -> tupl
             arena_dir=scale.arena_dir,
             n=case.code.n,
             k=case.code.k,
-            rows=rows,
+            rows=case.table_bytes // record_bytes,
             batch=scale.batch,
             steps=scale.steps if kills else scale.kills * (scale.steps - 1) + scale.steps,
             kills=kills,
@@ -200,17 +265,21 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int) -> tupl
             Torchrun(
                 RANKS,
                 kills,
-                "bench.questions.recovery.rank",
+                module,
                 str(order.write()),
                 folder=Path(folder),
-                name=method,
+                name=f"{method}, {start}",
                 timeout_s=scale.timeout_s,
+                warm=start == WARM,
             ) as torchrun,
         ):
             watch = Observer(order, torchrun)
+            first_s = watch.first() - torchrun.began
+            first_cpu_s = torchrun.cpu_s()
             restarts = [watch.restart(life) for life in range(kills)]
             torchrun.wait()
-            return restarts, [one["digest"] for one in watch.all(kills, "end.{}")]
+            digests = [one["digest"] for one in watch.all(kills, "end.{}")]
+            return Launch(first_s, first_cpu_s, restarts, digests)
 
 
 class Observer:
@@ -218,6 +287,10 @@ class Observer:
 
     def __init__(self, order: Order, torchrun: Torchrun) -> None:
         self._order, self._torchrun = order, torchrun
+
+    def first(self) -> float:
+        """Waits for the first step of the first life; when its last rank had done it."""
+        return max(one["marks"]["first step"] for one in self.all(0, "{}"))
 
     def restart(self, life: int) -> Life:
         """Has the victims of a life killed, and waits until the next one has done its first step."""
@@ -277,23 +350,42 @@ def check(
         raise WrongResult(f"ranks {differing} ended with other bytes than without a kill")
 
 
-def rows_of(case: Case, lives: Mapping[str, Sequence[Life]]) -> list[Row]:
-    """Returns all rows of a case; those that compare with torchrun alone, if it was launched."""
+def rows_of(case: Case, starts: Mapping[str, Sequence[Life]], alone: Sequence[Life] = ()) -> list[Row]:
+    """Returns the rows of a case's kills.
+
+    Args:
+        case: The case.
+        starts: How ranks start -> restarts after a kill.
+        alone: Restarts of the same script without ecemb.
+    """
     rows: list[Row] = []
-    samples = {method: [life.phases() for life in restarts] for method, restarts in lives.items()}
-    totals = {method: [sum(phases.values()) for phases in each] for method, each in samples.items()}
+    samples = {start: [life.phases() for life in restarts] for start, restarts in starts.items()}
+    totals = {start: [sum(phases.values()) for phases in each] for start, each in samples.items()}
+    for start, values in totals.items():
+        rows.append(summary("kill_to_step_s", "s", values, **case.labels, start=start))
     for phase in PHASES:
-        for method, each in samples.items():
+        for start, each in samples.items():
             if phase in each[0]:
                 values = [phases[phase] for phases in each]
-                rows.append(summary("recovery_s", "s", values, **case.labels, phase=phase, method=method))
-    for method, values in totals.items():
-        rows.append(summary("recovery_s", "s", values, **case.labels, phase=TOTAL, method=method))
-    if BARE in totals:
-        added = [ours - bare for ours, bare in zip(totals[PROTECTED], totals[BARE], strict=True)]
+                rows.append(summary("recovery_phase_s", "s", values, **case.labels, start=start, phase=phase))
+    if alone:
+        bare = [sum(life.phases().values()) for life in alone]
+        added = [ours - theirs for ours, theirs in zip(totals[COLD], bare, strict=True)]
         rows.append(summary("added_recovery_s", "s", added, **case.labels))
     if case.kind == "memory":
-        rows += rebuilds(case, lives[PROTECTED])
+        rows += rebuilds(case, [life for restarts in starts.values() for life in restarts])
+    return rows
+
+
+def first_starts(case: Case, starts: Mapping[str, Sequence[Launch]]) -> list[Row]:
+    """Returns how long the first start of all ranks took."""
+    rows: list[Row] = []
+    for start, found in starts.items():
+        for metric, values in (
+            ("first_start_s", [one.first_s for one in found]),
+            ("first_start_cpu_s", [one.first_cpu_s for one in found]),
+        ):
+            rows.append(summary(metric, "s", values, **case.labels, start=start))
     return rows
 
 

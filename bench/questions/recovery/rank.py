@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from bench.harness.job_file import JobFile
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     import ecemb
@@ -34,7 +35,7 @@ RECORD_BYTES = 2 * 4 * DIM
 TABLES = 2
 BARE, PROTECTED = "torchrun alone", "ecemb"
 """Methods."""
-PARTS = ("agree", "kernels", "attach", "decide", "rebuild", "replicated", "verify", "restore")
+PARTS = ("agree", "kernels", "attach", "decide", "rebuild", "replicated", "verify", "restore", "rehearse")
 """Parts of `ecemb.protect` in a recovery, in their order, as `guard.recovery.seconds` names them."""
 _POLL_S = 0.002
 _PIECE_BYTES = 256 << 20
@@ -100,7 +101,7 @@ def main(path: str) -> None:
     else:
         join(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     marks["process group"] = time.monotonic()
-    Training(order, marks).run()
+    Bags(order, marks).run()
     torch.distributed.destroy_process_group()
 
 
@@ -117,7 +118,10 @@ def join(life: int) -> None:
 
 
 class Training:
-    """What comes after the process group: model, guard, steps, and death."""
+    """What comes after the process group: model, guard, steps, and death.
+
+    A subclass has the model: `build`, `protected`, `train` and `tensors`.
+    """
 
     def __init__(self, order: Order, marks: dict[str, float]) -> None:
         import torch.distributed as dist
@@ -125,12 +129,29 @@ class Training:
         self.order, self.marks = order, marks
         self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.on: torch.device | None = None  # where tables are, where they don't move into the arena
         self.guard: ecemb.Guard | None = None
+
+    def build(self) -> None:
+        """Makes the model and its optimizers."""
+        raise NotImplementedError
+
+    def protected(self) -> tuple[nn.Module, Sequence[Optimizer]]:
+        """What the guard is given: the whole model, and all of its optimizers."""
+        raise NotImplementedError
+
+    def train(self, number: int, *, dies: bool) -> None:
+        """One step. Calls `perish` in the middle of it, when rows have changed, if it `dies`."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """All that is trained here."""
+        raise NotImplementedError
 
     def run(self) -> None:
         """One life of the job."""
         order = self.order
-        self._build()
+        self.build()
         self.marks["model"] = time.monotonic()
         if order.method == PROTECTED:
             self._protect()
@@ -141,44 +162,17 @@ class Training:
             if number == begin:
                 self.marks["first step"] = time.monotonic()
                 self._tell()
-        order.leave(self.life, f"end.{self.rank}", {"digest": self._digest()})
+        order.leave(self.life, f"end.{self.rank}", {"digest": digest(self.tensors())})
         if self.guard is not None:
             self.guard.close()
 
-    def _build(self) -> None:
-        """The model and its optimizers. Tables without ecemb are zeros that nothing has touched yet."""
-        import torch
-        from torch import nn
-
-        device = begin(self.order.device) if self.order.method == PROTECTED else None
-        torch.manual_seed(self.order.seed)
-        rows = self.order.rows // TABLES
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device=device or "meta")
-            for _ in range(TABLES)
-        )
-        self.on = torch.device(device or "cpu")
-        self.head = nn.Linear(DIM, 1, device=self.on)
-        self.sparse: Optimizer = torch.optim.Adagrad(self.tables.parameters(), lr=0.1)
-        self.dense: Optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
-        if self.order.method == BARE:
-            for table in self.tables:
-                torch.utils.swap_tensors(table.weight, nn.Parameter(untouched(rows)))
-                self.sparse.state[table.weight]["sum"] = untouched(rows)
-
     def _protect(self) -> None:
-        from torch import nn
-
         import ecemb
 
         began = self.marks["model"]
-        self.guard = ecemb.protect(
-            nn.ModuleList([self.tables, self.head]),
-            optimizers=[self.sparse, self.dense],
-            tables={str(at): table for at, table in enumerate(self.tables)},
-            code=ecemb.Code(n=self.order.n, k=self.order.k),
-            failure_domain="rank",
-        )
+        model, optimizers = self.protected()
+        code = ecemb.Code(n=self.order.n, k=self.order.k)
+        self.guard = ecemb.protect(model, optimizers=optimizers, code=code, failure_domain="rank")
         for part in PARTS:
             began += self.guard.recovery.seconds.get(part, 0.0)
             self.marks[part] = began
@@ -186,30 +180,16 @@ class Training:
 
     def _step(self, number: int, *, dies: bool) -> None:
         if self.guard is None:
-            self._train(number, dies=dies)
+            self.train(number, dies=dies)
             return
         with self.guard.step():
-            self._train(number, dies=dies)
+            self.train(number, dies=dies)
 
-    def _train(self, number: int, *, dies: bool) -> None:
+    def generator(self, number: int) -> torch.Generator:
+        """Draws a step's batch of this rank."""
         import torch
-        import torch.distributed as dist
 
-        generator = torch.Generator().manual_seed((self.order.seed * 1000 + number) * self.ranks + self.rank)
-        size = (self.order.batch, 1)
-        self.sparse.zero_grad()
-        self.dense.zero_grad()
-        pooled = sum(
-            table(torch.randint(table.num_embeddings, size, generator=generator).to(self.on))
-            for table in self.tables
-        )
-        (self.head(pooled).square().mean() / self.ranks).backward()
-        for parameter in self.head.parameters():
-            dist.all_reduce(parameter.grad)
-        self.sparse.step()
-        if dies and self.rank in self.order.victims:
-            self._die()
-        self.dense.step()
+        return torch.Generator().manual_seed((self.order.seed * 1000 + number) * self.ranks + self.rank)
 
     def _tell(self) -> None:
         """Leaves this life's marks, and what else is to be known of its start."""
@@ -222,12 +202,14 @@ class Training:
                 from bench.questions.recovery import wire as recovery_wire
 
                 told["wire"] = recovery_wire.measure(self.order.job, self.order.arena_dir, report.lost)
-            if self.life and self.order.device != ARENA:
+            if self.life and self.on is not None and self.order.device != ARENA:
                 told["copy_s"] = copied_s(self.order.rows * RECORD_BYTES, self.order.device, self.on)
         self.order.leave(self.life, self.rank, told)
 
-    def _die(self) -> None:
-        """By a SIGKILL, once the parent watches the other ranks."""
+    def perish(self) -> None:
+        """Ends a victim by a SIGKILL, once the parent watches the other ranks; returns elsewhere."""
+        if self.rank not in self.order.victims:
+            return
         while not self.order.file(self.life, "watched").exists():
             time.sleep(_POLL_S)
         if self.order.with_memory and self.order.method == PROTECTED:
@@ -239,11 +221,70 @@ class Training:
         self.order.leave(self.life, f"killed.{self.rank}", time.monotonic())
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _digest(self) -> str:
-        """A hash of all that was trained."""
-        tensors = [table.weight.detach() for table in self.tables]
-        tensors += [self.sparse.state[table.weight]["sum"] for table in self.tables]
-        return digest([*tensors, *(parameter.detach() for parameter in self.head.parameters())])
+
+class Bags(Training):
+    """Tables of `ecemb.nn`, on the meta device before protect; without ecemb, a rank's own tables."""
+
+    def build(self) -> None:
+        import torch
+        from torch import nn
+
+        protected = self.order.method == PROTECTED
+        device = begin(self.order.device) if protected else None
+        torch.manual_seed(self.order.seed)
+        rows = self.order.rows // TABLES
+        self.on = torch.device(device or "cpu")
+        self.tables = nn.ModuleList(
+            self._bag(rows, device) if protected else nn.EmbeddingBag(rows, DIM, sparse=True, device="meta")
+            for _ in range(TABLES)
+        )
+        self.head = nn.Linear(DIM, 1, device=self.on)
+        self.sparse: Optimizer = torch.optim.Adagrad(self.tables.parameters(), lr=0.1)
+        self.dense: Optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        if not protected:  # zeros that nothing has touched yet
+            for table in self.tables:
+                torch.utils.swap_tensors(table.weight, nn.Parameter(untouched(rows)))
+                self.sparse.state[table.weight]["sum"] = untouched(rows)
+
+    def _bag(self, rows: int, device: str | None) -> nn.Module:
+        """A table with this many rows on each rank; what stays on a device is drawn there."""
+        from torch import nn
+
+        import ecemb
+
+        bag = ecemb.nn.ShardedEmbeddingBag(rows * self.ranks, DIM, device="meta")
+        if device is not None:
+            nn.init.uniform_(bag.to_empty(device=device).weight, -1, 1)
+        return bag
+
+    def protected(self) -> tuple[nn.Module, Sequence[Optimizer]]:
+        from torch import nn
+
+        return nn.ModuleList([self.tables, self.head]), [self.sparse, self.dense]
+
+    def train(self, number: int, *, dies: bool) -> None:
+        import torch
+        import torch.distributed as dist
+
+        generator, size = self.generator(number), (self.order.batch, 1)
+        self.sparse.zero_grad()
+        self.dense.zero_grad()
+        pooled = sum(
+            table(torch.randint(table.num_embeddings, size, generator=generator).to(self.on))
+            for table in self.tables
+        )
+        (self.head(pooled).square().mean() / self.ranks).backward()
+        for parameter in self.head.parameters():
+            dist.all_reduce(parameter.grad)
+        self.sparse.step()
+        if dies:
+            self.perish()
+        self.dense.step()
+
+    def tensors(self) -> list[Tensor]:
+        found = [table.weight.detach() for table in self.tables]
+        found += [self.sparse.state[table.weight]["sum"] for table in self.tables]
+        return [*found, *(parameter.detach() for parameter in self.head.parameters())]
 
 
 def copied_s(size: int, device: str, on: torch.device) -> float:
