@@ -83,7 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, help="repeat one run: a plan.json that was kept")
     parser.add_argument("--no-hosts", action="store_true", help="leave out those of several hosts")
     parser.add_argument("--no-controls", action="store_true", help="don't break recovery by hand")
-    parser.add_argument("--torchrun", action="store_true", help="all workers as its commands: takes longer")
+    parser.add_argument(
+        "--torchrun",
+        action="store_true",
+        help="all workers as its commands, and none forked from its agent: takes longer",
+    )
     parser.add_argument(
         "--jobs", type=int, default=2, help="so many runs at a time (2); does not change them"
     )
@@ -256,7 +260,7 @@ def _told(name: str, plan: Plan, outcome: Outcome, wrong: str) -> bool:
     """Say how a run ended, in one piece; returns whether it failed."""
     setting = plan.setting
     loading = ", loading workers" if setting.workers else ""
-    forked = ", forked" if plan.forked else ""
+    forked = ", warm" if plan.warm else ", forked" if plan.forked else ""
     what = f"{setting.ranks} ranks, {setting.code}, {setting.optimizer}{loading}{forked}"
     lines = [f"{name}: {what}: {'FAILED' if wrong else 'identical'}, {outcome.seconds:.0f} s"]
     for (event, what), ranks in _grouped(outcome.deaths).items():

@@ -149,7 +149,7 @@ class Job:
     def _launch(self, first: int) -> subprocess.Popen[bytes]:
         """Torchrun, whose workers begin with start number `first`."""
         given = filter(None, [os.environ.get("PYTHONPATH")])
-        environment = {
+        self._environment = {
             **os.environ,
             "ECEMB_FAILURES": str(self.folder),
             "ECEMB_FAILURES_FIRST": str(first),
@@ -161,12 +161,20 @@ class Job:
         restarts = MANY if self.plan.soak else restarts
         options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
         torchrun = ["support.forked_torchrun", "failures.preload"]
-        if not self.plan.forked:
+        if self.plan.warm or not self.plan.forked:
             torchrun = ["torch.distributed.run", "--standalone"]
+        if self.plan.warm:
+            options += ["--no-python", *self._ecemb_run]
         script = str(Path(__file__).with_name("worker.py"))
         command = [sys.executable, "-m", *torchrun, *options, script]
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def _ecemb_run(self) -> list[str]:
+        return [sys.executable, "-m", "ecemb", "run", "--arena-dir", str(self.arenas)]
 
     @property
     def ended(self) -> bool:
@@ -252,6 +260,10 @@ class Job:
             self.process.kill()
             self.process.wait()
         self.seconds = time.monotonic() - self.began
+        if self.plan.warm:  # fork servers of failed workers would wait for the next start
+            subprocess.run(
+                [*self._ecemb_run, "--stop"], env=self._environment, capture_output=True, check=False
+            )
         deadline = time.monotonic() + (1.0 if self.problem else END_S)
         while left := list(self._processes()):
             if time.monotonic() > deadline:

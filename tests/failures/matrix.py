@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -146,6 +147,11 @@ class Cell:
         return f"{self.row}: {self.victims}, {'with memory' if self.memory else 'processes'}{setting}"
 
     @property
+    def warm(self) -> bool:
+        """Whether its workers are started by `ecemb-run`, as those of a third of the cells are."""
+        return zlib.crc32(str(self).encode()) % 3 == 0
+
+    @property
     def refused(self) -> bool:
         """Whether this is more than the code survives, of a job that has begun."""
         begun = ROW[self.row].when != "fresh" or ROW[self.row].phase == "going live"
@@ -197,7 +203,8 @@ class Chains:
         seed: of all choices.
         lengths: may grow between two runs.
         wanted: the cells; each is covered at least once.
-        forked: workers are forked (`forked_torchrun`), except those of `STOCK`, which torchrun starts.
+        forked: workers are forked (`forked_torchrun`), except those of `STOCK`, which torchrun starts, and
+            those of warm cells.
     """
 
     def __init__(self, seed: int, lengths: Lengths, wanted: Sequence[Cell], *, forked: bool = True) -> None:
@@ -205,6 +212,7 @@ class Chains:
         self._lengths = lengths
         self._forked = forked
         self._left = list(wanted)
+        self._warm = False  # how the run starts that is being drawn
         self._random.shuffle(self._left)
         self._attempts = Counter[Cell]()
         self._roles = Deck(self._random, ROLES)
@@ -216,13 +224,15 @@ class Chains:
 
     def __iter__(self) -> Iterator[Chain]:
         while self._left:
-            setting = min((cell.setting for cell in self._left), key=lambda s: s != MAIN)
+            first = min(self._left, key=lambda cell: (cell.setting != MAIN, cell.warm))
+            setting, self._warm = first.setting, first.warm
             number = self._numbers[setting]
             self._numbers[setting] += 1
             loading = 2 if setting.workers or number % 3 == 2 else 0
             chain = self._chain(setting, dataclasses.replace(setting, workers=loading))
             forked = self._forked and setting != STOCK
-            yield dataclasses.replace(chain, plan=dataclasses.replace(chain.plan, forked=forked))
+            plan = dataclasses.replace(chain.plan, forked=forked, warm=self._warm)
+            yield dataclasses.replace(chain, plan=plan)
 
     def missed(self, cell: Cell) -> bool:
         """A cell was not covered, after all; returns whether it will be tried again."""
@@ -256,7 +266,8 @@ class Chains:
 
     def _take(self, setting: Setting, when: str, most: int) -> list[Cell]:
         """Some cells that are left; a fresh start that goes live is the last one of its chain."""
-        found = [c for c in self._left if c.setting == setting and ROW[c.row].when == when]
+        left = [cell for cell in self._left if cell.setting == setting and cell.warm == self._warm]
+        found = [cell for cell in left if ROW[cell.row].when == when]
         found.sort(key=lambda cell: NEEDS.index(ROW[cell.row].needs), reverse=True)  # while there are fits
         live = [cell for cell in found if ROW[cell.row].phase == "going live"]
         found = [cell for cell in found if cell not in live][:most] + live[:1]
@@ -271,7 +282,8 @@ class Chains:
         """
         every = [Cell(row.name, *column, recovery.setting) for row in ROWS for column in _columns(row)]
         again = [c for c in every if c.victims <= recovery.setting.tolerated and ROW[c.row].how == "line"]
-        for there in (self._left, self._random.sample(again, len(again))):
+        again = self._random.sample(again, len(again))
+        for there in ([cell for cell in self._left if cell.warm == self._warm], again):
             steps = [
                 cell
                 for cell in there
@@ -279,7 +291,7 @@ class Chains:
             ]
             if steps:
                 cell = min(steps, key=lambda cell: sum(_leaves(cell, needs) for needs in NEEDS))
-                if cell in self._left:
+                if cell in self._left and cell.warm == self._warm:
                     self._left.remove(cell)
                 return cell
         raise ValueError(f"no failure leaves behind what {recovery} needs")

@@ -48,7 +48,8 @@ class Observer:
             path.with_suffix(".new").rename(path)
 
     def _sample(self) -> dict[str, int]:
-        arenas = [path.stat() for path in Path(os.environ["ECEMB_ARENAS"]).rglob("*") if path.is_file()]
+        paths = [path for path in Path(os.environ["ECEMB_ARENAS"]).rglob("*") if path.is_file()]
+        arenas = [path.stat() for path in paths if path.parent.name != ".warm"]  # logs of fork servers
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),

@@ -160,6 +160,7 @@ class Plan:
         events: who is killed when.
         sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
         forked: workers are forked from torchrun's agent (`forked_torchrun.py`), and not started as commands.
+        warm: workers are commands of stock torchrun, started by `ecemb-run`, whatever `forked` is.
         soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
         saves: after this many steps each, a checkpoint is saved, from which a start resumes that could not
             recover; 0: never.
@@ -169,6 +170,7 @@ class Plan:
     events: tuple[Event, ...] = ()
     sabotage: Sabotage | None = None
     forked: bool = False
+    warm: bool = False
     soak: bool = False
     saves: int = 0
 
@@ -180,7 +182,7 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         fields = json.loads(path.read_text())
         events = tuple(_event(event) for event in fields["events"])
-        rest = {name: fields[name] for name in ("sabotage", "forked", "soak", "saves")}
+        rest = {name: fields[name] for name in ("sabotage", "forked", "warm", "soak", "saves")}
         return cls(Setting(**fields["setting"]), events, **rest)
 
 

@@ -109,7 +109,8 @@ class Results:
         half = WIDTH * len(counts)
         lines = [
             "",
-            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers: runs that ended bit-identical",
+            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers, those of a third of the cells by ecemb-run:",
+            "runs that ended bit-identical",
             "/ runs, and the longest time from the kill until every rank had committed its next step (after",
             f"a second failure, too, if one came before that). r: more than {r} losses, refused by all;",
             "the time is until the last one had; the survivors' bytes were the same afterwards, and the",
@@ -162,6 +163,7 @@ class Results:
                 "identical": tally.identical,
                 "outcome": "refused" if tally.refused_s else "recovered",
                 **({"device": cell.setting.device} if cell.setting.device != "cpu" else {}),
+                **({"start": "warm"} if cell.warm else {}),
             }
             middle = seconds[len(seconds) // 2]
             rows.append(

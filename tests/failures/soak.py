@@ -2,6 +2,8 @@
 
     python tests/failures soak [--minutes 15] [--seed N] [--json FILE]
 
+torchrun starts the workers by `ecemb-run`; with `--start forked` they are forked from torchrun's agent.
+
 Ends with code 1 if a step was lost, if the end differs by one bit from that of an undisturbed run of as many
 steps, if a scrub saw something wrong, or if memory, files, descriptors or threads grew.
 """
@@ -44,9 +46,10 @@ class Soak(Job):
         seed: of all choices.
         seconds: how long to kill.
         setting: what is trained.
+        warm: whether `ecemb-run` starts the workers.
     """
 
-    def __init__(self, seed: int, seconds: float, setting: Setting = SOAKED) -> None:
+    def __init__(self, seed: int, seconds: float, setting: Setting = SOAKED, *, warm: bool = True) -> None:
         self._random = random.Random(seed)
         self._events: dict[int, Timed] = {}
         self._kinds: dict[int, str] = {}
@@ -55,7 +58,7 @@ class Soak(Job):
         self._until = time.monotonic() + seconds
         self.steps = -1
         self._setting = setting
-        super().__init__(Plan(setting, forked=True, soak=True))
+        super().__init__(Plan(setting, forked=True, warm=warm, soak=True))
 
     def watch(self) -> None:
         super().watch()
@@ -170,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--windows", action="store_true", help="train in windows, with overlap and without aborts"
     )
+    parser.add_argument(
+        "--start", choices=("warm", "forked"), default="warm", help="by ecemb-run, or from torchrun's agent"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
     args = parser.parse_args(arguments)
@@ -178,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed: {seed} (repeat with --seed {seed})", flush=True)
     here = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")}
     setting = IN_WINDOWS if args.windows else SOAKED
-    job = Soak(seed, 60 * args.minutes, setting)
+    job = Soak(seed, 60 * args.minutes, setting, warm=args.start == "warm")
     outcome = follow(job)
     left = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")} - here
     alarms = outcome.folder / "alarms"

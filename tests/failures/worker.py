@@ -259,8 +259,10 @@ def parity(guard: ecemb.Guard) -> dict[str, str]:
 def leave_out_the_compiler() -> None:
     """Put an empty torch._dynamo in place: optimizers import it, which takes a third of a start.
 
-    They need two of its functions, which do nothing where nothing is compiled.
+    They need two of its functions, which do nothing where nothing is compiled. A fork server has imported it.
     """
+    if "torch._dynamo" in sys.modules:
+        return
     empty: Any = types.ModuleType("torch._dynamo")
     empty.disable = lambda function=None, *args, **kwargs: function
     empty.graph_break = lambda *args, **kwargs: None
