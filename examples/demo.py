@@ -1,11 +1,12 @@
 """The main job, whole: train, kill workers and their memory in mid-training, compare byte by byte.
 
-    python examples/demo.py [--code 4,3] [--ranks 4]
+    python examples/demo.py [--code 4,3] [--ranks 4] [--cold]
 
-Trains examples/word2vec.py under stock torchrun twice: once undisturbed, and once while this driver, from
-outside, (a) SIGKILLs workers, and (b) SIGKILLs workers and deletes their arenas, as when their host is gone;
-as many at once as the code survives, each time at a random moment inside a step. The last line says whether
-the two runs ended with the same bytes: tables, optimizer state, dense parameters, random generators.
+Trains examples/word2vec.py under stock torchrun twice, with workers that `ecemb-run` starts (with `--cold`:
+python): once undisturbed, and once while this driver, from outside, (a) SIGKILLs workers, and (b) SIGKILLs
+workers and deletes their arenas, as when their host is gone; as many at once as the code survives, each time
+at a random moment inside a step. The last line says whether the two runs ended with the same bytes: tables,
+optimizer state, dense parameters, random generators.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ parser.add_argument(
     "--seed", type=int, default=None, help="of the moments and the victims; random if not given"
 )
 parser.add_argument("--timeout", type=float, default=600, help="seconds that one run may take")
+parser.add_argument("--cold", action="store_true", help="start workers as python does, not by ecemb-run")
 args = parser.parse_args()
 
 EXAMPLE = Path(__file__).with_name("word2vec.py")
@@ -58,10 +60,13 @@ class Run:
 
     def __enter__(self) -> Run:
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {args.ranks} --max-restarts 3"
+        torchrun += " --monitor-interval 0.01"
+        warm = ["--no-python", sys.executable, "-m", "ecemb", "run", f"--arena-dir={args.arena_dir}"]
+        script = [*([] if args.cold else warm), str(EXAMPLE)]
         options = f"--job {self.job} --code {args.code} --steps {args.steps}"
         paths = [f"--arena-dir={args.arena_dir}", f"--save={self.save}"]
         self.process = subprocess.Popen(
-            [sys.executable, *torchrun.split(), str(EXAMPLE), *options.split(), *paths],
+            [sys.executable, *torchrun.split(), *script, *options.split(), *paths],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -182,7 +187,9 @@ def main() -> int:
     n, k = map(int, args.code.split(","))
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     luck = random.Random(seed)
-    say(f"word2vec on {args.ranks} ranks with code ({n}, {k}), {args.steps} steps; --seed {seed}")
+    start = "cold" if args.cold else "warm"
+    what = f"word2vec on {args.ranks} ranks with code ({n}, {k}), {args.steps} steps, {start} starts"
+    say(f"{what}; --seed {seed}")
     lost_s: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="ecemb-demo-") as folder:
         calm, disturbed = Path(folder, "undisturbed"), Path(folder, "disturbed")
@@ -199,7 +206,7 @@ def main() -> int:
                     seconds = kill(run, n - k, with_memory, luck)
                     lost_s["process and memory" if with_memory else "process"] = seconds
                     if seconds is not None:
-                        say(f"{seconds:.1f} s from the kill to the next step committed by all ranks")
+                        say(f"{seconds:.2f} s from the kill to the next step committed by all ranks")
             code = run.wait()
         reports = [line for line in run.lines if "rank 0: recovered, " in line]
         say(f"the disturbed run ended with exit code {code}; recovery reports of rank 0:")
@@ -207,7 +214,7 @@ def main() -> int:
             print("    " + line.strip())
         wrong = differences(calm, disturbed)
     for name, seconds in lost_s.items():
-        say(f"lost with {name}: {'never recovered' if seconds is None else f'{seconds:.1f} s'}")
+        say(f"lost with {name}: {'never recovered' if seconds is None else f'{seconds:.2f} s'}")
     for one in wrong[:20]:
         say(f"differs: {one}")
     complete = code == 0 and len(lost_s) == 2 and None not in lost_s.values() and len(reports) == 2
