@@ -24,7 +24,8 @@ options:
   --cold               start as `python SCRIPT` does
   --standby            start the fork server ahead, and no process; it waits until it is used or stopped
   --stop               let this user's fork servers on this host end, as soon as none of their processes runs
-  --idle S             seconds without a process after which the server ends (900; on standby never)
+  --idle S             seconds without a process after which the server ends (900; on standby never); once
+                       torchrun has ended, a fifteenth of it
   --arena-dir DIR      where the server's socket lies, below ecemb-UID (/dev/shm)
   -h, --help           show this
 """

@@ -33,6 +33,8 @@ LISTENER, FOLDER = 3, 4
 LOCK = "lock"
 _GRACE_S = 3.0
 """From the good end of a job's last worker to the server's end: another worker may start late."""
+_RELAUNCH = 1 / 15
+"""Part of the idle time that a server waits for another launch of its job."""
 _BEFORE = frozenset(sys.builtin_module_names) | {
     "site", "os", "io", "abc", "codecs", "encodings", "stat", "posixpath", "genericpath", "zipimport"
 }  # fmt: skip
@@ -76,6 +78,8 @@ class Server:
         self._files: dict[str, int] = {}
         self._installed: list[object] = []
         self._clients: dict[int, _Client] = {}
+        self._launchers: dict[int, int] = {}  # process id -> descriptor, of those that run
+        self._abandoned = False  # all launchers have ended
         self._dying: set[int] = set()  # killed, because their connections have ended
         self._round_is_fine = True
         self._used = False
@@ -144,7 +148,7 @@ class Server:
         self._since = time.monotonic()
         while True:
             poll = select.poll()
-            for descriptor in (self._listener.fileno(), self._wake, *self._clients):
+            for descriptor in (*self._own(), *self._clients):
                 poll.register(descriptor, select.POLLIN)
             left_s = self._left_s()
             if left_s is not None and left_s <= 0 and self._end():
@@ -154,6 +158,8 @@ class Server:
             for descriptor, _ in ready:
                 if descriptor == self._listener.fileno():
                     self._accept()
+                elif descriptor in self._launchers.values():
+                    self._leave(descriptor)
                 elif descriptor in self._clients:
                     self._hear(self._clients[descriptor])
             for client in list(self._clients.values()):
@@ -162,13 +168,35 @@ class Server:
                     if work is not None:
                         return work
 
+    def _own(self) -> list[int]:
+        """The descriptors that the loop watches, beside connections."""
+        return [self._listener.fileno(), self._wake, *self._launchers.values()]
+
+    def _attend(self, launcher: int | None) -> None:
+        """Notes the launcher of a worker: once all have ended, only another launch may need this server."""
+        if launcher is None or launcher in self._launchers:
+            return
+        with contextlib.suppress(OSError):
+            self._launchers[launcher] = os.pidfd_open(launcher)
+            self._abandoned = False
+
+    def _leave(self, descriptor: int) -> None:
+        """A launcher has ended."""
+        os.close(descriptor)
+        self._launchers = {pid: other for pid, other in self._launchers.items() if other != descriptor}
+        self._abandoned, self._since = not self._launchers, time.monotonic()
+
     def _left_s(self) -> float | None:
         """Seconds until the server has to end; None while it must stay."""
         if self._dying or self._clients:
             return None
         if self._retired:
             return 0.0
-        wait_s = _GRACE_S if self._used and self._round_is_fine else self._idle_s
+        wait_s = self._idle_s
+        if self._used and self._round_is_fine:
+            wait_s = _GRACE_S
+        elif wait_s is not None and self._abandoned:
+            wait_s *= _RELAUNCH
         return None if wait_s is None else self._since + wait_s - time.monotonic()
 
     def _end(self) -> bool:
@@ -193,7 +221,7 @@ class Server:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino == self._inode:
                     os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
-                    os.unlink(self._config["log"], dir_fd=FOLDER)
+                    os.unlink(f"{self._name}.log", dir_fd=FOLDER)
         finally:
             os.close(lock)
 
@@ -257,6 +285,7 @@ class Server:
         wire.send(client.connection, {"what": "accepted", "server": os.getpid(), "said": said})
         client.inbox.descriptors = []
         self._name, self._idle_s = message["name"], message["idle_s"]
+        self._attend(message["launcher"])
         self._round_is_fine = self._round_is_fine or not self._running()
         server = os.getpid()
         sys.stdout.flush()
@@ -279,7 +308,7 @@ class Server:
             for client in self._clients.values():
                 client.close()
             self._listener.close()
-            for descriptor in (FOLDER, self._wake, self._woken):
+            for descriptor in (FOLDER, self._wake, self._woken, *self._launchers.values()):
                 os.close(descriptor)
             become(request, server, self._changed)
         except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
@@ -293,7 +322,7 @@ class Server:
         if path is not None:
             return f"{path} has the name of a module that is imported ahead, and would be hidden by it"
         used = {int(number) for number in os.listdir("/proc/self/fd")}
-        ours = {LISTENER, FOLDER, self._wake, self._woken, *self._clients}
+        ours = {FOLDER, self._woken, *self._own(), *self._clients}
         ours.update(number for client in self._clients.values() for number in client.inbox.descriptors)
         taken = {number for number in message["descriptors"] if number > 2} & used - ours
         for number in taken:

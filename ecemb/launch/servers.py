@@ -2,7 +2,8 @@
 
 Owns the files in `{arena_dir}/ecemb-{uid}/.warm`: `{name}.sock` of a server, `{name}.log` with its output,
 and `lock`, which is held while a server is looked for and started. The socket listens before its server has
-begun to import, so clients need not wait for it to appear; a socket without a listener is replaced.
+begun to import, so clients need not wait for it to appear; a socket without a listener is replaced. A server
+that ends removes both files; the log of one that was killed is kept for a while.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _CODE = (
     "from ecemb.launch.server import main; main()()"
 )
 _LOCK_S = 60.0
+_LOG_S = 3600.0
+"""From the last line of a killed server's log to its removal."""
 
 
 class Cold(Exception):
@@ -70,7 +73,8 @@ def started(place: int, name: str, command: Command, numbers: list[int], blocked
             return connection
         waiting = identity.server_name(preloads(command), None)
         if is_there(place, waiting):
-            os.rename(f"{waiting}.sock", f"{name}.sock", src_dir_fd=place, dst_dir_fd=place)
+            for suffix in ("log", "sock"):
+                os.rename(f"{waiting}.{suffix}", f"{name}.{suffix}", src_dir_fd=place, dst_dir_fd=place)
         else:
             start(place, name, command, numbers, blocked)
         connection = connected(place, name)
@@ -127,7 +131,6 @@ def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
     return {
         "name": name,
         "inode": inode,
-        "log": f"{name}.log",
         "folder": os.getcwd(),
         "script": script,
         "module": command.target if command.is_module else None,
@@ -142,7 +145,7 @@ def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
 
 def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int], blocked: Set[int]) -> None:
     log = os.open(
-        config["log"],
+        f"{config['name']}.log",
         os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
         0o600,
         dir_fd=place,
@@ -180,11 +183,15 @@ def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int]
 
 
 def _sweep(place: int) -> None:
-    """Removes sockets without a listener; the caller holds the lock."""
-    for entry in os.listdir(place):
-        name, _, suffix = entry.rpartition(".")
+    """Removes sockets without a listener, and logs that are old; the caller holds the lock."""
+    names = {tuple(entry.rpartition(".")[::2]) for entry in os.listdir(place)}
+    for name, suffix in names:
         if suffix == "sock" and not is_there(place, name):
-            os.unlink(entry, dir_fd=place)
+            os.unlink(f"{name}.sock", dir_fd=place)
+        elif suffix == "log" and (name, "sock") not in names:
+            age_s = time.time() - os.stat(f"{name}.log", dir_fd=place, follow_symlinks=False).st_mtime
+            if age_s > _LOG_S:
+                os.unlink(f"{name}.log", dir_fd=place)
 
 
 def interpreter_options() -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence, Set
 from typing import NoReturn
 
 from ..errors import EcembError
-from . import identity, processes, wire
+from . import agent, identity, processes, wire
 from .command import USAGE, Command, parse
 from .servers import (
     Cold,
@@ -71,6 +71,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
             sys.exit(_stop(command))
         if command.action == "standby":
             sys.exit(_stand_by(command))
+        _advise()
         try:
             _end(_run(command, numbers))
         except Cold as reason:
@@ -90,6 +91,19 @@ def _say(line: str) -> None:
     """Prints once per host, not once per worker."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"ecemb-run: {line}", file=sys.stderr, flush=True)
+
+
+def _advise() -> None:
+    """Says once for a launch which settings torchrun lacks."""
+    if os.environ.get("GROUP_RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline") as file:
+            line = agent.advice(os.environ, file.read().split("\0"))
+    except (OSError, ValueError):
+        return
+    if line is not None:
+        _say(line)
 
 
 # --- cold ---------------------------------------------------------------------------------------------
@@ -188,7 +202,8 @@ def _ask(
         with connection:
             try:
                 wire.check_peer(connection)
-                _send_request(connection, command, name, numbers, ignored, blocked)
+                launcher = parent if "TORCHELASTIC_RUN_ID" in os.environ else None
+                _send_request(connection, command, name, launcher, numbers, ignored, blocked)
                 return _follow(connection, parent, heard, place, name)
             except wire.Foreign as error:
                 raise Cold(f"the fork server isn't this user's: {error}") from error
@@ -204,6 +219,7 @@ def _send_request(
     connection: socket.socket,
     command: Command,
     name: str,
+    launcher: int | None,
     numbers: list[int],
     ignored: list[int],
     blocked: Set[int],
@@ -216,6 +232,7 @@ def _send_request(
             "what": "run",
             "name": name,
             "idle_s": command.idle_s,
+            "launcher": launcher,
             "is_module": command.is_module,
             "target": command.target,
             "arguments": command.arguments,

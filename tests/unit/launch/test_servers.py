@@ -124,6 +124,36 @@ def test_it_ends_when_its_job_has_and_leaves_no_socket(here: Home) -> None:
     assert int(here.warm(failing)[1]) == int(here.warm(failing)[1])
 
 
+def test_a_server_whose_launcher_has_ended_does_not_wait_for_long(here: Home) -> None:
+    """Not for its idle time, which is longer than this test waits."""
+    idle = ("--idle", "300")
+    command = here.command(here.write("sleeps.py", SLEEPS), options=(*LIGHT, *idle))
+    code = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(1000)"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=here.folder,
+        env={**here.environment, "TORCHELASTIC_RUN_ID": "x"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _, server = worker_and_server(launcher)
+    launcher.kill()
+    launcher.communicate()
+    eventually(lambda: not alive(server))
+    assert not here.sockets()
+
+
+def test_old_logs_of_killed_servers_are_removed(here: Home) -> None:
+    quick = here.write("quick.py", "")
+    assert here.warm(quick, options=(*LIGHT, "--idle", "300"))[0] == 0
+    [place] = here.arena_dir.glob("*/.warm")
+    for name in ("old", "young"):
+        (place / f"{name}.log").write_text("Killed")
+    os.utime(place / "old.log", (1, 1))
+    assert here.warm(here.write("failing.py", "1 / 0"))[0] == 1
+    assert (place / "young.log").exists() and not (place / "old.log").exists()
+
+
 def test_a_server_that_waits_is_taken_over(here: Home) -> None:
     name = here.write("standby.py", "import os; print(os.getppid())")
     here.environment["OMP_NUM_THREADS"] = "1"
@@ -135,6 +165,7 @@ def test_a_server_that_waits_is_taken_over(here: Home) -> None:
     for number in ("0", "1"):
         job = {"TORCHELASTIC_RUN_ID": "a job", "RANK": number, "LOCAL_RANK": number}
         assert here.run(here.command(name), changed=job) == (0, f"{server}\n", "")
+    assert {path.stem for path in here.sockets()} == {path.stem for path in here.arena_dir.rglob("*.log")}
     assert here.run(here.command(name), changed={"TORCHELASTIC_RUN_ID": "another"})[1] != f"{server}\n"
 
 
