@@ -5,12 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import RESULTS
-from bench.harness.result import Arguments, BadFile, Incomplete, Row, Unavailable, document, table, write
+from bench.harness.result import (
+    Arguments,
+    BadFile,
+    Incomplete,
+    Row,
+    Unavailable,
+    commit,
+    document,
+    table,
+    write,
+)
 
 if TYPE_CHECKING:
     from bench import suite
@@ -52,6 +63,9 @@ OF_SETTINGS = {
 OF_TRACES = ("simulate",)
 """Questions that can be asked of a real cluster's faults."""
 
+OF_RESULTS = ("simulate",)
+"""Questions that start from the answers to others; see `Arguments.results`."""
+
 OF_DATA = {"quality": ("criteo", "movielens")}
 """Questions that can be asked of a file of clicks, and of which formats."""
 
@@ -89,6 +103,12 @@ def main(words: Sequence[str] | None = None) -> None:
         help=f"for {ALL}: where to write them (default: bench/results); for {REPORT}: where to read them, "
         "and to write the pages",
     )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help=f"answers to other questions, for {', '.join(OF_RESULTS)} (default: bench/results)",
+    )
     parser.add_argument("--engine", metavar="NAME", help=f"of the tables, for {', '.join(OF_ENGINES)}")
     parser.add_argument("--setting", metavar="NAME", help=f"only this one, for {', '.join(OF_SETTINGS)}")
     parser.add_argument(
@@ -120,7 +140,9 @@ def main(words: Sequence[str] | None = None) -> None:
         print(pages.write(given.json_dir))
         return
     if given.question == ALL:
-        _ask_all(given.json_dir, given.seed, quick=given.quick)
+        traces = [word for path in given.trace for word in ("--trace", str(path))]
+        traces += ["--system", given.system] if given.system else []
+        _ask_all(given.json_dir, given.seed, traces, quick=given.quick)
         return
     engines = OF_ENGINES.get(given.question, ("",))
     engine = given.engine or engines[0]
@@ -131,6 +153,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"{given.question} has no setting {given.setting!r}: {list(settings)}")
     if (given.trace or given.system) and given.question not in OF_TRACES:
         parser.error(f"{given.question} is not asked of a trace; {', '.join(OF_TRACES)} is")
+    if given.results is not None and given.question not in OF_RESULTS:
+        parser.error(f"{given.question} starts from no other answers; {', '.join(OF_RESULTS)} does")
     data = None
     if given.data is not None:
         formats = OF_DATA.get(given.question, ())
@@ -144,8 +168,16 @@ def main(words: Sequence[str] | None = None) -> None:
         f"bench.questions.{given.question}.question"
     ).run
     arguments = Arguments(
-        given.quick, given.seed, engine, given.setting or "", tuple(given.trace), given.system, data
+        given.quick,
+        given.seed,
+        engine,
+        given.setting or "",
+        tuple(given.trace),
+        given.system,
+        data,
+        given.results or RESULTS,
     )
+    began = time.monotonic()
     failure = ""
     try:
         rows = run(arguments)
@@ -155,27 +187,42 @@ def main(words: Sequence[str] | None = None) -> None:
         rows, failure = error.rows, str(error)
     print(table(rows))
     if given.json is not None:
-        write(given.json, document(given.question, arguments, rows))
+        write(given.json, document(given.question, arguments, rows, (time.monotonic() - began) / 60))
     if failure:
         sys.exit(failure)
 
 
-def _ask_all(folder: Path | None, seed: int, *, quick: bool) -> None:
+def _ask_all(folder: Path | None, seed: int, traces: Sequence[str], *, quick: bool) -> None:
+    """Into bench/results only from a commit, with the pages; into another folder without."""
     from bench import suite
 
+    questions = asked(quick=quick, traces=traces, results=folder)
+    if folder is None and commit().endswith("-dirty"):
+        sys.exit("files differ from the commit, whose numbers bench/results has: commit first, or --json-dir")
+    print(suite.expected(questions, RESULTS), flush=True)
     try:
-        suite.ask(asked(quick=quick), folder or RESULTS, seed, quick=quick)
+        suite.ask(questions, folder or RESULTS, seed, quick=quick)
     except suite.SuiteFailed as error:
         sys.exit(str(error))
+    finally:
+        print(suite.took(questions, folder or RESULTS))
 
 
-def asked(*, quick: bool) -> list[suite.Asked]:
-    """What `all` asks; the answers' files are named as in bench/results."""
+def asked(*, quick: bool, traces: Sequence[str] = (), results: Path | None = None) -> list[suite.Asked]:
+    """What `all` asks; the answers' files are named as in bench/results.
+
+    Args:
+        quick: Few of them.
+        traces: Options for the questions that can be asked of traces.
+        results: Where the answers go, for those that start from others; None for bench/results.
+    """
     from bench import suite
 
     found: list[suite.Asked] = []
     for question in QUICK if quick else [one for one in QUESTIONS if one not in ON_GPUS]:
-        found.append(suite.Asked(question, (question,)))
+        words = [question, *(traces if question in OF_TRACES else ())]
+        words += ["--results", str(results)] if question in OF_RESULTS and results else []
+        found.append(suite.Asked(question, tuple(words)))
         if question in ON_ALL_ENGINES and not quick:
             found += [
                 suite.Asked(f"{question}-{engine}", (question, "--engine", engine))

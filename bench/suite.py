@@ -5,6 +5,7 @@ What a question prints goes to a file beside its JSON. One that fails doesn't st
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,26 @@ class Asked:
 
     name: str
     words: tuple[str, ...]
+
+
+def expected(questions: Sequence[Asked], results: Path) -> str:
+    """Says how long all will take, by what each took for the results of a folder."""
+    known = {one.name: minutes for one in questions if (minutes := _minutes(results, one.name)) is not None}
+    unknown = [one.name for one in questions if one.name not in known]
+    others = f"; not known for {', '.join(unknown)}" if unknown else ""
+    return f"{len(questions)} questions: {sum(known.values()):.0f} minutes when they were last asked{others}"
+
+
+def took(questions: Sequence[Asked], folder: Path) -> str:
+    """Says how long each that was answered took, and all of them."""
+    found = {one.name: minutes for one in questions if (minutes := _minutes(folder, one.name)) is not None}
+    lines = [f"{minutes:8.1f} minutes  {name}" for name, minutes in found.items()]
+    return "\n".join([*lines, f"{sum(found.values()):8.1f} minutes"])
+
+
+def _minutes(folder: Path, name: str) -> float | None:
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("minutes") if path.exists() else None
 
 
 def ask(questions: Sequence[Asked], folder: Path, seed: int, *, quick: bool) -> None:

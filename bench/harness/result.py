@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench import RESULTS
 from bench.harness.isal import IsalUnavailable, load
 
 Label = str | int | float
@@ -82,6 +83,7 @@ class Arguments:
         traces: Files with faults of real clusters, if the question can be asked of some.
         system: Of a trace of several, those to take: "2,20", "all", or "" for the one with the most faults.
         data: A format of clicks and a file of it, if the question can be asked of one.
+        results: Folder of the answers to other questions, which some start from.
     """
 
     quick: bool = False
@@ -91,6 +93,7 @@ class Arguments:
     traces: tuple[Path, ...] = ()
     system: str = ""
     data: tuple[str, Path] | None = None
+    results: Path = RESULTS
 
 
 @dataclass(frozen=True)
@@ -194,14 +197,32 @@ def versions() -> dict[str, str]:
     return found
 
 
-def document(question: str, arguments: Arguments, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the whole of what is written for one run."""
+def command(question: str, arguments: Arguments) -> str:
+    """Returns the command line that asks a question so; of files, the names without folders."""
+    words = ["python -m bench", question]
+    for option, given in (("engine", arguments.engine), ("setting", arguments.setting)):
+        words += [f"--{option} {given}"] if given else []
+    words += [f"--trace {path.name}" for path in arguments.traces]
+    words += [f"--system {arguments.system}"] if arguments.system else []
+    if arguments.data is not None:
+        words.append(f"--data {arguments.data[0]} {arguments.data[1].name}")
+    words += [f"--seed {arguments.seed}"] if arguments.seed else []
+    return " ".join([*words, *(["--quick"] if arguments.quick else [])])
+
+
+def document(
+    question: str, arguments: Arguments, rows: Sequence[Row], minutes: float | None = None
+) -> dict[str, Any]:
+    """Returns the whole of what is written for one run; with its command, if it says how long it took."""
     return {
         "question": question,
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
         "seed": arguments.seed,
+        **(
+            {} if minutes is None else {"command": command(question, arguments), "minutes": round(minutes, 2)}
+        ),
         **({"quick": True} if arguments.quick else {}),
         "rows": [row.to_json() for row in rows],
     }

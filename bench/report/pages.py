@@ -8,6 +8,7 @@ published is in `bench.report.headlines`, and the rest is in the JSON. The same 
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from bench.questions.cpr import picture as cpr_picture
 from bench.questions.drift import picture as drift_picture
 from bench.questions.quantization import picture as quantization_picture
 from bench.questions.simulate import picture as simulate_picture
-from bench.report import figures, headlines, summary, tables
+from bench.report import figures, headlines, provenance, summary, tables
 from bench.report.html import html
 from bench.report.tables import BadResult
 
@@ -37,6 +38,7 @@ HEAD = f"""# Results
 
 Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies its results
 before it measures them. A value is the median; in brackets are the smallest and the largest, if they differ.
+*Stale*: the code that was measured has changed since; its page says which.
 """
 
 PICTURES: dict[str, tuple[str, str, Callable[[Sequence[Mapping[str, Any]]], str]]] = {
@@ -77,6 +79,9 @@ def write(results: Path | None = None) -> Path:
         BadResult: A file is not in the form of `bench.harness.result`, or answers no question of bench/, or
             lacks metrics that a page asks for.
     """
+    if results is None:
+        with contextlib.suppress(provenance.NoHistory):
+            tables.replace(RESULTS / provenance.STALE, provenance.text(provenance.stale()))
     documents = tables.load(results or RESULTS)
     folder = results or DOCS
     made = render(documents) | drawn(documents)
@@ -116,14 +121,34 @@ def summarized(order: Sequence[str], documents: Documents) -> str:
         parts += ["## The methods side by side\n", summary.methods(documents) + "\n"]
         parts.append(f"![{shown}]({FOLDER}/{file})\n")
     lines = [
-        [f"[{asked(question)[0]}]({FOLDER}/{question}.md)", summary.answer(question, documents)]
+        [
+            f"[{asked(question)[0]}]({FOLDER}/{question}.md)",
+            summary.answer(question, documents),
+            commits(question, documents),
+        ]
         for question in order
     ]
     if headlines.lines(documents):
         lines.append(
-            [f"[{headlines.TITLE}]({PUBLISHED})", f"{len(headlines.HEADLINES)} claims, and why ours differ"]
+            [
+                f"[{headlines.TITLE}]({PUBLISHED})",
+                f"{len(headlines.HEADLINES)} claims, and why ours differ",
+                "",
+            ]
         )
-    return "\n".join([*parts, "## The questions\n", tables.grid(("question", "in short"), 2, lines) + "\n"])
+    return "\n".join(
+        [*parts, "## The questions\n", tables.grid(("question", "in short", "of commit"), 3, lines) + "\n"]
+    )
+
+
+def commits(question: str, documents: Documents) -> str:
+    """The commits that a question's numbers are of, and which of these are stale."""
+    found = [
+        f"{document['commit'][:8]}{' (stale)' if 'stale' in document else ''}"
+        for document in documents
+        if document["question"] == question
+    ]
+    return ", ".join(dict.fromkeys(found))
 
 
 def of_question(question: str, documents: Documents) -> str:
@@ -137,6 +162,9 @@ def of_question(question: str, documents: Documents) -> str:
     if question in PICTURES:
         file, shown, _ = PICTURES[question]
         parts.append(f"![{shown}]({file})\n")
+    for document in documents:
+        if document["question"] == question and "stale" in document:
+            parts.append(f"**Stale**, of commit {document['commit'][:8]}: {document['stale']}.\n")
     if explanation:
         parts.append("[What the columns mean](#definitions) is below the tables.\n")
     for document in documents:

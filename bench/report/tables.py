@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.result import FIXED, Label
+from bench.report import provenance
 
 ACROSS = ("source", "spread", "trace", "hosts", "kernel", "method", "over", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
@@ -69,12 +70,13 @@ def replace(path: Path, text: str) -> None:
 
 
 def load(results: Path) -> list[dict[str, Any]]:
-    """Reads all documents of a folder, in the order of their files' names.
+    """Reads all documents of a folder, in the order of their files' names; "stale" says what is old in one.
 
     Raises:
         BadResult: One isn't in the form.
     """
     documents: list[dict[str, Any]] = []
+    old = provenance.noted(results)
     for path in sorted(results.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         missing = [key for key in _KEYS if key not in content]
@@ -83,7 +85,7 @@ def load(results: Path) -> list[dict[str, Any]]:
                 f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
             )
         if content["question"] not in ELSEWHERE:
-            documents.append(content)
+            documents.append(content | ({"stale": old[path.name]} if path.name in old else {}))
     return documents
 
 
@@ -94,12 +96,22 @@ def origin(document: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     when = f" on {document['date']}" if "date" in document else ""
     quick = "A quick run, not for quoting. " if document.get("quick") else ""
+    made = (
+        f"Made by `{document['command']}` in {document['minutes']:.3g} minutes. "
+        if "command" in document
+        else ""
+    )
     return (
-        f"{quick}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
+        f"{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}"
         f"{', ' + machine['gpu'] if 'gpu' in machine else ''}; {packages}; "
-        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
+        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}.{old(document)}"
     )
+
+
+def old(document: Mapping[str, Any]) -> str:
+    """Says that a document is older than the code that it measures, if it is."""
+    return f" **Stale**: {document['stale']}." if "stale" in document else ""
 
 
 def metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:

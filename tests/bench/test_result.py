@@ -50,6 +50,17 @@ def test_the_document_has_the_keys_of_the_form(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_document_says_how_it_was_made() -> None:
+    arguments = Arguments(True, 3, "sparse", "dlrm", (Path("a/b.json"),), "2", ("criteo", Path("c/d")))
+    content = document("overhead", arguments, ROWS, 1.234)
+    assert list(content)[4:] == ["seed", "command", "minutes", "quick", "rows"]
+    assert content["command"] == (
+        "python -m bench overhead --engine sparse --setting dlrm --trace b.json --system 2 --data criteo d "
+        "--seed 3 --quick"
+    )
+    assert content["minutes"] == 1.23
+
+
 def test_the_table_has_one_part_for_each_metric() -> None:
     assert table(ROWS).splitlines() == [
         "update_ns_per_row",

@@ -34,8 +34,34 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: py
     assert [words[0] for words in asked] == list(command.QUICK)
     name = command.QUICK[-1]
     written = str(tmp_path / "new" / f"{name}.json")
-    assert asked[-1] == [name, "--seed", "3", "--json", written, "--quick"]
+    folder = ["--results", str(tmp_path / "new")]
+    assert asked[-1] == [name, *folder, "--seed", "3", "--json", written, "--quick"]
     assert (tmp_path / "new" / f"{name}.log").read_text() == f"of {name}\n"
+
+
+def test_traces_and_other_answers_are_for_some_questions(tmp_path: Path) -> None:
+    asked = {
+        one.name: one.words
+        for one in command.asked(quick=False, traces=["--trace", "t"], results=tmp_path / "new")
+    }
+    assert asked["simulate"] == ("simulate", "--trace", "t", "--results", str(tmp_path / "new"))
+    assert asked["recovery"] == ("recovery",)
+    assert list(asked).index("simulate") > max(list(asked).index(one) for one in ("overhead", "recovery"))
+
+
+def test_how_long_all_of_them_take(tmp_path: Path) -> None:
+    questions = [suite.Asked(name, (name,)) for name in ("drift", "memory")]
+    (tmp_path / "drift.json").write_text('{"minutes": 12.5}')
+    assert suite.expected(questions, tmp_path) == (
+        "2 questions: 12 minutes when they were last asked; not known for memory"
+    )
+    assert suite.took(questions, tmp_path).split() == ["12.5", "minutes", "drift", "12.5", "minutes"]
+
+
+def test_results_are_made_from_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "commit", lambda: "0123-dirty")
+    with pytest.raises(SystemExit, match="commit first, or --json-dir"):
+        command.main(["all"])
 
 
 def test_a_folder_is_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from bench import RESULTS
 from bench import __main__ as command
 from bench.harness.result import Arguments, document, once, write
 from bench.harness.result import summary as summarized
-from bench.report import pages, summary, tables
+from bench.report import pages, provenance, summary, tables
 from bench.report.html import html
 
 ROWS = [
@@ -119,6 +119,17 @@ def test_a_file_for_browsers_is_whole(tmp_path: Path) -> None:
     assert "made" not in browsed and "one.md" not in browsed
     assert '<a href="#s2">One &amp; two</a>' in browsed and '<h1 id="s2">One &amp; two</h1>' in browsed
     assert browsed.count('src="data:image/svg+xml;base64,PHN2Zy8+"') == 2 and ".svg" not in browsed
+
+
+def test_what_is_stale_and_how_it_was_made_are_said(tmp_path: Path) -> None:
+    write(tmp_path / "memory.json", DOCUMENT | {"command": "python -m bench memory", "minutes": 1.5})
+    write(tmp_path / "kills.json", DOCUMENT | {"question": "kills"})
+    (tmp_path / provenance.STALE).write_text("kills.json: no\nmemory.json: changed since: ecemb/step\n")
+    made = pages.render(tables.load(tmp_path))
+    assert "\n**Stale**, of commit 01234567: changed since: ecemb/step.\n" in made[PAGE]
+    assert "Made by `python -m bench memory` in 1.5 minutes. Measured on" in made[PAGE]
+    assert "seed 7. **Stale**: changed since: ecemb/step.\n" in made[PAGE]
+    assert "| 01234567 (stale) |" in made[pages.SUMMARY]
 
 
 def test_a_quick_answer_says_so() -> None:

@@ -88,7 +88,7 @@ def run(arguments: Arguments) -> list[Row]:
     """
     quick = arguments.quick
     traces = [trace for path in arguments.traces for trace in read(path, arguments.system)]
-    all_costs = costs()
+    all_costs = costs(arguments.results)
     job = measured(JOB, all_costs)
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
     rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)

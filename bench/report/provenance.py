@@ -1,0 +1,157 @@
+"""Which results are of the code that they measure: clean, of a commit of the history, and not older than it.
+
+Owns: `CODE`, the paths that a question's numbers depend on; and STALE, the file in bench/results that names
+the results that are older than these paths now. `python -m bench report` writes it, so that the pages, which
+say what is stale, are made from bench/results alone.
+
+A result is *refused* if it was never of its code: it is of a tree with changes, of a commit that isn't in the
+history, or its code was another one already when the result was committed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import RESULTS, ROOT
+
+STALE = "stale.txt"
+
+_BYTES = ("ecemb/kernels", "ecemb/coding")
+_STEP = (
+    *_BYTES,
+    *("ecemb/guard.py", "ecemb/nn.py", "ecemb/adapters", "ecemb/arena", "ecemb/group", "ecemb/local"),
+    *("ecemb/state", "ecemb/step"),
+)
+_RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
+_PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
+
+CODE: Mapping[str, tuple[str, ...]] = {
+    "check_n_run": ("bench/questions/check_n_run", "baselines/check_n_run"),
+    "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
+    "cpr": ("bench/questions/cpr", "baselines/cpr"),
+    "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
+    "failures": ("tests/failures", *_RESTART),
+    "gpu": ("bench/questions/gpu", *_STEP),
+    "kernels": ("bench/questions/kernels", *_BYTES),
+    "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
+    "memory": ("bench/questions/memory", *_STEP),
+    "overhead": ("bench/questions/overhead", *_STEP),
+    "profile": ("bench/questions/profile", *_STEP),
+    "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
+    "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
+    "recovery": ("bench/questions/recovery", *_RESTART),
+    "scaling": ("bench/questions/scaling", *_STEP),
+    "simulate": (
+        *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
+        *("bench/results/overhead.json", "bench/results/recovery.json"),
+    ),
+    "soak": ("tests/failures", *_RESTART),
+    "start": ("bench/questions/start", *_RESTART),
+}
+"""Question -> paths from the repository's root; a change in one of them makes its numbers old."""
+_PICTURES = ":(exclude,glob)bench/questions/*/picture.py"
+"""Drawn from numbers, which don't depend on them."""
+
+
+class NoHistory(Exception):
+    """git, or the history of commits, isn't here: nothing can be judged."""
+
+
+def stale(results: Path = RESULTS) -> dict[str, str]:
+    """Returns file -> what of its code changed since it was measured; or that its commit isn't known.
+
+    Files in the working tree count as they are, committed or not.
+
+    Raises:
+        NoHistory: It cannot be judged.
+    """
+    _need_history()
+    found: dict[str, str] = {}
+    for name, document in _documents(results).items():
+        commit = document["commit"].partition("-dirty")[0]
+        if not _known(commit):
+            found[name] = "its commit is not in the history"
+        elif changed := _changed(document["question"], commit):
+            found[name] = f"changed since: {', '.join(changed)}"
+    return found
+
+
+def refused(results: Path = RESULTS) -> dict[str, str]:
+    """Returns file -> why it was never of its code; see the module.
+
+    Raises:
+        NoHistory: It cannot be judged.
+    """
+    _need_history()
+    found: dict[str, str] = {}
+    for name, document in _documents(results).items():
+        commit, dirty, _ = document["commit"].partition("-dirty")
+        committed = _committed(results / name)
+        if dirty:
+            found[name] = "made with uncommitted changes"
+        elif not _known(commit):
+            found[name] = "its commit is not in the history"
+        elif changed := _changed(document["question"], commit, *committed):
+            found[name] = f"older than {', '.join(changed)} when it was committed"
+    return found
+
+
+def noted(results: Path = RESULTS) -> dict[str, str]:
+    """Returns file -> what changed, as the file `STALE` has it; empty without one."""
+    path = results / STALE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {name: why for name, _, why in (line.partition(": ") for line in lines)}
+
+
+def text(found: Mapping[str, str]) -> str:
+    """Returns the content of the file `STALE`."""
+    return "".join(f"{name}: {why}\n" for name, why in found.items())
+
+
+def _documents(results: Path) -> dict[str, Mapping[str, Any]]:
+    paths = sorted(results.glob("*.json"))
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def _need_history() -> None:
+    try:
+        shallow = _git("rev-parse", "--is-shallow-repository")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoHistory(f"git has no history here: {error}") from error
+    if shallow != "false":
+        raise NoHistory("this clone is shallow: run `git fetch --unshallow`")
+
+
+def _known(commit: str) -> bool:
+    """Whether the checked-out commit is this one, or came after it."""
+    try:
+        _git("merge-base", "--is-ancestor", commit, "HEAD")
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def _committed(path: Path) -> tuple[str, ...]:
+    """The commit that a file is from; none if it isn't committed as it is."""
+    if _git("status", "--porcelain", "--", str(path)):
+        return ()
+    return (_git("log", "-1", "--format=%H", "--", str(path)),)
+
+
+def _changed(question: str, commit: str, *until: str) -> list[str]:
+    """Of a question's paths those that are not as in a commit; in another commit, or in the working tree."""
+    names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *CODE[question], _PICTURES)
+    return [
+        path
+        for path in CODE[question]
+        if any(f"{name}/".startswith(f"{path}/") for name in names.splitlines())
+    ]
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,108 @@
+"""Results are of the code that they measure; those that never were are named here, and get fewer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import RESULTS
+from bench import __main__ as command
+from bench.report import provenance, tables
+
+REFUSED = {
+    "check_n_run.json": "2d101b982159",
+    "compare-torchrec.json": "c87a70e21514",
+    "compare.json": "2297c9618645",
+    "cpr.json": "d42387787e75",
+    "drift.json": "6d3e55214fc4",
+    "failures.json": "bf36c96f60f8",
+    "kernels.json": "73287ee941f6",
+    "kills.json": "fe6b5811e53f",
+    "memory.json": "8fa1023210e4",
+    "overhead-sparse-heavy.json": "a9748e7131e6",
+    "overhead-sparse.json": "a9748e7131e6",
+    "profile.json": "6d3e55214fc4",
+    "quality.json": "89181ebba282",
+    "quantization.json": "639aa0fadc77",
+    "scaling.json": "9d03644aecb7",
+    "soak.json": "d0e15683307a",
+}
+"""File -> the commit that it names: results from before this rule. Take a line away when its question is
+asked again; no line is ever added."""
+
+
+@pytest.fixture
+def history() -> None:
+    try:
+        provenance.stale()
+    except provenance.NoHistory as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("history")
+def test_results_are_clean_and_of_the_code_that_they_measure() -> None:
+    found = provenance.refused()
+    for name in REFUSED:
+        assert name in found, f"{name} is a result as it should be: take it off the list"
+    for name, why in found.items():
+        commit = json.loads((RESULTS / name).read_text(encoding="utf-8"))["commit"]
+        assert REFUSED.get(name) == commit[:12], f"{name}: {why}: measure it again, from a clean commit"
+
+
+@pytest.mark.usefixtures("history")
+def test_what_is_stale_is_noted() -> None:
+    assert provenance.noted() == provenance.stale(), "run `python -m bench report`"
+
+
+def test_each_question_has_its_code() -> None:
+    assert set(provenance.CODE) == {*command.QUESTIONS, *tables.ELSEWHERE}
+    for paths in provenance.CODE.values():
+        assert all((provenance.ROOT / path).exists() for path in paths)
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_what_is_refused_and_what_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    results, code = tmp_path / "results", tmp_path / "code"
+    results.mkdir()
+    code.mkdir()
+    monkeypatch.setattr(provenance, "CODE", {"weather": ("code", "other.py")})
+    with pytest.raises(provenance.NoHistory):
+        provenance.stale(results)
+
+    def commit(content: str) -> str:
+        (code / "one.py").write_text(content)
+        git(tmp_path, "add", "-A")
+        git(tmp_path, "commit", "-qm", content)
+        return git(tmp_path, "rev-parse", "HEAD")
+
+    def result(name: str, of: str) -> None:
+        (results / name).write_text(json.dumps({"question": "weather", "commit": of}))
+
+    git(tmp_path, "init", "-q")
+    first = commit("first")
+    result("good.json", first)
+    result("dirty.json", f"{first}-dirty")
+    result("foreign.json", "1" * 40)
+    assert provenance.refused(results) == {
+        "dirty.json": "made with uncommitted changes",
+        "foreign.json": "its commit is not in the history",
+    }
+    assert provenance.stale(results) == {"foreign.json": "its commit is not in the history"}
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "results")
+    commit("second")
+    result("late.json", first)
+    assert provenance.refused(results)["late.json"] == "older than code when it was committed"
+    assert "good.json" not in provenance.refused(results)
+    assert provenance.stale(results)["good.json"] == "changed since: code"
+    (results / provenance.STALE).write_text(provenance.text(provenance.stale(results)))
+    assert provenance.noted(results) == provenance.stale(results)
