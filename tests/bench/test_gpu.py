@@ -44,7 +44,7 @@ def test_a_step_is_compared_with_that_of_its_bare_twin(group: gpu_step.Group, ov
     found = {(row.metric, row.labels.get("method") or row.labels.get("phase")): row for row in rows}
     assert {("overhead_wall_pct", PROTECTED), ("step_wall_ms", BARE), ("step_phase_ms", "image")} <= {*found}
     image = found["image_over_step", None]
-    assert 0 < image.value < 1
+    assert image.value > 0
     assert (image.labels["ranks"], image.labels["backend"]) == (group.ranks, "gloo")
     assert (image.labels["device"], image.labels["optimizer"]) == (APART, "SGD")
     assert image.labels["rows_asked"] == 1000

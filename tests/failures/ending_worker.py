@@ -2,8 +2,10 @@
 
     ending_worker.py FOLDER HOW [record]
 
-HOW is `misfit`, a code that doesn't fit the ranks: the same at each start; or `raise`, in a step of rank 1,
-which then takes longer than the others to end.
+HOW is `misfit`, a code that doesn't fit the ranks: the same at each start, in which rank 0 ends first; or
+`raise`, in a step of rank 1, which then takes longer than the others to end. These end, however, only once it
+has written why: torchrun stops all others as soon as one has ended, and a busy machine may let a rank stand
+still.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,9 +25,49 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import ecemb
+from ecemb.group import error_file
+
+
+def end_after_the_cause() -> None:
+    """Beside rank 1: this process ends, in whatever way, once rank 1 has written its file of errors."""
+    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../attempt_0/RANK/error.json
+    cause, leave = own.parent.with_name("1") / own.name, os._exit
+
+    def wait() -> None:
+        while error_file.read(cause) is None:
+            time.sleep(0.01)
+
+    def leaves(code: int) -> None:
+        wait()
+        leave(code)
+
+    atexit.register(wait)
+    os._exit = leaves
+    error_file._LATER_S = 1000  # than rank 1's time, which may come later than this rank's
+
+
+@contextmanager
+def rank_0_first(folder: Path) -> Iterator[None]:
+    """The error of another rank comes once rank 0, which reports it for all, has ended by its own."""
+    ended = folder / f"ended.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if os.environ["RANK"] == "0":
+        atexit.register(ended.touch)
+        yield
+        return
+    try:
+        yield
+    except Exception:
+        while not ended.exists():
+            time.sleep(0.01)
+        raise
 
 
 def train(folder: Path, how: str) -> None:
+    with rank_0_first(folder) if how == "misfit" else nullcontext():
+        begin(folder, how)
+
+
+def begin(folder: Path, how: str) -> None:
     (folder / f"start.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}").touch()
     ecemb.init_process_group("gloo", job="ending", arena_dir=folder)
     rank = dist.get_rank()
@@ -32,6 +76,8 @@ def train(folder: Path, how: str) -> None:
     sparse = torch.optim.SGD(model.parameters(), lr=0.1)
     code = ecemb.Code(9, 8) if how == "misfit" else ecemb.Code(3, 2)
     guard = ecemb.protect(model, optimizers=[sparse], code=code)
+    if how == "raise" and rank != 1:
+        end_after_the_cause()
     if rank == 1:
         atexit.register(time.sleep, 3.0)
     for _ in range(5):

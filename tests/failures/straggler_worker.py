@@ -3,12 +3,15 @@
     straggler_worker.py FOLDER HOW
 
 HOW is `save`: rank 0 alone saves after the second step; or `short`: rank 1 ends after the second step.
+No wait is long for the ranks before all of them wait where this leaves them.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,13 +19,28 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.group import failure_detector
+from ecemb.group import failure_detector, worker_exit
+
+RANKS = 3
+
+
+def await_all(folder: Path, how: str, rank: int) -> None:
+    """Beside the training: once all ranks wait where they hang, waits soon count as long."""
+    one, place = {"save": (0, "in guard.save()"), "short": (1, "in guard.close()")}[how]
+    expected, where = place if rank == one else "at the end of step 2", worker_exit.hook.whereabouts
+    while not (where.place.startswith(expected) and where.waited_s > 0):
+        time.sleep(0.01)
+    (folder / f"there.{rank}").touch()
+    while len(list(folder.glob("there.*"))) < RANKS:
+        time.sleep(0.01)
+    failure_detector.WAIT_S = 2.0
 
 
 def train(folder: Path, how: str) -> None:
-    failure_detector.WAIT_S = 2.0
+    failure_detector.WAIT_S = failure_detector._ANSWER_S = 1e6
     ecemb.init_process_group("gloo", job="straggler", arena_dir=folder)
     rank = dist.get_rank()
+    threading.Thread(target=await_all, args=(folder, how, rank), daemon=True).start()
     torch.manual_seed(1)
     model = nn.ModuleDict({"bag": ecemb.nn.ShardedEmbeddingBag(30, 4)})
     sparse = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -164,11 +164,16 @@ def parity_fits(guard: ecemb.Guard) -> bool:
 
 
 @contextmanager
-def logged(*texts: str) -> Iterator[None]:
-    """The body logs a line with all these texts, on rank 0."""
+def logged(*texts: str, also: Callable[[logging.LogRecord], None] = lambda _: None) -> Iterator[None]:
+    """The body logs a line with all these texts, on rank 0; `also` is called with each line on all ranks."""
     lines: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(f"{record.levelname} {record.getMessage()}")
+        also(record)
+
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
     logger = logging.getLogger("ecemb")
     logger.addHandler(handler)
     try:
@@ -568,8 +573,12 @@ def a_save_in_the_background_is_of_the_step_at_its_call(place: Place) -> None:
     write = CheckpointFolder.write
 
     def late(*arguments: Any) -> str:
-        assert go.wait(60)
+        assert go.wait(DEADLINE_S)
         return write(*arguments)
+
+    def emit(record: logging.LogRecord) -> None:
+        if "waiting for the checkpoint" in record.getMessage():
+            go.set()
 
     with life(place):
         training = Training()
@@ -580,8 +589,7 @@ def a_save_in_the_background_is_of_the_step_at_its_call(place: Place) -> None:
             guard.save(folder, asynchronous=True)
             training.run(guard, 4)
             assert not [name for name in names(folder) if name.startswith("step")]
-            threading.Timer(0.05, go.set).start()
-            with logged("waiting for the checkpoint"):
+            with logged("waiting for the checkpoint", also=emit):
                 guard.save(folder, asynchronous=True)
         guard._saver.drain()
         dist.barrier()

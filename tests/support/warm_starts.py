@@ -120,9 +120,9 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return line.rstrip("\n")
 
 
-def eventually(what: Callable[[], object]) -> None:
+def eventually(what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Returns once it is so."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not what():
         assert time.monotonic() < deadline, "it never was so"
         time.sleep(0.01)

@@ -146,7 +146,7 @@ class Life:
                 bytes_per_s=None,
                 progress=False,
                 keep=self.keep,
-                patience_s=20.0,
+                patience_s=300.0,
             )
             for one, rows_, rest_ in zip(self.ranks, taken, kinds, strict=True)
         ]

@@ -78,7 +78,7 @@ def every_table(
     )
 
 
-def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[str, Any]]:
+def run(folder: Path, setting: Setting, deadline_s: float = 900) -> list[dict[str, Any]]:
     """Trains under torchrun to the end, whatever happens on the way.
 
     Returns:
@@ -91,7 +91,7 @@ def run(folder: Path, setting: Setting, deadline_s: float = 240) -> list[dict[st
 
 
 def forked(
-    folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 240
+    folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 900
 ) -> None:
     """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec."""
     environment = os.environ | {

@@ -98,7 +98,7 @@ SCRIPTS = {
     "broken hook": "import sys\ndef hook(*what):\n    raise OSError('h')\nsys.excepthook = hook\n1 / 0",
     "last": "import atexit, sys\natexit.register(lambda: print(type(sys.last_value).__name__))\n1 / 0",
     "at the end": "import atexit\natexit.register(print, 1)\natexit.register(print, 2)\nprint(3)",
-    "a thread goes on": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()\nprint('main')",
+    "a thread goes on": "import threading\nthreading.Thread(target=lambda: (threading.main_thread().join(), print('late'))).start()\nprint('main')",
     "a thread raises": "import threading\nthreading.Thread(target=lambda: 1 / 0, name='t').start()",
     "warns": "import warnings\nwarnings.warn('w', stacklevel=1)\nimport os; os.popen",
     "closes": "import sys\nsys.stdout.close()",
@@ -244,23 +244,30 @@ def test_what_is_ignored_stays_ignored(here: Home) -> None:
         assert (code, out, err) == (0, "1 1\n".replace("1", str(signal.SIG_IGN)), ""), out
 
 
+PARENT = "import os, sys, time; print(os.getppid(), flush=True); time.sleep(float(sys.argv[1]))"
+
+
 def test_one_server_for_one_script_and_environment(here: Home) -> None:
-    name = here.write("parent.py", "import os; print(os.getppid())")
+    """The first process stays: a server without any may end before the next one comes."""
+    name = here.write("parent.py", PARENT)
+    first = here.start(name, "1000")
 
     def server(**changed: str) -> str:
-        code, out, err = here.run(here.command(name), changed=changed)
+        code, out, err = here.run(here.command(name, "0"), changed=changed)
         assert (code, err) == (0, "")
-        return out
+        return out.rstrip()
 
-    one = server()
+    one = line_of(first)
     assert server() == one
     assert server(RANK="3", LOCAL_RANK="1", MASTER_PORT="99", CUDA_VISIBLE_DEVICES="") == one
     assert server(ANY_LIBRARY="may read it") != one
     assert server(OMP_NUM_THREADS="3") != one
     assert server(TORCHELASTIC_RUN_ID="a job") != one
     before = set(here.servers())
-    here.run(["sh", "-c", 'ulimit -S -n 100; exec "$@"', "sh", *here.command(name)])
-    assert len(set(here.servers()) - before) == 1
+    _, out, _ = here.run(["sh", "-c", 'ulimit -S -n 100; exec "$@"', "sh", *here.command(name, "0")])
+    assert int(out) not in before
+    first.kill()
+    first.communicate()
 
 
 def test_randomness_differs_by_process(here: Home) -> None:
