@@ -91,4 +91,4 @@ def _existing() -> list[str]:
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=300).stdout

@@ -94,7 +94,8 @@ def test_a_link_that_is_cut_is_silent() -> None:
         "import socket; s = socket.create_server(('', 7)); print('there', flush=True)\n"
         "while True: c, _ = s.accept(); c.sendall(b'x')"
     )
-    call = "import socket, sys; print(socket.create_connection((sys.argv[1], 7), timeout=1).recv(1))"
+    call = "import socket, sys; there = sys.argv[1], 7; timeout_s = int(sys.argv[2])\n"
+    call += "print(socket.create_connection(there, timeout_s).recv(1))"
     try:
         with Namespaces(2) as net:
             server = subprocess.Popen([*net.inside(1), sys.executable, "-c", listen], stdout=subprocess.PIPE)
@@ -102,14 +103,17 @@ def test_a_link_that_is_cut_is_silent() -> None:
                 assert server.stdout is not None
                 assert server.stdout.readline() == b"there\n"
 
-                def answer() -> str:
-                    command = [*net.inside(2), sys.executable, "-c", call, net.address(1)]
-                    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+                def answer(timeout_s: int = 300) -> str:
+                    command = [*net.inside(2), sys.executable, "-c", call, net.address(1), str(timeout_s)]
+                    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
                     return (done.stdout + done.stderr).splitlines()[-1]
 
                 assert answer() == "b'x'"
                 net.cut(1)
-                assert answer() in ("TimeoutError: timed out", "OSError: [Errno 113] No route to host")
+                assert answer(timeout_s=1) in (
+                    "TimeoutError: timed out",
+                    "OSError: [Errno 113] No route to host",
+                )
                 net.mend(1)
                 assert answer() == "b'x'"
             finally:

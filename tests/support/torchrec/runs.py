@@ -113,7 +113,7 @@ def forked(
             code = process.wait(deadline_s)
         except BaseException:
             process.terminate()  # torchrun ends its workers
-            process.wait(60)
+            process.wait(300)
             raise
     text = (folder / "log").read_text()
     if code:
