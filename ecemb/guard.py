@@ -51,6 +51,7 @@ class Guard:
             abortable=request.abortable,
             compare_every=request.compare_every,
             whereabouts=session.whereabouts,
+            fetch=opened.tables.fetch if opened.tables.have_images else None,
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
@@ -101,9 +102,6 @@ class Guard:
             self._tables.begin()
             yield step
             self._tables.check()
-            if self._tables.have_images:
-                with self._transactions.phase("image"):
-                    self._tables.fetch()
             aborted = self._transactions.commit()
             self._steps = self._whereabouts.steps = self._steps + 1
             if aborted:

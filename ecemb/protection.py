@@ -34,6 +34,7 @@ def protect(
     without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
     window: int | Literal["auto"] = 1,
     mtbf: timedelta | None = None,
+    max_replay: timedelta | float | None = None,
     overlap: bool = False,
     abortable: bool = False,
     failure_domain: FailureDomain = "auto",
@@ -63,9 +64,12 @@ def protect(
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
             ones, and those that the script writes inside the step. All others need one of `optimizers`.
         window: number of steps that are committed together: a row that several of them change is sent once,
-            and at most this many steps are run again after a failure. "auto" takes the time of the first
-            steps, and picks the number with which commits and steps run again cost least (Young's formula).
+            and at most this many steps are run again after a failure. "auto" measures the first steps, and
+            picks the number with which commits and steps run again cost least (Young's formula); it picks
+            again when a commit or a step takes half as long again, or half as long. Windows are shorter where
+            the rows that they change have no room.
         mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
+        max_replay: most time of steps that a failure takes back, for "auto": a timedelta, or seconds.
         overlap: whether a thread commits beside the steps that follow, which may be run again as well.
         abortable: whether `step.abort()` can take back one step: that costs a copy of the dense state and an
             exchange with all ranks in each step of a window.
@@ -102,7 +106,7 @@ def protect(
         code=code,
         state=state,
         without=listed(without_optimizer),
-        window=Window(window, mtbf),
+        window=Window(window, mtbf, max_replay),
         overlap=overlap,
         abortable=abortable,
         failure_domain=failure_domain,

@@ -218,11 +218,12 @@ class Tables:
             UndeclaredWrite: a table changed undeclared since the last step.
         """
         for image in self._images.values():
-            image.forget()
+            if image.is_fetched:
+                image.forget()
         self.check()
 
     def fetch(self) -> None:
-        """Updates the images with the step's changes, when its body has ended."""
+        """Updates the images with the transaction's changes, when the body of its last step has ended."""
         self._fetcher.fetch(self._images.values())
 
     def verify(self, rows: Sequence[tuple[int, range]]) -> None:

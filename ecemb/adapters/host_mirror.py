@@ -1,11 +1,13 @@
 """Images: the arena's copies of tables that are in other memory, such as a GPU's.
 
 Owns the copies between a table's own tensors and its image. A step changes the tensors; rows about to change
-are journalled from the image, which still holds their old values. After the step's body, `fetch` copies the
-changed rows to the image. From then on the image serves like rows in host memory: deltas are taken from it,
-an undo writes to it, recovery rebuilds it; then its rows are copied back to the tensors.
+are journalled from the image, which still holds their old values. When the transaction ends, `fetch` copies
+the rows that it has changed to the image, each once, however many of its steps have changed it. (If single
+steps can be aborted, it does so after each.) From then on the image serves like rows in host memory: deltas
+are taken from it, an undo writes to it, recovery rebuilds it; then its rows are copied back to the tensors.
 
-Invariant: between steps, the image equals the tensors. A row of it changes only after it was journalled.
+Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
+journalled, and a row that the transaction has not changed is the same in both at any time.
 Must not know: engines, journals, parity.
 """
 
@@ -61,6 +63,7 @@ class Image:
         ]
         self._seen = RowSet(stored.layout.rows)
         self._changed: list[Ids] = []
+        self.is_fetched: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +78,7 @@ class Image:
     def mark_dirty(self, ids: Ids) -> None:
         """Marks rows (int64 [m], in any order, repeats allowed) that are journalled, and about to change."""
         out = np.empty(len(ids), np.int64)
+        self.is_fetched = False
         if count := self._stored.kernels.distinct(ids, self._seen, out):
             self._changed.append(out[:count])
 
@@ -85,7 +89,7 @@ class Image:
         return self._changed[0] if self._changed else np.empty(0, np.int64)
 
     def forget(self) -> None:
-        """Clears the marks when a new step begins."""
+        """Clears the marks, when a step begins and the image has all rows."""
         for ids in self._changed:
             self._stored.kernels.forget_(self._seen, ids)
         self._changed.clear()
@@ -253,25 +257,29 @@ class Fetcher:
 
     def fetch(self, images: Iterable[Image]) -> None:
         """Copies changed rows to their images, when all work on their devices is done."""
+        images = list(images)
         by_device: dict[torch.device, list[Image]] = {}
         for image in images:
             if len(image.changed()):
                 by_device.setdefault(image.device, []).append(image)
         for device, changed in by_device.items():
-            self._fetch(device, changed)
+            finish_all(device)
+            for batch in _batches(changed):
+                self._fetch(device, batch)
+        for image in images:
+            image.is_fetched = True
 
     @torch.no_grad()
-    def _fetch(self, device: torch.device, images: Sequence[Image]) -> None:
-        finish_all(device)
-        ids = [image.changed() for image in images]
+    def _fetch(self, device: torch.device, batch: Sequence[tuple[Image, Ids]]) -> None:
+        ids = [rows for _, rows in batch]
         numbers = torch.from_numpy(np.concatenate(ids)).to(device).split([len(one) for one in ids])
-        sizes = [len(one) * image.record_bytes for one, image in zip(ids, images, strict=True)]
+        sizes = [len(rows) * image.record_bytes for image, rows in batch]
         parts = self._buffer(device, sum(sizes)).split(sizes)  # whole words, so all parts are aligned
-        for image, rows, part in zip(images, numbers, parts, strict=True):
+        for (image, _), rows, part in zip(batch, numbers, parts, strict=True):
             part.copy_(image.records(rows).view(-1), non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        for image, rows, part in zip(images, ids, parts, strict=True):
+        for (image, rows), part in zip(batch, parts, strict=True):
             image.take(rows, part.numpy())
 
     def _buffer(self, device: torch.device, size: int) -> torch.Tensor:
@@ -279,6 +287,25 @@ class Fetcher:
         if device not in self._buffers or size > len(self._buffers[device]):
             self._buffers[device] = _staging(size + size // 4, device)
         return self._buffers[device][:size]
+
+
+def _batches(images: Sequence[Image]) -> Iterator[list[tuple[Image, Ids]]]:
+    """The changed rows in batches of at most `_CHUNK_BYTES` of records: a window may have many."""
+    batch: list[tuple[Image, Ids]] = []
+    room = _CHUNK_BYTES
+    for image in images:
+        rows = image.changed()
+        while len(rows):
+            count = min(len(rows), room // max(1, image.record_bytes))
+            if count <= 0 and batch:
+                yield batch
+                batch, room = [], _CHUNK_BYTES
+                continue
+            count = max(1, count)  # one record that is larger than a batch
+            batch.append((image, rows[:count]))
+            rows, room = rows[count:], room - count * image.record_bytes
+    if batch:
+        yield batch
 
 
 def _staging(size: int, device: torch.device) -> torch.Tensor:

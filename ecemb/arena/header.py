@@ -96,6 +96,8 @@ class Word(str, Enum):
     RECOVERY_KIND = "recovery_kind"
     WINDOW_COMMIT_NS = "window_commit_ns"
     WINDOW_STEP_NS = "window_step_ns"
+    WINDOW_ROOM = "window_room"
+    """The most steps of a window, since one with more ran out of memory; 0 if none has."""
 
     def __str__(self) -> str:
         return self.value

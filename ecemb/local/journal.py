@@ -87,7 +87,7 @@ class RowJournal:
     ) -> None:
         self._arena = arena
         self._ahead = ahead
-        self._steps_left = self._step_began = 0
+        self._steps_left, self._ends = 0, list[int]()
         self._region = region
         self._label, self._bytes = ROW_JOURNALS[region]
         self._space = space
@@ -109,6 +109,11 @@ class RowJournal:
         """Bytes of old records, of the transaction that the label says."""
         return self._arena.get(self._bytes)
 
+    @property
+    def used_by_step(self) -> list[int]:
+        """Bytes of old records after each step of the transaction, the last of which may be open."""
+        return [*self._ends, self.used_bytes]
+
     def arm(self, transaction: int, steps: int = 1, likely_bytes: int = 0) -> None:
         """Empties the journal for a new transaction: the count first, then the label.
 
@@ -121,7 +126,7 @@ class RowJournal:
         self._arena.set(self._bytes, 0)
         self._arena.set(self._label, transaction)
         self._drop(0)
-        self._steps_left, self._step_began = steps, 0
+        self._steps_left, self._ends = steps, []
         if self._ahead is not None:
             self._ahead.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
@@ -141,7 +146,8 @@ class RowJournal:
     def _ask_ahead(self) -> None:
         """Asks for the memory of the window's next steps, if they change as many new rows as the last one."""
         used = self._arena.get(self._bytes)
-        step, self._step_began = used - self._step_began, used
+        step = used - (self._ends[-1] if self._ends else 0)
+        self._ends.append(used)
         self._steps_left = max(1, self._steps_left - 1)
         if (
             self._ahead is not None

@@ -25,6 +25,7 @@ from ..errors import InconsistentArenas
 from ..kernels.contract import Kernels, Words
 from .ahead import Ahead
 from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
+from .room import Room
 from .state_slots import Slots
 
 
@@ -85,6 +86,12 @@ class RankMemory:
         self.parity_journal: ParityJournal = ParityJournal(arena)
         self.slots: Slots = Slots(arena)
         self._messages = Scratch()
+        n, k = geometry.generator.shape
+        kept = dict.fromkeys(("inbox", "parity_journal"), 0 if geometry.placement is None else n - k)
+        self._rooms = [
+            Room(arena, {**dict.fromkeys(journals, 1), **kept, "": 1})
+            for journals in (["row_journal"], ROW_JOURNALS)
+        ]
 
     @property
     def committed(self) -> int:
@@ -160,6 +167,23 @@ class RankMemory:
         likely_bytes = self.journal.used_bytes
         self.journal = next(one for one in self._journals if one.label <= self.committed)
         self.journal.arm(transaction, steps, likely_bytes)
+
+    def window_room(self, wanted: int, *, overlap: bool) -> int:
+        """How many steps the next window can have, if it goes as the one that ends.
+
+        Args:
+            wanted: the most steps, 1 or more.
+            overlap: whether two transactions may need room at the same time.
+        """
+        return self._rooms[overlap].steps(wanted, self.journal.used_by_step, self.message_bytes)
+
+    def has_room_for_all(self, *, overlap: bool) -> bool:
+        """Whether there is room for a window that changes every row."""
+        return self._rooms[overlap].has_all()
+
+    def mark_window_room(self, steps: int) -> None:
+        """Says how many steps a window may have, as one with more had no room (docs/protocol.md, 2)."""
+        self.arena.set(Word.WINDOW_ROOM, steps)
 
     def undo(self, transaction: int) -> int:
         """Takes back what this rank did to its rows after a transaction, the newest first.

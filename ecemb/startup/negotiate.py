@@ -184,11 +184,12 @@ def _exchange_proposals(
         "rank_state_bytes": state_bytes,
         "code": code,
     }
-    window, mtbf = request.window.asked
+    window, mtbf, max_replay = request.window.asked
     arguments = {
         "code": code,
         "window": window,
         "mtbf": mtbf,
+        "max_replay": max_replay,
         "overlap": request.overlap,
         "abortable": request.abortable,
         "failure_domain": request.failure_domain,

@@ -231,7 +231,8 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank == 0 and stored is not None:
         _log_resumption(session, start.request, start.world, stored)
     write_to_header(memory, report)
-    start.request.window.take_up(memory.arena, start.transport, len(set(session.hosts)))
+    hosts = len(set(session.hosts))
+    start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
     level = logging.WARNING if report.lost else logging.INFO
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG

@@ -1,7 +1,8 @@
 """The end of a step: each rank sends its status to all, and all ranks conclude the same from the statuses.
 
-A status is five numbers: the words of the deltas for the receiver, the transaction, the attempt (2 after an
-abort), the outcome of the step, and a digest of the replicated state, 0 if it is not compared this time.
+A status is six numbers: the words of the deltas for the receiver, the transaction, the attempt (2 after an
+abort), the outcome of the step, a digest of the replicated state, 0 if it is not compared this time, and the
+most steps that the rank wants in its next window.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Agreed:
         messages: this rank's deltas, by keeper.
         incoming: the words that each rank will send.
         aborted: the ranks that abort; if there are any, nothing is sent.
+        window: the smallest of the wishes for the next window.
     """
 
     messages: Mapping[int, Words] = dataclasses.field(default_factory=dict[int, Words])
     incoming: list[int] = dataclasses.field(default_factory=list[int])
     aborted: list[int] = dataclasses.field(default_factory=list[int])
+    window: int = 1
 
 
 def status(
@@ -42,8 +45,9 @@ def status(
     flag: int,
     messages: Mapping[int, Words] | None = None,
     digest: int = 0,
+    window: int = 1,
 ) -> NDArray[np.int64]:
-    """This rank's status for each rank, int64 [world_size, 5].
+    """This rank's status for each rank, int64 [world_size, 6].
 
     Args:
         world_size: ranks.
@@ -52,8 +56,9 @@ def status(
         flag: FINE, FAILED or ABORTED.
         messages: the deltas that will be sent, by keeper.
         digest: of the replicated state.
+        window: the most steps that this rank wants in its next window.
     """
-    rows = np.tile(np.array([0, transaction, attempt, flag, digest]), (world_size, 1))
+    rows = np.tile(np.array([0, transaction, attempt, flag, digest, window]), (world_size, 1))
     for keeper, words in (messages or {}).items():
         rows[keeper, 0] = len(words)
     return rows
@@ -82,7 +87,7 @@ def exchange_status(
     """
     step = int(sent[0, 1]) - 1
     told = transport.exchange_status(sent, f"the status of step {step}")
-    incoming, transactions, attempts, flags, digests = (column.tolist() for column in told.T)
+    incoming, transactions, attempts, flags, digests, windows = (column.tolist() for column in told.T)
     failed = [rank for rank, flag in enumerate(flags) if flag == FAILED]
     aborted = [rank for rank, flag in enumerate(flags) if flag == ABORTED]
     if failed:
@@ -106,4 +111,4 @@ def exchange_status(
             f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
             f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
         )
-    return Agreed(messages, incoming, aborted)
+    return Agreed(messages, incoming, aborted, min(windows))

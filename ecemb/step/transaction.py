@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from .._threads import hand_over
 from .._wording import short
 from ..arena.arena import lost_name
-from ..errors import UsageError
+from ..errors import NotEnoughSpace, UsageError
 from ..group import error_file
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
@@ -75,6 +75,7 @@ class Transactions:
             old records of rows that the window has not changed yet, and exchanges nothing.
         compare_every: Commits between two comparisons of replicated state among the ranks.
         whereabouts: Updated at the begin and the end of each step.
+        fetch: Brings rows that changed in other memory into the arena; None if there are none.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Transactions:
         abortable: bool = False,
         compare_every: int = COMPARE_EVERY,
         whereabouts: Whereabouts | None = None,
+        fetch: Callable[[], None] | None = None,
     ) -> None:
         self._memory = memory
         self._transport = transport
@@ -103,6 +105,7 @@ class Transactions:
         self._savepoint = Savepoint()
         self._taken: Taken | None = None  # rank state at the step's begin
         self._began = Began(None, {})
+        self._fetch = fetch
         self._between = Between(speaks=transport.rank == 0)
         self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
@@ -214,9 +217,11 @@ class Transactions:
         """
         transaction, began = self._open(), time.perf_counter()
         self._whereabouts.place = f"at the end of step {transaction - 1}"
+        whole = self._steps + 1 >= self._window.size
+        if whole or self._abortable:
+            self._bring()
         if self._must_settle:
             self._settle()
-        whole = self._steps + 1 >= self._window.size  # the transaction before may have chosen the size
         found = Agreed()  # for a step inside a window without aborts
         if whole:
             found = self._attempt(transaction, 1)
@@ -239,13 +244,12 @@ class Transactions:
     def _must_settle(self) -> bool:
         """Whether the end of a step waits for the transaction before.
 
-        The end of a transaction does. So does the end of each step while "auto" has not chosen a window: the
-        choice comes with the transaction before, and decides on every rank alike where this one ends.
+        The end of a transaction does, and the end of each step that can be aborted.
         """
         pending = self._pending
         if pending is None or pending.done():
             return True
-        return self._abortable or self._window.is_choosing or self._steps + 1 >= self._window.size
+        return self._abortable or self._steps + 1 >= self._window.size
 
     def drain(self) -> None:
         """Commits the steps of an open window and waits for a pending commit. All ranks, between steps.
@@ -257,6 +261,7 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self._settle()
             if self._steps:
+                self._bring()
                 self._finish(self.in_flight, self._attempt(self.in_flight, 1), began)
                 self._settle()
             self.in_flight = None
@@ -265,6 +270,12 @@ class Transactions:
         """Ends the thread, if there is one; the last call."""
         if self._thread is not None:
             self._thread.shutdown()
+
+    def _bring(self) -> None:
+        """Brings the rows that have changed elsewhere into the arena, before deltas are made of them."""
+        if self._fetch is not None:
+            with self.phase("image"):
+                self._fetch()
 
     def _settle(self) -> None:
         """Waits until the transaction before is decided, if one is pending.
@@ -280,9 +291,10 @@ class Transactions:
     def _finish(self, transaction: int, found: Agreed, began: float) -> None:
         """Decides a transaction: now, or in the thread. All ranks."""
         self._steps = 0
+        self._window.agree(found.window)
         if self._thread is None:
             self._decide(transaction, found)
-            self._window.end(time.perf_counter() - began, self._transport)
+            self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
@@ -299,7 +311,7 @@ class Transactions:
         """
         try:
             self._decide(transaction, found)
-            self._window.end(spent_s, self._transport)
+            self._window.end(spent_s)
         except BaseException as error:
             if self._is_undecided:
                 self._exit_undecided(transaction, error)
@@ -353,6 +365,8 @@ class Transactions:
             self._pending = None
         if self._is_undecided:
             self._exit_undecided(transaction, error)
+        if isinstance(error, NotEnoughSpace):
+            self._window.run_out()
         try:
             self._restore()
         finally:
@@ -396,7 +410,8 @@ class Transactions:
         slots, flag, digest = self._memory.slots, ABORTED if self.aborting else FINE, 0
         if messages is not None and flag == FINE and self._commits % self._compare_every == 0:
             digest = self._replicated.digest(slots, transaction)
-        sent = status(self._transport.world_size, transaction, attempt, flag, messages, digest)
+        wish = self._window.size if messages is None else self._window.wish()
+        sent = status(self._transport.world_size, transaction, attempt, flag, messages, digest, wish)
         with self.phase("heads"):
             return exchange_status(
                 self._transport,

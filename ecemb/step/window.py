@@ -1,11 +1,13 @@
-"""The number of steps in a transaction: a fixed number, or Young's optimum.
+"""The number of steps in a transaction: a fixed number, or Young's optimum; no more than there is room for.
 
 A commit costs C seconds. A failure takes back half a window of steps on average. With a mean time M between
 failures, both together cost least if a window lasts sqrt(2 C M) (Young 1974).
 
-The arenas keep the measurements of "auto", so a restart continues with them.
+Each rank says the most steps that it wants, by its own measurements and by the room for its journals. The
+smallest number is the next window's on all ranks. The arenas keep the measurements of "auto", and half of a
+window that ran out of room, so a restart goes on with them.
 
-Must not know: what a commit does.
+Must not know: what a commit does, and how ranks agree.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import math
 import statistics
 import struct
 import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
-from ..arena.arena import Arena
 from ..arena.header import Word
 from ..errors import ConfigurationError, UsageError
 from ..group.collectives import Transport
+from ..local.rank_memory import RankMemory
 from ..planning.cost import HOST_FAULTS_PER_DAY, HOST_SHARE
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -31,9 +35,16 @@ MOST = 1000
 """Most steps in a window by "auto": the journal holds all rows that they change."""
 WARM_UP, MEASURED = 5, 20
 """Steps that "auto" skips first, and steps that it then measures; meanwhile each step is a transaction."""
+COMMITS = 5
+"""Commits of windows of one size whose median "auto" compares with that of the first ones."""
+LESS, MORE = 0.5, 1.5
+"""Ratios of a time now to the time that a window was chosen by, from which on "auto" chooses again."""
 
-_TIMES = struct.Struct("<qq")  # of a commit and of a step, in nanoseconds
-_WORDS = Word.WINDOW_COMMIT_NS, Word.WINDOW_STEP_NS
+_TIMES = Word.WINDOW_COMMIT_NS, Word.WINDOW_STEP_NS
+_TOLD = struct.Struct(
+    "<qqqq"
+)  # the times, `window_room`, and the steps of a first window that there is room for
+_clock: Callable[[], float] = time.perf_counter
 
 
 class Window:
@@ -43,16 +54,23 @@ class Window:
         steps: 1 or more, or "auto".
         mtbf: Mean time between failures of the whole job, for "auto"; None for the published rate of as many
             hosts (`published_mtbf`).
+        max_replay: Most time of steps that a failure may take back, for "auto", as a timedelta or in seconds;
+            None for no bound beside `MOST` steps.
 
     Attributes:
         asked: The arguments, for the comparison between ranks.
         size: The number of steps; 1 while "auto" measures.
 
     Raises:
-        ConfigurationError: `steps` is no such number, or `mtbf` is given without "auto".
+        ConfigurationError: `steps` is no such number, a time isn't above 0, or one is given without "auto".
     """
 
-    def __init__(self, steps: int | Literal["auto"] = 1, mtbf: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        steps: int | Literal["auto"] = 1,
+        mtbf: timedelta | None = None,
+        max_replay: timedelta | float | None = None,
+    ) -> None:
         if steps != "auto" and (type(steps) is not int or steps < 1):
             raise ConfigurationError(f"window is a number of steps from 1 on, or 'auto'; it is {steps!r}")
         if steps != "auto" and mtbf is not None:
@@ -60,79 +78,146 @@ class Window:
                 f"mtbf, the mean time between failures of the job, goes with window='auto'; they are "
                 f"{mtbf!r} and {steps!r}: e.g. window='auto', mtbf=timedelta(hours=3)"
             )
+        if steps != "auto" and max_replay is not None:
+            raise ConfigurationError(
+                f"max_replay, the most time of steps that a failure may take back, goes with window='auto'; "
+                f"they are {max_replay!r} and {steps!r}: e.g. window='auto', max_replay=timedelta(seconds=30)"
+            )
         if mtbf is not None and not (isinstance(mtbf, timedelta) and timedelta(0) < mtbf):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"mtbf is a time above 0, e.g. timedelta(hours=3); it is {mtbf!r}")
-        self.asked: list[int | str] = [steps, str(mtbf)]
+        self._max_replay_s = _seconds(max_replay)
+        self.asked: list[int | str] = [steps, str(mtbf), str(self._max_replay_s)]
         self._mtbf = mtbf
-        self._choosing = steps == "auto"
-        self._arena: Arena | None = None
-        self.size: int = 1 if steps == "auto" else steps
-        self._began: list[float] = []
+        self._is_auto = steps == "auto"
+        self._memory: RankMemory | None = None
+        self._overlap = False
+        self._room = 0  # steps that a journal had room for; 0: none has run out
+        self._speaks = self._has_told_room = False
+        self._want: int = 1 if steps == "auto" else steps
+        self.size: int = self._want
+        self._began: deque[float] = deque(maxlen=MEASURED + 1)
         self._committing_s: list[float] = []
+        self._first_s: float | None = None  # of the commits of windows of this size
+        self._times: tuple[float, float] | None = None  # of a commit and of a step, in seconds, once chosen
 
-    def take_up(self, arena: Arena, transport: Transport, hosts: int) -> None:
-        """Continues with the measurements of "auto" that any arena holds. All ranks, with open arenas.
+    def take_up(self, memory: RankMemory, transport: Transport, hosts: int, *, overlap: bool = False) -> None:
+        """Continues with what the arenas hold. All ranks.
 
-        A rank without the measurements, after a loss or an early kill, takes them from another rank.
+        A rank without measurements, after a loss or an early kill, takes them from another rank.
 
         Args:
-            arena: This rank's, which keeps the measurements.
+            memory: This rank's.
             transport: The control group.
             hosts: Number of hosts of the job.
+            overlap: Whether a failure may take back the window before as well.
         """
-        if not self._choosing:
+        self._memory, self._overlap, self._speaks = memory, overlap, transport.rank == 0
+        if not self._is_auto and self._want == 1:
             return
-        self._arena = arena
         self._mtbf = self._mtbf or published_mtbf(hosts)
-        own = _TIMES.pack(*(arena.get(word) for word in _WORDS))
-        told = [_TIMES.unpack(one) for one in transport.gather(own, "going on with the window")]
-        measured = [one for one in told if min(one) > 0]  # a kill may have left one of the two words
-        if measured:
-            commit_ns, step_ns = max(measured)
-            self._choose(commit_ns, step_ns, transport)
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether "auto" still measures."""
-        return self._choosing
+        first = MOST if memory.has_room_for_all(overlap=overlap) else 1
+        own = *(memory.arena.get(word) for word in _TIMES), memory.arena.get(Word.WINDOW_ROOM), first
+        told = [_TOLD.unpack(one) for one in transport.gather(_TOLD.pack(*own), "going on with the window")]
+        self._room = min((room for *_, room, _ in told if room > 0), default=0)
+        size = self._want
+        measured = [(commit, step) for commit, step, *_ in told if commit > 0 and step > 0]
+        if self._is_auto and measured:  # a kill may have left one of the two words
+            commit, step = own[:2] if min(own[:2]) > 0 else max(measured)
+            self._choose(commit / 1e9, step / 1e9)
+            size = min(self._best(commit / 1e9, step / 1e9) for commit, step in measured)
+        if any(first == 1 for *_, first in told):
+            size = 1  # the rows of one step tell how many there is room for
+        self.agree(min(size, self._room or size))
 
     def begin(self) -> None:
         """Marks the begin of a step."""
-        if self._choosing:
-            self._began.append(time.perf_counter())
+        if self._is_auto:
+            self._began.append(_clock())
 
-    def end(self, committing_s: float, transport: Transport) -> None:
-        """Records a commit and its duration. All ranks."""
-        if not self._choosing:
+    def end(self, committing_s: float) -> None:
+        """Records a commit and its duration on this rank; `wish` may change."""
+        if not self._is_auto:
             return
         self._committing_s.append(committing_s)
-        if len(self._committing_s) < WARM_UP + MEASURED:
-            return
-        began = self._began[WARM_UP:]
-        step_s = statistics.median(b - a for a, b in itertools.pairwise(began))
-        times = statistics.median(self._committing_s[WARM_UP:]), step_s
-        own = _TIMES.pack(*(max(1, round(1e9 * one)) for one in times))
-        told = [_TIMES.unpack(one) for one in transport.gather(own, "choosing the window")]
-        commit_ns, step_ns = (max(times) for times in zip(*told, strict=True))
-        self._choose(commit_ns, step_ns, transport)
+        if self._times is None:
+            if len(self._committing_s) >= WARM_UP + MEASURED and len(self._began) > MEASURED:
+                self._choose(statistics.median(self._committing_s[WARM_UP:]), self._step_s())
+        else:
+            self._adapt(*self._times)
 
-    def _choose(self, commit_ns: int, step_ns: int, transport: Transport) -> None:
-        """Chooses the size by these times, and stores them."""
-        if self._arena is None or self._mtbf is None:
+    def wish(self) -> int:
+        """The most steps that this rank wants in its next window, when one ends."""
+        most = fits = min(self._want, self._room or self._want)
+        if most > 1 and self._memory is not None:
+            fits = self._memory.window_room(most, overlap=self._overlap)
+        if fits < most and not self._has_told_room:
+            self._has_told_room = True
+            logger.warning(
+                "window: there is room for the rows of %d steps, and %d are asked for: windows are shorter "
+                "until there is more memory for %s. This is said once",
+                fits,
+                most,
+                "the arena" if self._memory is None else self._memory.arena.path.parent,
+            )
+        return fits
+
+    def agree(self, size: int) -> None:
+        """Takes the smallest wish of all ranks as the next window's size."""
+        if size == self.size:
+            return
+        self.size = size
+        self._committing_s.clear()
+        self._first_s = None
+        if self._is_auto and self._times is not None:
+            logger.log(
+                logging.INFO if self._speaks else logging.DEBUG,
+                "window: %d steps are committed together from now on (a commit takes %.1f ms, a step "
+                "%.1f ms; mean time between failures %s)",
+                size,
+                *(1e3 * one for one in self._times),
+                self._mtbf,
+            )
+
+    def run_out(self) -> None:
+        """Keeps in the arena that this window had too little room, before it fails: half of it may have."""
+        if self._memory is not None and self.size > 1:
+            self._memory.mark_window_room(self.size // 2)
+
+    def _step_s(self) -> float:
+        return statistics.median(b - a for a, b in itertools.pairwise(tuple(self._began)))
+
+    def _adapt(self, commit_s: float, step_s: float) -> None:
+        """Chooses again when a commit or a step takes half as long again as it did then, or half as long."""
+        now_s, ratio = step_s, 1.0
+        if len(self._began) > MEASURED:
+            now_s = self._step_s()
+        commits = self._committing_s[1:]  # the first may be of the window before
+        if len(commits) >= COMMITS:
+            latest_s = statistics.median(commits[-COMMITS:])
+            if self._first_s is None:
+                self._first_s = max(latest_s, 1e-9)
+            ratio = latest_s / self._first_s
+            del self._committing_s[1:-COMMITS]
+        if _differs(now_s / step_s) or _differs(ratio):
+            self._choose(commit_s * ratio, now_s)
+
+    def _choose(self, commit_s: float, step_s: float) -> None:
+        """Chooses what to wish for by these times, and stores them."""
+        if self._memory is None:
             raise UsageError("a window is chosen after `take_up`")
-        self._choosing = False
-        for word, value in zip(_WORDS, (commit_ns, step_ns), strict=True):
-            self._arena.set(word, value)
-        self.size = best(commit_ns / 1e9, step_ns / 1e9, self._mtbf.total_seconds())
-        logger.log(
-            logging.INFO if transport.rank == 0 else logging.DEBUG,
-            "window: %d steps are committed together from now on (a commit takes %.1f ms, a step %.1f ms; "
-            "mean time between failures %s)",
-            self.size,
-            commit_ns / 1e6,
-            step_ns / 1e6,
-            self._mtbf,
-        )
+        for word, value in zip(_TIMES, (commit_s, step_s), strict=True):
+            self._memory.arena.set(word, max(1, round(1e9 * value)))
+        self._times = commit_s, step_s = max(commit_s, 1e-9), max(step_s, 1e-9)
+        self._want = self._best(commit_s, step_s)
+        self._began.clear()
+        self._committing_s.clear()
+        self._first_s = None
+
+    def _best(self, commit_s: float, step_s: float) -> int:
+        if self._mtbf is None:
+            raise UsageError("a window is chosen after `take_up`")
+        most_s = None if self._max_replay_s is None else self._max_replay_s / (2 if self._overlap else 1)
+        return best(commit_s, step_s, self._mtbf.total_seconds(), most_s)
 
 
 def published_mtbf(hosts: int) -> timedelta:
@@ -148,13 +233,30 @@ def published_mtbf(hosts: int) -> timedelta:
     return timedelta(days=HOST_SHARE / HOST_FAULTS_PER_DAY / hosts)
 
 
-def best(committing_s: float, step_s: float, mtbf_s: float) -> int:
+def best(committing_s: float, step_s: float, mtbf_s: float, most_s: float | None = None) -> int:
     """Young's interval in steps, from 1 to MOST.
 
     Args:
         committing_s: Duration of a commit.
         step_s: Duration of a step.
         mtbf_s: Mean time between failures.
+        most_s: Longest time that the steps may take; None for no bound.
     """
-    steps = math.sqrt(2 * committing_s * mtbf_s) / max(step_s, 1e-9)
-    return max(1, min(MOST, round(steps)))
+    step_s = max(step_s, 1e-9)
+    steps = min(MOST, round(math.sqrt(2 * committing_s * mtbf_s) / step_s))
+    return max(1, steps if most_s is None else min(steps, int(most_s / step_s)))
+
+
+def _differs(ratio: float) -> bool:
+    return not LESS < ratio < MORE
+
+
+def _seconds(max_replay: timedelta | float | None) -> float | None:
+    if max_replay is None:
+        return None
+    given = max_replay.total_seconds() if isinstance(max_replay, timedelta) else max_replay
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(
+            f"max_replay is a time above 0, as a timedelta or in seconds; it is {max_replay!r}"
+        )
+    return float(given)

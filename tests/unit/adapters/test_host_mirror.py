@@ -6,6 +6,7 @@ where there is such a device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -253,6 +254,22 @@ def test_several_tables_are_fetched_at_once(device: str) -> None:
     assert all(equal(table, tensors) for _, table, tensors in several)
 
 
+def test_many_rows_are_fetched_in_batches(seed: int) -> None:
+    several = [made("cpu", rows, (torch.float32, 3)) for rows in (50, 3, 40)]  # a record has 16 bytes
+    for image, _, tensors in several:
+        image.fill()
+        rows = torch.randperm(len(tensors[0]), generator=torch.Generator().manual_seed(seed))
+        image.mark_dirty(rows[: len(rows) * 2 // 3].numpy())
+        tensors[0][image.changed()] += 1
+    for chunk_bytes in (200, 5):
+        with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", chunk_bytes):
+            batches = list(image_module._batches([image for image, _, _ in several]))
+            sizes = [sum(len(rows) for _, rows in batch) for batch in batches]
+            assert max(sizes) == max(1, chunk_bytes // 16) and sum(sizes) == 33 + 2 + 26
+            Fetcher().fetch([image for image, _, _ in several])
+    assert all(equal(table, tensors) for _, table, tensors in several)
+
+
 # --- the guard -----------------------------------------------------------------------------------
 
 
@@ -361,6 +378,50 @@ def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Pa
                 one.path.unlink()
         assert launch(2, go_on, tmp_path, device, options) == expected
         assert headers(tmp_path) == {}
+
+
+def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str, Any]:
+    """Windows of 3 steps that can't be aborted; the second one is drained after its first step."""
+    fetched: list[int] = []
+    fetch = Fetcher.fetch
+
+    def counted(self: Fetcher, images: Any) -> None:
+        images = list(images)
+        fetched.append(sum(len(image.changed()) for image in images))
+        fetch(self, images)
+
+    with taken_for_a_device(apart), mock.patch.object(Fetcher, "fetch", counted):
+        initialise(folder)
+        training = by_hand("cpu")
+        guard = training.protect(2, 1, window=3, abortable=False)
+        began = guard.next_step
+        while guard.next_step < STEPS:
+            with guard.step() as step:
+                training.body()
+                if fails and step.number == 5:
+                    meet.wait(60)
+                    os._exit(9)
+            if step.number == 3:
+                assert guard.scrub().wrong_words == 0
+            if not guard._transactions._steps:
+                assert apart != "cpu" or image_fits(guard, training)
+        guard.close()
+        rows = sum(len(weight) for weight in training.weights)
+        assert len(fetched) == (3 if apart == "cpu" and not began else len(fetched))
+        assert max(fetched, default=0) <= rows
+        return {"began": began, **training.snapshot()}
+
+
+def test_in_a_window_the_image_is_updated_once(tmp_path: Path) -> None:
+    """And a kill in the middle of one takes the tables back to where it began."""
+    expected = launch(2, in_windows, tmp_path, "meta", False)
+    assert launch(2, in_windows, tmp_path, "cpu", False) == expected
+    with pytest.raises(RankFailed):
+        launch(2, in_windows, tmp_path, "cpu", True)
+    again = launch(2, in_windows, tmp_path, "cpu", False)
+    assert {end.pop("began") for end in again} == {4}
+    assert {end.pop("began") for end in expected} == {0}
+    assert again == expected
 
 
 def written_apart(folder: Path, meet: Barrier) -> None:

@@ -92,20 +92,38 @@ def test_a_window_is_committed_beside_all_steps_of_the_next_one(
     assert memory.committed == transactions.next_step == 4
 
 
-@pytest.mark.parametrize("why", ["auto chooses", "it can be aborted"])
-def test_a_step_inside_a_window_waits_where_its_end_concerns_other_ranks(
-    transactions: Transactions, memory: RankMemory, wires: Held, why: str
+def test_a_step_inside_a_window_waits_if_it_can_be_aborted(
+    transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
-    transactions._window = Window("auto")
+    """Its end then concerns other ranks."""
     transactions.begin()
     transactions.commit()
-    transactions._window.size = 5  # the choice that comes with the first step's commit
-    if why == "it can be aborted":
-        transactions._abortable, transactions._window._choosing = True, False
+    transactions._window.agree(5)
+    transactions._abortable = True
     transactions.begin()
     threading.Timer(0.05, wires.go.set).start()
     transactions.commit()
     assert memory.committed == 1
+
+
+def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
+    """Once, also when it is drained; after each step if it can be aborted."""
+    brought: list[int] = []
+    transactions._fetch = lambda: brought.append(transactions.next_step)
+    transactions._window = Window(3)
+    wires.go.set()
+    for value in range(7):
+        if value == 6:
+            transactions._abortable = True
+        transactions.begin()
+        change(transactions, memory, value)
+        transactions.commit()
+    assert brought == [2, 5, 6]
+    transactions.drain()
+    transactions.drain()
+    assert brought == [2, 5, 6, 7]
 
 
 def test_a_step_ends_before_it_is_committed_and_the_next_one_waits_for_it(

@@ -1,0 +1,98 @@
+"""How many steps of a window have room: what the last window says of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ecemb.coding.rows import Column, TableLayout
+from ecemb.local import room
+from ecemb.local.rank_memory import RankMemory
+from ecemb.local.room import Room, journal_bytes
+from support.simulation import alone
+
+MIB = 1 << 20
+LAYOUTS = [
+    TableLayout("a", 64_000, (Column("weight", "float32", 1024),)),
+    TableLayout("state", 1, (Column("state", "uint8", 40),)),
+]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[RankMemory]:
+    with alone(tmp_path, LAYOUTS) as opened:
+        yield opened
+
+
+def test_a_window_goes_on_as_its_last_quarter_did() -> None:
+    spare = room._SPARE
+    assert journal_bytes([100], 1) == 100 * spare
+    assert journal_bytes([100], 5) == 500 * spare
+    used = [1000, 1500, 1800, 2000, 2150, 2250, 2320, 2360]  # fewer new rows in each step
+    assert journal_bytes(used, 3) == 1800 * spare
+    assert journal_bytes(used, 8) == 2360 * spare
+    assert journal_bytes(used, 10) == (2360 + 2 * 55) * spare
+
+
+def free(size_bytes: int) -> object:
+    return mock.patch.object(room, "free_bytes", return_value=size_bytes)
+
+
+@pytest.mark.parametrize(("free_mib", "copies", "steps"), [(45, 1, 40), (90, 2, 40), (90, 1, 200), (0, 1, 1)])
+def test_as_many_steps_as_the_free_memory_holds(
+    free_mib: int, copies: int, steps: int, memory: RankMemory
+) -> None:
+    with free(free_mib * MIB):  # pyright: ignore
+        one = Room(memory.arena, dict.fromkeys(["row_journal", "next_journal"][:copies], 1))
+        assert one.steps(200, [MIB], 0) == steps
+
+
+def test_memory_that_the_regions_have_already_counts(memory: RankMemory) -> None:
+    memory.arena.reserve("row_journal", 36 * MIB, spare_bytes=0)
+    with free(0):  # pyright: ignore
+        one = Room(memory.arena, {"row_journal": 1, "": 1})
+        assert one.steps(200, [MIB], 36 * MIB) == 32
+        assert one.steps(200, [MIB], 18 * MIB) == 16
+        assert one.steps(10, [MIB], 18 * MIB) == 10
+        assert not one.has_all()
+
+
+def test_no_window_needs_more_than_all_rows(memory: RankMemory) -> None:
+    size = len(memory.arena.region("row_journal"))
+    with free(size):  # pyright: ignore
+        one = Room(memory.arena, {"row_journal": 1})
+        assert one.has_all() and one.steps(1000, [size // 2], 0) == 1000
+    with free(size // 2):  # pyright: ignore
+        assert not Room(memory.arena, {"row_journal": 1}).has_all()
+
+
+def test_ranks_of_one_host_share_what_is_free(memory: RankMemory) -> None:
+    object.__setattr__(memory.arena.constants, "domains", ("here", "there", "here"))
+    with free(90 * MIB):  # pyright: ignore
+        assert Room(memory.arena, {"row_journal": 1}).steps(200, [MIB], 0) == 40
+
+
+def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
+    before = room.free_bytes(memory.arena)
+    assert before > 0
+    limits = mock.patch("ecemb.arena.capacity.limits", return_value=[])
+    with limits:
+        assert room.free_bytes(memory.arena) > before, "a file system without limits"
+
+
+def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:
+    memory.arm(1, 3)
+    for step, rows in enumerate((10, 4, 0)):
+        if step:
+            memory.journal.extend(1 + step, savepoint=False)
+        memory.journal.capture(0, np.arange(100 * step, 100 * step + rows))
+    first, second, third = memory.journal.used_by_step
+    assert 0 < first < second == third == memory.journal.used_bytes
+    assert memory.window_room(50, overlap=True) == 50
+    assert memory.has_room_for_all(overlap=False)
+    memory.arm(4)
+    assert memory.journal.used_by_step == [0]
