@@ -90,7 +90,7 @@ def no_agreement(transport: type[Transport] = Transport) -> list[Patch]:
 def label_first() -> list[Patch]:
     """The journal's label is stored before its count is 0."""
 
-    def arm(self: RowJournal, transaction: int) -> None:
+    def arm(self: RowJournal, transaction: int, *_: int) -> None:
         self._arena.set("rows_label", transaction)
         self._arena.set("rows_bytes", 0)
         self._drop(0)
@@ -151,7 +151,7 @@ def prepared_first() -> list[Patch]:
 def one_journal() -> list[Patch]:
     """A transaction begins in the journal that the one before may still need."""
 
-    def arm(self: RankMemory, transaction: int) -> None:
+    def arm(self: RankMemory, transaction: int, *_: int) -> None:
         self.journal.arm(transaction)
 
     return [(RankMemory, "arm", arm)]

@@ -119,10 +119,10 @@ def one_dies_between_the_stores_of_arming(machines: Machines, without: Sequence[
     with patched(without):
         arm, store = RowJournal.arm, Arena.set
 
-        def arms(self: RowJournal, transaction: int) -> None:
+        def arms(self: RowJournal, transaction: int, *rest: int) -> None:
             if in_this_thread() and transaction == DONE + 1:
                 stores.append("arm")
-            arm(self, transaction)
+            arm(self, transaction, *rest)
 
         def stores_once(self: Arena, name: str, value: int) -> None:
             if in_this_thread() and stores:
