@@ -24,6 +24,7 @@ from bench.questions.simulate import checks as simulate_checks
 from bench.questions.simulate import methods as simulate_methods
 from bench.questions.simulate import picture as simulate_picture
 from bench.questions.simulate import question as simulate
+from bench.questions.simulate import step_cost
 from bench.questions.simulate.faults import Fault, drawn, episodes, read, replayed, sets_by_size
 from bench.questions.simulate.training import Method, train
 from bench.report import figures, tables
@@ -322,7 +323,11 @@ def test_the_answer(rows: list[Row]) -> None:
         "trace_faults",
         "best_ettr",
         "cells_ahead",
+        "cells_first",
+        "cells_possible",
         "cells_second",
+        "cells_turned",
+        "cells_to_ecemb",
         "most_behind",
         "assumed",
     }
@@ -342,15 +347,107 @@ def test_the_answer(rows: list[Row]) -> None:
 
 def test_the_cells_of_the_map_are_counted(rows: list[Row]) -> None:
     cells = [row for row in rows if row.metric == "best_ettr"]
-    for metric, label in (("cells_ahead", "method"), ("cells_second", "second")):
+    for metric, label in (("cells_first", "method"), ("cells_second", "second"), ("cells_ahead", "verdict")):
         counted = {
             (row.labels["among"], row.labels["method"]): row.value for row in rows if row.metric == metric
         }
-        assert set(Counter(among for among, _ in counted).values()) == {len(simulate_picture.LOOKS)}
-        found = Counter((row.labels["among"], simulate_picture.kind(str(row.labels[label]))) for row in cells)
+        certain = metric == "cells_ahead"
+        kinds = {*simulate_picture.LOOKS, *([simulate_picture.CANNOT_TELL] if certain else [])}
+        assert {method for _, method in counted} == kinds
+        found = Counter(
+            (
+                row.labels["among"],
+                row.labels[label] if certain else simulate_picture.kind(str(row.labels[label])),
+            )
+            for row in cells
+        )
         assert counted == dict.fromkeys(counted, 0) | found
     behind = [row for row in rows if row.metric == "most_behind"]
     assert max(row.value for row in behind) == max(float(row.labels["ahead"]) for row in cells)
+
+
+def test_a_kind_is_ahead_where_no_other_reaches_it() -> None:
+    ettrs = {"CPR": [0.9, 0.92, 0.88], "ecemb (4, 3)": [0.85, 0.87, 0.8], "ecemb (6, 4)": [0.8, 0.9, 0.7]}
+    cell = simulate._cell(ettrs, {})
+    assert (cell.value, cell.low, cell.high) == (0.9, 0.88, 0.92)
+    assert (cell.labels["verdict"], cell.labels["candidates"]) == ("cannot tell", "CPR, ecemb")
+    del ettrs["ecemb (6, 4)"]
+    cell = simulate._cell(ettrs, {})
+    assert (cell.labels["verdict"], cell.labels["candidates"]) == ("CPR", "CPR")
+    assert cell.labels["ahead"] == pytest.approx(0.05)
+
+
+def test_costs_at_the_ends_of_their_intervals() -> None:
+    cost = simulate_methods.Cost(0.5, "s", "measured", -0.1, 0.7)
+    assert [cost.at(end).value for end in ("cheap", "value", "dear")] == [0, 0.5, 0.7]
+    speed = replace(cost, more_is_better=True)
+    assert [speed.at(end).value for end in ("cheap", "dear")] == [0.7, 0]
+    chosen = simulate_methods.Cost(0.5, "s", "chosen")
+    assert chosen.at("dear") == chosen
+    volume = simulate_methods.costs()["Check-N-Run's volume"]
+    assert (volume.at("cheap").value, volume.at("dear").value) == (1 / 17, 1 / 6)
+
+
+POINTS = [
+    step_cost.Point(window, parity, rows / window**0.25, False, 0.0, 1e-4)
+    for window in (1, 16)
+    for parity in (1, 2)
+    for rows in (5e3, 2e4, 8e4)
+]
+
+
+def test_the_cost_of_a_step_is_found_again() -> None:
+    rng = np.random.default_rng(1)
+    true = {"commit": 0.012, "row": 3e-7, "row and parity": 7e-7}
+
+    def added(one: step_cost.Point) -> float:
+        return true["commit"] / one.window + one.rows * (true["row"] + one.parity * true["row and parity"])
+
+    exact = [replace(one, added_s=added(one)) for one in POINTS]
+    for name, one in step_cost.fit(exact).items():
+        assert one.value == pytest.approx(true[name]) and one.low <= one.value <= one.high
+    noisy = [replace(one, added_s=one.added_s + rng.normal(0, 1e-4)) for one in exact]
+    beside = [replace(one, overlap=True, added_s=0.6 * one.added_s) for one in exact]
+    for name, one in step_cost.fit([*noisy, *beside]).items():
+        assert one.low <= true.get(name, 0.6) <= one.high and one.high - one.low < 0.2 * (one.value + 1e-6)
+    assert step_cost.shrinking(POINTS) == pytest.approx(-0.25)
+    assert step_cost.fit(POINTS[:3]) == {}
+
+
+def test_measurements_that_disagree_widen_the_interval() -> None:
+    rng = np.random.default_rng(2)
+    off = [replace(one, added_s=0.01 + rng.normal(0, 0.01)) for one in POINTS]
+    sure = [replace(one, added_s=0.01 / one.window) for one in POINTS]
+    wide, narrow = (step_cost.fit(found)["commit"] for found in (off, sure))
+    assert wide.high - wide.low > 5 * (narrow.high - narrow.low)
+
+
+def test_points_are_read_from_the_answer() -> None:
+    labels = {"engine": "sparse", "setting": "dlrm", "code": "(4, 2)", "window": 16, "overlap": "none"}
+    numbers = {"value": 10.0, "low": 0.0, "high": 39.0, "repeats": 24}
+    rows = [
+        {"metric": "overhead_wall_pct", "method": "protected", **labels, **numbers},
+        {"metric": "touched_rows_per_step", "method": "protected", **labels, "value": 7000.0},
+        {"metric": "step_wall_ms", "method": "protected", **labels, "value": 110.0},
+        {"metric": "step_wall_ms", "method": "bare", **labels, "value": 100.0},
+        {"metric": "overhead_wall_pct", "method": "replication", **labels, **numbers},
+    ]
+    (point,) = step_cost.points(rows, "protected")
+    assert (point.window, point.parity, point.rows, point.overlap) == (16, 2, 7000.0, False)
+    assert point.added_s == pytest.approx(0.01)
+    assert point.error_s == pytest.approx(1.25 * 0.39 / 3.9 / 24**0.5 * 0.1)
+    assert step_cost.points(rows, "replication") == []
+
+
+@pytest.mark.parametrize("way", ["window 16", "window auto", "overlap"])
+def test_ways_that_make_a_step_cheaper(way: str) -> None:
+    cost = {name: one.value for name, one in simulate_methods.costs().items()}
+    each, _ = simulate_methods.added(JOB, cost, "ecemb", 1)
+    other, window = simulate_methods.added(JOB, cost, "ecemb", 1, way)
+    assert 0 < other <= each
+    assert (window > 1) == way.startswith("window")
+    more, _ = simulate_methods.added(replace(JOB, hosts=1024), cost, "ecemb", 1, way)
+    assert more >= other or way == "window auto"  # which is longer, the dearer a commit is
 
 
 def test_what_is_said_of_the_map_is_in_its_cells() -> None:
@@ -381,7 +478,7 @@ def test_the_map_is_a_picture(rows: list[Row]) -> None:
     root = ElementTree.fromstring(drawn_)
     text = " ".join("".join(one.itertext()) for one in root.iter() if one.tag.endswith("text"))
     assert "tables, TB" in text and "hours between faults of the job" in text
-    assert "methods: that lose no samples" in text
+    assert "No sample may be lost: " in text and " of 49 cells" in text and "cannot tell: two or more" in text
     with pytest.raises(KeyError):
         simulate_picture.kind("prayer")
 

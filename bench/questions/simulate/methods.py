@@ -20,11 +20,13 @@ from baselines.cpr import overhead as cpr
 from baselines.young import young
 from bench import RESULTS
 from bench.harness.result import Row
+from bench.questions.simulate import step_cost
 from bench.questions.simulate.training import Method
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
 from ecemb.planning.cost import MONTH_H, Job, host_recovery_s, losses_per_month, placed
 from ecemb.planning.data_loss import Odds
+from ecemb.step.window import best
 
 LONGEST_H = 24.0
 """Between durable saves under a method that survives in memory (chosen)."""
@@ -36,10 +38,15 @@ CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
 CHECK_N_RUN_CHANGED = 0.26
 """Of the rows, in half an hour (published); not less in a shorter time (chosen)."""
-CHECK_N_RUN_LESS = 6.0
-"""Times that it writes less than full saves (published: 6 to 17)."""
-CHECK_N_RUN_STORED_LESS = 2.5
-"""Times that it stores, and reads to come back, less than full saves (published: 2.5 to 8)."""
+OVERHEADS = ("overhead.json", "overhead-sparse.json", "overhead-sparse-heavy.json")
+"""Answers that the costs of a step are fitted to."""
+MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
+"""Of these measurements."""
+CHOSEN_STEPS = {"ecemb": (0.015, 0.0, 1e-6, 1.0), "copies": (0.005, 3e-7, 6e-7, 1.0)}
+"""Commit, row, row and parity in seconds, and overlap, where nothing was measured."""
+CODES = (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8))
+WAYS = ("", "window 16", "window auto", "overlap")
+"""Of what is live: each step is sent, or 16 together, or Young's number of them, or beside the next step."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,9 @@ class Cost:
         value: Itself.
         unit: Of it.
         source: "measured", "published", "derived" or "chosen", and where.
-        low: The smallest that was measured.
-        high: The largest.
+        low: The lower end of its interval of 95 %, or of what is published; None if it has no interval.
+        high: The upper end.
+        more_is_better: Whether the upper end is the cheap one.
     """
 
     value: float
@@ -59,6 +67,14 @@ class Cost:
     source: str
     low: float | None = None
     high: float | None = None
+    more_is_better: bool = False
+
+    def at(self, end: str) -> Cost:
+        """The cost at the "cheap" or the "dear" end of its interval; else itself."""
+        value = {"cheap": self.low, "dear": self.high}.get(end)
+        if self.more_is_better:
+            value = {"cheap": self.high, "dear": self.low}.get(end)
+        return self if value is None else replace(self, value=max(value, 0.0))
 
     def row(self, name: str) -> Row:
         """As a row of the answer."""
@@ -76,34 +92,62 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         "copy": Cost(10.0, "GB/s", "chosen: of a host's tables to its own memory, by all its ranks"),
         "Check-N-Run's interval": Cost(CHECK_N_RUN_H, "h", "published; Young's where that is shorter"),
         "Check-N-Run's changed rows": Cost(CHECK_N_RUN_CHANGED, "of all", "published"),
-        "Check-N-Run's volume": Cost(1 / CHECK_N_RUN_LESS, "of full", "published: 1/17 to 1/6"),
-        "Check-N-Run's storage": Cost(1 / CHECK_N_RUN_STORED_LESS, "of full", "published: 1/8 to 1/2.5"),
+        "Check-N-Run's volume": Cost(1 / 6, "of full", "published: 1/17 to 1/6", 1 / 17, 1 / 6),
+        "Check-N-Run's storage": Cost(1 / 2.5, "of full", "published: 1/8 to 1/2.5", 1 / 8, 1 / 2.5),
         "CPR's PLS target": Cost(PLS_TARGET, "PLS", "published (recalled)"),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
-    measured = _rows(results / "overhead.json")
-    for name, code, window, method, otherwise in (
-        ("step, r = 1", "(4, 3)", 1, "protected", 0.05),
-        ("step, r = 2", "(4, 2)", 1, "protected", 0.08),
-        ("step, r = 1, window 16", "(4, 3)", 16, "protected", 0.03),
-        ("step, r = 2, window 16", "(4, 2)", 16, "protected", 0.04),
-        ("step, x2", "(4, 3)", 1, "replication", 0.03),
-        ("step, x3", "(4, 2)", 1, "replication", 0.04),
-    ):
-        wanted = {
-            "metric": "overhead_wall_pct",
-            "code": code,
-            "window": window,
-            "overlap": "none",
-            "method": method,
-        }
-        found[name] = _measured(measured, wanted, 0.01, "of a step", "overhead.json", otherwise)
+    found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)])
     recovery = _rows(results / "recovery.json")
     wanted = {"metric": "added_recovery_s", "kind": "process"}
     found["added to a restart"] = _measured(recovery, wanted, 1.0, "s", "recovery.json", 1.0)
     wanted = {"metric": "rebuild_over_wire", "code": "(4, 3)", "over": "same messages"}
-    found["rebuild"] = _measured(recovery, wanted, 1.0, "of the network", "recovery.json", 0.45)
+    rebuild = _measured(recovery, wanted, 1.0, "of the network", "recovery.json", 0.45)
+    found["rebuild"] = replace(rebuild, more_is_better=True)
     return found
+
+
+def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+    """What protection adds to a step, as `bench.questions.simulate.step_cost` has it."""
+    found: dict[str, Cost] = {}
+    for family, method in (("ecemb", "protected"), ("copies", "replication")):
+        measured = step_cost.points(rows, method)
+        fitted = step_cost.fit(measured)
+        for name, chosen in zip((*step_cost.TERMS, "overlap"), CHOSEN_STEPS[family], strict=True):
+            one = fitted.get(name)
+            unit = "of added" if name == "overlap" else "s"
+            if one is None:
+                found[f"{family}: {name}"] = Cost(chosen, unit, "chosen: overhead.json doesn't say")
+            else:
+                source = f"fitted: {len(measured)} measurements in overhead*.json, 2 cores"
+                found[f"{family}: {name}"] = Cost(one.value, unit, source, one.low, one.high)
+        if family == "ecemb":
+            power = step_cost.shrinking(measured)
+            found["rows by window"] = Cost(power, "power", "measured: overhead*.json")
+    source = "derived: as many more as rounds of messages by ranks, or none more"
+    found["commit by ranks"] = Cost(1.0, "of log2", source, 0.0, 1.0)
+    return found
+
+
+def added(job: Job, cost: Mapping[str, float], family: str, parity: int, way: str = "") -> tuple[float, int]:
+    """Seconds that protection adds to a step, and steps in a window.
+
+    Args:
+        job: The job.
+        cost: Values of `costs`.
+        family: "ecemb" or "copies".
+        parity: r, or the number of further copies.
+        way: Of `WAYS`.
+    """
+    rounds = max(1.0, math.log2(job.ranks) / math.log2(MEASURED_RANKS))
+    commit_s = cost[f"{family}: commit"] * (1 + (rounds - 1) * cost["commit by ranks"])
+    commit_s += 2 * job.dense_bytes / job.memory_bytes_per_s
+    mtbf_s = 3600 / (job.host_faults_per_h + job.process_faults_per_h)
+    window = {"window 16": 16, "window auto": best(commit_s, job.step_s, mtbf_s)}.get(way, 1)
+    rows = job.touched_rows * window ** cost["rows by window"]
+    row_s = cost[f"{family}: row"] + parity * cost[f"{family}: row and parity"]
+    total_s = commit_s / window + rows * row_s * job.record_bytes / MEASURED_RECORD_BYTES
+    return total_s * (cost[f"{family}: overlap"] if way == "overlap" else 1.0), window
 
 
 def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
@@ -131,7 +175,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
 
     Whatever of a job's speed `costs` has, is taken from there.
 
-    The steps of one window, which are run again, are neglected.
+    Half a window's steps run again after a fault, which counts as recovery.
 
     Args:
         job: The job.
@@ -179,8 +223,8 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
         if odds is None:
             return
         lost_per_h = sum(losses_per_month(job, odds, given["host_h"])) / MONTH_H
-        best_h = young(copy_h, 1 / lost_per_h) if lost_per_h else LONGEST_H
-        durable_interval_h = max(min(best_h, LONGEST_H), store_h)
+        longest_h = young(copy_h, 1 / lost_per_h) if lost_per_h else LONGEST_H
+        durable_interval_h = max(min(longest_h, LONGEST_H), store_h)
         given["overhead"] = given.get("overhead", 0.0) + copy_h / durable_interval_h
         found.append(
             Method(
@@ -205,15 +249,22 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
             host_h=replace_h + restart_h + network_h,
         )
     added_h = cost["added to a restart"] / 3600
-    live = [(f"live copies x{copies}", Code(copies, 1), cost[f"step, x{copies}"]) for copies in (2, 3)]
-    for window in (1, 16):
-        for code in (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8)):
-            said = f", window {window}" if window > 1 else ""
-            live.append((f"ecemb ({code.n}, {code.k}){said}", code, cost[f"step, r = {code.r}{said}"]))
-    for name, code, overhead in live:
-        host_s = host_recovery_s(job, code) + cost["added to a restart"]
+    live: list[tuple[str, Code, str, str]] = []
+    for way in WAYS:
+        live += [
+            (f"live copies x{copies}{way and ', '}{way}", Code(copies, 1), "copies", way) for copies in (2, 3)
+        ]
+        live += [(f"ecemb ({one.n}, {one.k}){way and ', '}{way}", one, "ecemb", way) for one in CODES]
+    for name, code, family, way in live:
+        added_s, window = added(job, cost, family, code.r, way)
+        again_h = (window - 1) / 2 * job.step_s / 3600  # half a window runs again
         in_memory(
-            name, code, back="none", overhead=overhead, process_h=restart_h + added_h, host_h=host_s / 3600
+            name,
+            code,
+            back="none",
+            overhead=added_s / job.step_s,
+            process_h=restart_h + added_h + again_h,
+            host_h=host_recovery_s(job, code) / 3600 + added_h + again_h,
         )
     return found
 

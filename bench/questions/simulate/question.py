@@ -25,11 +25,18 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   record it.
 - `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
   best that isn't of its kind. All methods meet the same faults.
-- `cells_ahead`: cells of that map in which a method of a kind is ahead; `cells_second`: in which one is the
+- `cells_ahead`: cells of that map in which a kind is ahead for certain: no other kind reaches it, wherever
+  the costs are in their intervals; else `cannot tell`. `cells_first`: in which it is ahead where all costs
+  have their likeliest values; `cells_possible`: in which it may be; `cells_second`: in which it is then the
   best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most. By panel; `method`
   is the kind. CPR loses no samples where its controller chooses full recovery.
+- `cells_turned`: cells of the map where another kind is ahead if an input is halved or doubled;
+  `cells_to_ecemb`: where ecemb is ahead then. At the likeliest values, with fewer faults.
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
-- `assumed`: the inputs of the simulation, and their sources.
+- `assumed`: the inputs of the simulation, and their sources; in brackets the interval of 95 %, or the range
+  that is published. The cost of a step has a part per commit, one per touched row, and one per touched row
+  and block of parity, fitted to all answers to `overhead`; they are measured on 4 ranks. With more ranks, a
+  commit costs as much, or more with the logarithm of their number.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ from bench.harness.result import Arguments, Label, Row, by_metric, once
 from bench.questions.simulate.checks import CLOSE, checks
 from bench.questions.simulate.faults import Fault, Trace, drawn, episodes, read, replayed, sets_by_size
 from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
-from bench.questions.simulate.picture import LOOKS, kind
+from bench.questions.simulate.picture import CANNOT_TELL, LOOKS, kind
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
@@ -67,6 +74,29 @@ MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TABLES_TB = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 MAP_HOSTS = 128
 MAP_FAULTS, QUICK_MAP_FAULTS = 1000, 30
+ENDS = ("value", "cheap", "dear")
+"""Of the costs' intervals."""
+TURNED: dict[str, tuple[str, ...]] = {
+    "ecemb's cost of a step": ("ecemb: commit", "ecemb: row", "ecemb: row and parity"),
+    "copies' cost of a step": ("copies: commit", "copies: row", "copies: row and parity"),
+    "Check-N-Run's volume and storage": ("Check-N-Run's volume", "Check-N-Run's storage"),
+    "storage": ("storage",),
+    "copy to memory": ("copy",),
+    "CPR's PLS target": ("CPR's PLS target",),
+    "network": (),
+    "restart": (),
+    "touched rows": (),
+    "step": (),
+}
+"""Inputs that are halved and doubled -> the costs that they are."""
+ON_JOB = {
+    "network": "network_bytes_per_s",
+    "restart": "restart_s",
+    "touched rows": "touched_rows",
+    "step": "step_s",
+}
+"""Inputs of the job -> its attribute."""
+TURNED_FAULTS, QUICK_TURNED_FAULTS = 200, 5
 JOB = Job(
     hosts=MAP_HOSTS,
     ranks_per_host=8,
@@ -98,7 +128,8 @@ def run(arguments: Arguments) -> list[Row]:
     for trace in traces:
         rows += losses_of_trace(job, trace, QUICK_REPLAYED_H if quick else REPLAYED_H, arguments.seed)
     cells = list(best(job, all_costs, QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed))
-    return [*rows, *cells, *places(cells), *rows_of(all_costs, job)]
+    tried = turned(job, all_costs, QUICK_TURNED_FAULTS if quick else TURNED_FAULTS, arguments.seed)
+    return [*rows, *cells, *by_metric([*places(cells), *tried]), *rows_of(all_costs, job)]
 
 
 def said(trace: Trace) -> Row:
@@ -240,49 +271,87 @@ def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance:
     )
 
 
-def best(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
-    """The map: the highest ETTR by MTBF and size, of all methods and of those that lose no samples."""
+def best(
+    base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int, ends: Sequence[str] = ENDS
+) -> Iterator[Row]:
+    """The map: the highest ETTR by MTBF and size, of all methods and of those that lose no samples.
+
+    A method's ETTR goes from where all costs are at the dear end of their intervals to where all are at the
+    cheap end. The best is ahead for certain if no method of another kind reaches it.
+    """
+    by_end = [{name: one.at(end) for name, one in all_costs.items()} for end in ends]
     for mtbf_h in MTBF_H:
         job = replace(base, mtbf_h=mtbf_h)
         hours = faults * mtbf_h
         struck = drawn(job, hours, np.random.default_rng(seed))
         for table_tb in TABLES_TB:
             job = replace(job, table_bytes=table_tb * 1e12)
-            found = [
-                (train(method, struck, hours, hosts=job.hosts, ranks=job.ranks).ettr, method)
-                for method in methods(job, all_costs)
-            ]
+            ettrs: dict[str, list[float]] = {}
+            loses: set[str] = set()
+            for costs_ in by_end:
+                for method in methods(job, costs_):
+                    outcome = train(method, struck, hours, hosts=job.hosts, ranks=job.ranks)
+                    ettrs.setdefault(method.name, []).append(outcome.ettr)
+                    loses |= {method.name} if method.back == "failed" else set()
             for among in ("all", "that lose no samples"):
-                ranked = sorted(
-                    (one for one in found if among == "all" or one[1].back != "failed"),
-                    key=lambda one: -one[0],
-                )
-                ettr, winner = ranked[0]
-                second = next(one for one in ranked if kind(one[1].name) != kind(winner.name))
-                yield once(
-                    "best_ettr",
-                    "ratio",
-                    ettr,
-                    among=among,
-                    mtbf_h=mtbf_h,
-                    table_tb=table_tb,
-                    method=winner.name,
-                    second=second[1].name,
-                    ahead=ettr - second[0],
-                )
+                chosen = {name: one for name, one in ettrs.items() if among == "all" or name not in loses}
+                yield _cell(chosen, {"among": among, "mtbf_h": mtbf_h, "table_tb": table_tb})
+
+
+def _cell(ettrs: Mapping[str, Sequence[float]], labels: dict[str, Label]) -> Row:
+    ranked = sorted(ettrs, key=lambda name: -ettrs[name][0])
+    winner = ranked[0]
+    low, high = min(ettrs[winner]), max(ettrs[winner])
+    others = [name for name in ranked if kind(name) != kind(winner)]
+    near = list(dict.fromkeys(kind(name) for name in others if max(ettrs[name]) >= low))
+    labels |= {
+        "method": winner,
+        "second": others[0],
+        "ahead": ettrs[winner][0] - ettrs[others[0]][0],
+        "verdict": CANNOT_TELL if near else kind(winner),
+        "candidates": ", ".join([kind(winner), *near]),
+    }
+    return Row("best_ettr", ettrs[winner][0], "ratio", low, high, 1, labels)
+
+
+def turned(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
+    """What would turn the map: cells whose best kind is another, if one input is halved or doubled."""
+    before = list(best(base, all_costs, faults, seed, ENDS[:1]))
+    for name, factor in ((name, factor) for name in TURNED for factor in (0.5, 2.0)):
+        job = base
+        changed = dict(all_costs)
+        if name in ON_JOB:
+            job = replace(job, **{ON_JOB[name]: getattr(job, ON_JOB[name]) * factor})
+        for cost in TURNED[name]:
+            changed[cost] = replace(changed[cost], value=changed[cost].value * factor)
+        after = list(best(job, changed, faults, seed, ENDS[:1]))
+        for among in ("all", "that lose no samples"):
+            pairs = [
+                (kind(str(old.labels["method"])), kind(str(new.labels["method"])))
+                for old, new in zip(before, after, strict=True)
+                if old.labels["among"] == among
+            ]
+            labels: dict[str, Label] = {"among": among, "input": name, "times": factor}
+            yield once("cells_turned", "cells", sum(old != new for old, new in pairs), **labels)
+            yield once("cells_to_ecemb", "cells", sum(new == "ecemb" for _, new in pairs), **labels)
 
 
 def places(cells: Sequence[Row]) -> Iterator[Row]:
-    """How many cells of the map each kind of method leads, and in how many it is the second, by panel."""
+    """In how many cells of the map each kind is ahead for certain, first or second, by panel."""
     panels: dict[Label, list[Row]] = {}
     for cell in cells:
         panels.setdefault(cell.labels["among"], []).append(cell)
     for among, panel in panels.items():
+        for name in (*LOOKS, CANNOT_TELL):
+            certain = sum(row.labels["verdict"] == name for row in panel)
+            yield once("cells_ahead", "cells", certain, among=among, method=name)
         for name in LOOKS:
-            behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
             labels = {"among": among, "method": name}
-            led = sum(kind(str(row.labels["method"])) == name for row in panel)
-            yield once("cells_ahead", "cells", led, **labels)
+            behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
+            first = sum(kind(str(row.labels["method"])) == name for row in panel)
+            possible = sum(name in str(row.labels["candidates"]).split(", ") for row in panel)
+            yield once("cells_first", "cells", first, **labels)
+            yield once("cells_possible", "cells", possible, **labels)
             yield once("cells_second", "cells", len(behind), **labels)
             if behind:
                 yield once("most_behind", "ratio", max(map(float, behind)), **labels)
