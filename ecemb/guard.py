@@ -79,9 +79,9 @@ class Guard:
         With `window=s`, s steps are one transaction: it commits when the last one's body ends. With
         `overlap=True`, it commits beside the steps that follow.
 
-        Everything that changes state belongs in the body. If the body raises, its changes are undone on this
-        rank, with those of the window's earlier steps; the other ranks undo theirs, and the job needs a
-        restart. Also a decorator: with `@guard.step()` above it, each call of a function is a step.
+        Everything that changes state belongs in the body. If it raises, its changes are undone on all ranks,
+        with those of the window's earlier steps, except that dense state is undefined in the process without
+        `abortable=True`; the job needs a restart. Also a decorator, for a function whose calls are steps.
 
         Yields:
             The step, with its number.
@@ -314,8 +314,8 @@ class Guard:
             raise UsageError("the guard is closed: the job is finished; train again under another job=")
         if self._failed is not None:
             raise StepFailed(
-                f"{self._failed}; this guard takes no more steps: let the process end, so that torchrun "
-                f"restarts the job; it goes on from step {self.next_step}"
+                f"{self._failed}; this guard takes no more steps, and dense state may be broken: let the "
+                f"process end, so that torchrun restarts the job; it goes on from step {self.next_step}"
             )
         self._memory.arena.check_open()  # raises in a forked child, before it uses its parent's connections
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ..coding.rows import TableLayout
 from ..errors import CheckpointMismatch, ConfigurationError
 from ..local.rank_memory import RankMemory
+from ..local.state_slots import StateStore
 from ..state import rank_state as rank_states
 from ..state.flatten import blank, in_front, outline_of, unpacked
 from ..state.rank_state import RankState
@@ -127,12 +128,12 @@ def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
 def account(memory: RankMemory, shards: Sequence[Shard], replicated: ReplicatedState) -> dict[str, Any]:
     """This rank's description of the state that it would save, as plain values."""
     step = memory.committed
-    slot = memory.slots.read(step)
+    front = in_front(memory.slots.read(step))
     return {
         "step": step,
-        "dense": replicated.digest(memory.slots, step),
-        "names": unpacked(slot)[1] if memory.rank == 0 else [],
-        "outline": len(in_front(slot)),
+        "dense": replicated.digest(),
+        "names": blank(outline_of(front))[0] if memory.rank == 0 else [],
+        "outline": len(front),
         "tables": [shard.describe() for shard in shards],
         "rank_state": len(rank_states.read(memory.rank_state)),
     }
@@ -160,11 +161,21 @@ def facts_of(job: JobIdentity, told: Sequence[Mapping[str, Any]]) -> dict[str, A
     }
 
 
-def pieces_of(memory: RankMemory, shards: Sequence[Shard], rank: int, world_size: int) -> list[Piece]:
-    """The pieces that one rank writes: views of the arena, which the next step overwrites."""
+def pieces_of(
+    memory: RankMemory, slots: StateStore, shards: Sequence[Shard], rank: int, world_size: int
+) -> list[Piece]:
+    """The pieces that one rank writes: views of the arena, which the next step overwrites.
+
+    Args:
+        memory: the rank's.
+        slots: hold all of the replicated state of the last committed transaction.
+        shards: the rank's tables.
+        rank: the rank.
+        world_size: number of ranks.
+    """
     state = np.frombuffer(bytearray(rank_states.read(memory.rank_state)), np.uint8)
     pieces = _rows(memory, shards, rank)
-    pieces += _dense(memory.slots.read(memory.committed), rank, world_size)
+    pieces += _dense(slots.read(memory.committed), rank, world_size)
     return [*pieces, _bytes(f"rank_state/{rank}", state)]
 
 

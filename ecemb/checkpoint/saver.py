@@ -32,6 +32,7 @@ from ..errors import (
 )
 from ..group.collectives import Transport
 from ..local.rank_memory import RankMemory
+from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState
 from .contents import JobIdentity, Shard, account, facts_of, pieces_of
 from .folder_store import SIGHT_S, CheckpointFolder
@@ -119,7 +120,9 @@ class Saver:
             logger.info("step %d is in %s already", facts["step"], name_of(writer))
             return
         rank, size = self._transport.rank, self._transport.world_size
-        pieces = pieces_of(self._memory, self._shards, rank, size)
+        with self._discarding(writer, token):
+            slots = gathered(self._memory, self._transport)
+        pieces = pieces_of(self._memory, slots, self._shards, rank, size)
         if isinstance(writer, DifferentialWriter):
             given, pieces = pieces, []
             with self._discarding(writer, token):

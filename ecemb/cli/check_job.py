@@ -147,7 +147,7 @@ def text(found: Survey) -> str:
     for part, title in (
         ("tables", "tables"),
         ("parity", "parity"),
-        ("dense", "dense state, twice"),
+        ("dense", "dense state, in two slots"),
         ("rank_state", "rank state"),
     ):
         twice = 2 if part == "dense" else 1

@@ -21,6 +21,7 @@ from ..coding.delta import Scratch, blank, messages, size_words
 from ..coding.parity import ParityBlocks
 from ..coding.placement import Placement
 from ..coding.rows import RowSpace, Table, TableLayout, arrange, joined
+from ..coding.slices import Share
 from ..errors import InconsistentArenas
 from ..kernels.contract import Kernels, Words
 from .ahead import Ahead
@@ -84,7 +85,7 @@ class RankMemory:
         self.journal: RowJournal = self._journals[0]
         self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal: ParityJournal = ParityJournal(arena)
-        self.slots: Slots = Slots(arena)
+        self.slots: Slots = Slots(arena, self.share_of(self.rank))
         self._messages = Scratch()
         n, k = geometry.generator.shape
         kept = dict.fromkeys(("inbox", "parity_journal"), 0 if geometry.placement is None else n - k)
@@ -112,6 +113,10 @@ class RankMemory:
     def message_bytes(self) -> int:
         """Memory for messages to keepers, in this process."""
         return self._messages.size_bytes
+
+    def share_of(self, rank: int) -> Share:
+        """The part of the replicated state that a rank's slots hold."""
+        return Share.of(self.geometry.placement, rank, abortable=self.arena.constants.abortable)
 
     def join(self, generation: int, generation_id: int) -> None:
         """Says that this arena is a member of a generation (docs/protocol.md, 2)."""

@@ -1,7 +1,7 @@
 """Where replicated state is kept: two slots of the arena, and this process's memory.
 
-The slots hold the last two transactions; a restarted rank reads its own slot, and a replacement rank gets
-that of a survivor.
+The slots hold the last two transactions, each a share of the whole: some of its slices, unless steps can be
+aborted. A restarted rank gets the other slices from other ranks (`ecemb.recovery.state_slices`).
 
 Invariant: the slot of the last committed transaction is never written. Must not know: the content of
 replicated state.
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
+from ..coding.slices import WHOLE, Share
 from ..errors import InconsistentArenas
 
 _SLOTS = {
@@ -26,7 +27,12 @@ _SLOTS = {
 
 
 class StateStore(Protocol):
-    """The place that `ReplicatedState` is saved to and loaded from."""
+    """The place that `ReplicatedState` is saved to, and loaded from if its share is the whole."""
+
+    @property
+    def share(self) -> Share:
+        """The part of the state that is kept here."""
+        ...
 
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
         """Reserves uint8 [size_bytes] for a transaction's state, which is void until it is sealed."""
@@ -46,10 +52,12 @@ class Slots:
 
     Args:
         arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
+        share: the part of the state that this rank's slots hold.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, share: Share = WHOLE) -> None:
         self._arena = arena
+        self.share = share
 
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
         """Reserves uint8 [size_bytes] for a transaction's state; the slot is void until it is sealed."""
@@ -89,10 +97,16 @@ class Slots:
 
 
 class Savepoint:
-    """Replicated state at the start of a step, in this process's memory; an abort restores it."""
+    """Replicated state in this process's memory, whole: at the start of a step, for an abort; or gathered.
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+    Args:
+        memory: a saved state; none by default.
+    """
+
+    share: Share = WHOLE
+
+    def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
+        self._memory = np.empty(0, np.uint8) if memory is None else memory
 
     @property
     def size_bytes(self) -> int:

@@ -232,7 +232,8 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
     - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + 2 r
-      times, and reserve up to `SPARE` times that; two copies of replicated state.
+      times, and reserve up to `SPARE` times that; two copies of r + 1 slices of replicated state, of as many
+      as there are ranks (`abortable=True`, with two copies of all of it on each rank, is not considered).
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
       rows and 3 times the bytes that keepers receive; and `MESSAGE_ROUNDS` rounds of messages. Nothing
@@ -255,7 +256,8 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
     step_bytes = code.r * named
     buffers = SPARE * (1 + 2 * code.r) * named
-    memory_bytes = rank_bytes * code.r / code.k + buffers + 2 * job.dense_bytes
+    dense_bytes = 2 * job.dense_bytes * (code.r + 1) / job.ranks
+    memory_bytes = rank_bytes * code.r / code.k + buffers + dense_bytes
     step_s = (
         step_bytes * job.ranks_per_host / job.network_bytes_per_s
         + (5 + 3 * code.r) * touched / job.memory_bytes_per_s

@@ -19,7 +19,9 @@ from ..kernels.contract import Kernels
 from ..local.rank_memory import RankMemory
 from .parity_check import chunks, collect, compare, longest_block
 from .plan import Kind, RecoveryPlan, plan_recovery
-from .rebuild import Ready, copy_replicated, rebuild_lost
+from .rebuild import Ready, rebuild_lost
+from .state_slices import compare as compare_state
+from .state_slices import copy_lost
 
 __all__ = [
     "RecoveryPlan",
@@ -200,8 +202,11 @@ def recover(
     if plan.lost:
         with watch.phase("rebuild"):
             received += rebuild_lost(memory, transport, plan, kernels, ready)
-        with watch.phase("replicated"):
-            received += copy_replicated(memory, transport, plan)
+    with watch.phase("replicated"):
+        sizes = compare_state(memory, transport, plan)
+        if plan.lost:
+            received += copy_lost(memory, transport, plan, *sizes)
+    if plan.lost:
         with watch.phase("verify"):
             _verify(memory, transport)
     if is_replacement:

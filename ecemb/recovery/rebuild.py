@@ -1,4 +1,4 @@
-"""Rebuilds lost blocks of rows and of parity, and copies replicated state.
+"""Rebuilds lost blocks of rows and of parity.
 
 Each survivor in the chain of a lost block adds its own block, times its weight, to the sum from the survivor
 before it. The chain ends at the replacement rank, so the replacement rank receives each lost byte once for
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..coding.code import Code
 from ..coding.parity import class_words
@@ -68,7 +67,7 @@ def rebuild_lost(
         return 0
     chains = [_Chain(task, placement, memory, transport, kernels, ready) for task in plan.rebuild]
     mine = [chain for chain in chains if chain.place is not None]
-    every = _chunks(max((chain.words for chain in chains), default=0))
+    every = chunked(max((chain.words for chain in chains), default=0))
     size = sum(chain.words for chain in mine) * WORD_BYTES
     with Progress("rebuilding lost memory, this rank's part", size, shown=memory.rank == 0) as progress:
         while together := list(itertools.islice(every, _TOGETHER)):
@@ -83,7 +82,8 @@ def rebuild_lost(
     return received
 
 
-def _chunks(words: int) -> Iterator[tuple[int, int]]:
+def chunked(words: int) -> Iterator[tuple[int, int]]:
+    """The bounds of the chunks of a number of words."""
     return ((start, min(start + CHUNK_WORDS, words)) for start in range(0, words, CHUNK_WORDS))
 
 
@@ -191,50 +191,3 @@ class _Chain:
             words[len(own) :] = 0
         buffer.sent = self._transport.send(words, self._ranks[place + 1], self._what)
         return 0
-
-
-def copy_replicated(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> int:
-    """Sends the slot of the plan's transaction from the survivors, a part each, to the lost ranks. All ranks.
-
-    Returns:
-        Bytes that this rank received.
-
-    Raises:
-        NotEnoughSpace: the slot doesn't fit here.
-        InconsistentArenas: a survivor's slot doesn't hold the transaction.
-        PeerFailure: a peer died; the next start copies again.
-    """
-    what = "copying replicated state"
-    if memory.rank in plan.lost:
-        size = np.zeros(1, np.uint64)
-        transport.receive(size, plan.donor, what)
-        slot = memory.slots.open(plan.transaction, int(size[0]))  # refuses an impossible size
-        words, rest = _whole(slot), np.zeros(1, np.uint64)
-        waits = [transport.expect(rest, plan.donor, what)]
-        waits += [transport.expect(part, rank, what) for part, rank in _dealt(words, plan.survivors)]
-        for wait in waits:
-            wait()
-        slot[words.nbytes :] = rest.view(np.uint8)[: len(slot) - words.nbytes]
-        memory.slots.seal(plan.transaction)
-        return len(slot)
-    state = memory.slots.read(plan.transaction)
-    words, rest = _whole(state), np.zeros(1, np.uint64)
-    rest.view(np.uint8)[: len(state) - words.nbytes] = state[words.nbytes :]
-    parts = [part for part, rank in _dealt(words, plan.survivors) if rank == memory.rank]
-    if memory.rank == plan.donor:
-        parts = [np.array([len(state)], np.uint64), rest, *parts]
-    waits = [transport.send(part, rank, what) for rank in plan.lost for part in parts]
-    for wait in waits:
-        wait()
-    return 0
-
-
-def _whole(state: NDArray[np.uint8]) -> Words:
-    """The whole words of a slot, a view."""
-    return state[: len(state) // 8 * 8].view(np.uint64)
-
-
-def _dealt(words: Words, ranks: Sequence[int]) -> Iterator[tuple[Words, int]]:
-    """The parts of a state, in order, with the rank that each comes from."""
-    for (start, stop), rank in zip(_chunks(len(words)), itertools.cycle(ranks), strict=False):
-        yield words[start:stop], rank

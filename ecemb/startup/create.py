@@ -21,6 +21,7 @@ from ..checkpoint.saver import shared
 from ..coding.code import Code
 from ..coding.parity import parity_words
 from ..coding.rows import WORD_BYTES, arrange
+from ..coding.slices import ALIGN_BYTES, Share
 from ..errors import ConfigurationError, EcembError, InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
@@ -160,7 +161,9 @@ def _sizes(
             members = placement.members(stripe_class)[: placement.k]
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
-    slot = max(16 * replicated.size_bytes + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
+    share = Share.of(geometry.placement, session.rank, abortable=world.constants.abortable)
+    dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+    slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
     reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
     growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
     return reserved, {**growing, "slot0": slot, "slot1": slot}
@@ -193,7 +196,7 @@ class InitialContent:
         transport.together(
             "saving replicated state", lambda: training.replicated.save(self.memory.slots, transaction)
         )
-        _compare_replicas(self.memory, transport, training.replicated, transaction)
+        _compare_replicas(transport, training.replicated)
         rank_states.write_(self.memory.rank_state, training.rank_state.pack() if packed is None else packed)
 
     def _read(self, stored: Stored) -> bytes:
@@ -218,13 +221,11 @@ class InitialContent:
         return read[0]
 
 
-def _compare_replicas(
-    memory: RankMemory, transport: Transport, replicated: ReplicatedState, transaction: int
-) -> None:
+def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None:
     """Compares dense state among the ranks, by digest. All ranks."""
-    digest = replicated.digest(memory.slots, transaction).to_bytes(8, "little")
+    digest = replicated.digest().to_bytes(8, "little")
     if len(set(transport.gather(digest, "comparing replicated state"))) > 1:
-        differs = replica_check.compare(memory.slots.read(transaction), transport)
+        differs = replica_check.compare(replicated.whole(), transport)
         raise ConfigurationError(
             f"dense parameters, buffers or optimizer options differ between ranks ({differs}): "
             f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "

@@ -132,7 +132,7 @@ def negotiate(
     shards = tuple(_shard(table, session.world_size) for table in tables.tables)
     proposals = _exchange_proposals(request, transport, tables, state_bytes)
     _check_proposals(proposals)
-    placement = None if history is None else _placement_of(session, history, proposals)
+    placement = None if history is None else _placement_of(session, request, history, proposals)
     plan, stored, lost = _decide(session, request, transport, placement)
     if plan.begins:
         placement = _placement(request.code, session, request.failure_domain)
@@ -158,6 +158,7 @@ def negotiate(
         layout=json.dumps({**own, "lineage": lineage}),
         block_words=block_words,
         regions=(),
+        abortable=request.abortable,
         fill=_fill(session.roster, plan),
     )
     return World(
@@ -216,15 +217,25 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
         )
 
 
-def _placement_of(session: Session, history: History, proposals: Sequence[_Proposal]) -> Placement | None:
+def _placement_of(
+    session: Session, request: Request, history: History, proposals: Sequence[_Proposal]
+) -> Placement | None:
     """The placement of the arenas that survived, once their layout is that of the model.
 
     Raises:
-        LayoutMismatch: the arenas hold another model, or another code's parity.
+        LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
     placement = None if session.world_size == 1 else Placement(history.n, history.k, history.positions)
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, history, proposals[session.rank].layout))
+    if history.abortable != request.abortable:
+        held = "all of the dense state" if history.abortable else "some slices of the dense state"
+        raise LayoutMismatch(
+            f"job {session.job!r} was started with abortable={history.abortable}, so that each arena holds "
+            f"{held}, and this is abortable={request.abortable}: go on with "
+            f"ecemb.protect(..., abortable={history.abortable}). To change it, begin from a checkpoint: "
+            f"guard.save(path), then ecemb.protect(..., resume=path) under another job="
+        )
     return placement
 
 

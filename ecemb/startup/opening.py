@@ -33,6 +33,7 @@ from ..kernels import contract
 from ..launch import processes
 from ..local.rank_memory import RankMemory
 from ..recovery.execute import RecoveryReport, Stopwatch, headline, join, recover, write_to_header
+from ..recovery.state_slices import gathered
 from ..session import Session
 from ..state import rank_state as rank_states
 from ..state.optimizers import NamedOptimizers
@@ -202,9 +203,8 @@ def _restore(start: Start, memory: RankMemory) -> None:
         with start.watch.phase("rehearse"):
             training.buckets.rehearse()
     with start.watch.phase("restore"):
-        transport.together(
-            "restoring dense state", lambda: training.replicated.load(memory.slots, memory.committed)
-        )
+        slots = gathered(memory, transport)
+        transport.together("restoring dense state", lambda: training.replicated.load(slots, memory.committed))
         # The last of all: nothing may draw after it.
         transport.together("restoring rank state", lambda: training.rank_state.unpack(packed))
 

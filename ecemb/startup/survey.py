@@ -29,6 +29,7 @@ from ..arena import capacity
 from ..coding.parity import parity_words
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
+from ..coding.slices import ALIGN_BYTES, Share
 from ..group.collectives import Transport
 from ..session import CHECKED, Session
 from ..state.rank_state import objects_of
@@ -111,7 +112,7 @@ class Survey:
         generators: that come back by themselves.
         state: names, if they have some, and kinds of the `state=` objects of rank 0.
         unknown: see `Unknown`.
-        bytes: by rank: `tables`, `parity`, `dense` (of one of two copies), `rank_state`.
+        bytes: by rank: `tables`, `parity`, `dense` (its slices, in one of two slots), `rank_state`.
         survives: what may be lost at once.
     """
 
@@ -158,6 +159,7 @@ def survey(
         The same on all ranks.
     """
     kept, dense = replicated.kept
+    share = Share.of(world.placement, session.rank, abortable=request.abortable)
     parity = 0
     if world.placement is not None:
         parity = parity_words(world.placement, world.block_words, session.rank) * WORD_BYTES
@@ -167,7 +169,7 @@ def survey(
         "bytes": {
             "tables": arrange(layouts)[1],
             "parity": parity,
-            "dense": replicated.size_bytes,
+            "dense": share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES),
             "rank_state": own.words * WORD_BYTES,
         },
         "unknown": [asdict(one) for one in unknown(request, tables, kept, dense)],

@@ -2,13 +2,15 @@
 
 The outline is the structure without its tensors and numbers (names, types, other options). It is packed, and
 read without pickle. Numbers have a separate area with a word for each, so a learning rate that changes at
-every step changes neither the outline nor the places of tensors.
+every step changes neither the outline nor the places of tensors. Of the tensors' area a `Share` may be saved:
+some of its slices, one after another.
 
 Must not know: the owner of the state, its storage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..coding.slices import ALIGN_BYTES, WHOLE, Share
 from ..errors import ConfigurationError, InconsistentArenas
 from .serialize import WAY_OUT, dump, load, plain, replaced
 
-_ALIGN_BYTES = 64
 _HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
 _CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
 _TENSOR = "ecemb.tensor"
@@ -31,6 +33,26 @@ _WORDS = {
 }  # by its placeholder
 _INT, _FLOAT = _WORDS
 _INT64 = range(-(1 << 63), 1 << 63)  # a larger int stays in the outline
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The place of a tensor, or of some of its elements, in a saved state.
+
+    Attributes:
+        index: of the tensor.
+        elements: which of it, in row-major order; None for all.
+        view: of the saved state; one-dimensional unless it is for the whole tensor.
+    """
+
+    index: int
+    elements: slice | None
+    view: torch.Tensor
+
+    def save(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies it from the tensors."""
+        tensor = tensors[self.index].detach()
+        self.view.copy_(tensor if self.elements is None else tensor.reshape(-1)[self.elements])
 
 
 class Outline:
@@ -43,29 +65,51 @@ class Outline:
 
     Attributes:
         value: as given.
+        head: the packed structure.
         names: names of its tensors.
-        size_bytes: size with numbers and tensors.
+        front_bytes: size of all except tensors.
+        area_bytes: size of the tensors' area, of which a share may be saved.
     """
 
     def __init__(self, value: object, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
         self.value = value
         packed = dump(value)
-        self._head = _HEAD.pack(len(packed), zlib.crc32(packed), len(numbers)) + packed
+        self.head: bytes = _HEAD.pack(len(packed), zlib.crc32(packed), len(numbers)) + packed
         self.names = blank(value)[0]
-        start = len(self._head) + _CHECKSUM.size + len(numbers)
-        self._places, self.size_bytes = _places(tensors, start)
+        self.front_bytes = _aligned(len(self.head) + _CHECKSUM.size + len(numbers))
+        self._places, self.area_bytes = _places(tensors)
 
-    def lay_out(self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Writes all except numbers and tensors (uint8 [size_bytes]); returns views for the tensors."""
+    def size_bytes(self, share: Share = WHOLE) -> int:
+        """Size of the saved state, with a share of its tensors."""
+        return self.front_bytes + share.size_bytes(self.area_bytes)
+
+    def lay_out(
+        self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor], share: Share = WHOLE
+    ) -> list[Part]:
+        """Writes all except numbers and tensors (uint8 [size_bytes]); returns the parts for the tensors."""
         memory[:] = 0  # an earlier state may have left different bytes between tensors on each rank
-        memory[: len(self._head)] = np.frombuffer(self._head, np.uint8)
-        pairs = zip(self._places, tensors, strict=True)
-        return [_view(memory, place, tensor.dtype, tensor.shape) for place, tensor in pairs]
+        memory[: len(self.head)] = np.frombuffer(self.head, np.uint8)
+        parts: list[Part] = []
+        at = self.front_bytes
+        for run in share.runs(self.area_bytes):
+            held = memory[at : at + len(run)]
+            for index, (place, tensor) in enumerate(zip(self._places, tensors, strict=True)):
+                size, width = tensor.numel() * tensor.element_size(), tensor.element_size()
+                low, high = max(place, run.start), min(place + size, run.stop)
+                if low >= high:
+                    continue
+                elements, shape = None, tensor.shape
+                if high - low < size:
+                    elements = slice((low - place) // width, (high - place) // width)
+                    shape = torch.Size([(high - low) // width])
+                parts.append(Part(index, elements, _view(held, low - run.start, tensor.dtype, shape)))
+            at += len(run)
+        return parts
 
     def put_numbers(self, memory: NDArray[np.uint8], numbers: bytes | bytearray) -> None:
         """Writes the numbers, as returned by `taken`, to memory after `lay_out`."""
         area = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
-        memory[len(self._head) : len(self._head) + len(area)] = np.frombuffer(area, np.uint8)
+        memory[len(self.head) : len(self.head) + len(area)] = np.frombuffer(area, np.uint8)
 
 
 def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> object:
@@ -126,14 +170,31 @@ def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tens
     head = in_front(memory)
     outline = outline_of(head)
     names, blanks = blank(outline)
-    places, size = _places(blanks, len(head))
-    if size != len(memory):
+    places, area = _places(blanks)
+    start = _aligned(len(head))
+    if (size := start + area) != len(memory):
         raise InconsistentArenas(
             f"a slot of replicated state has {len(memory)} bytes, and its outline needs {size}: the "
             f"arena's memory is damaged. {WAY_OUT}"
         )
-    tensors = [_view(memory, at, one.dtype, one.shape) for one, at in zip(blanks, places, strict=True)]
+    tensors = [_view(memory, start + at, b.dtype, b.shape) for b, at in zip(blanks, places, strict=True)]
     return outline, names, tensors
+
+
+def measured(memory: NDArray[np.uint8]) -> tuple[int, int, list[tuple[str, int]]]:
+    """Sizes in a saved state, of which `memory` may hold a share.
+
+    Returns:
+        Bytes in front of the tensors; bytes of the tensors' whole area; each tensor's name, with the place of
+        its first byte in the area.
+
+    Raises:
+        InconsistentArenas: `Outline` has not written it.
+    """
+    head = in_front(memory)
+    names, blanks = blank(outline_of(head))
+    places, area = _places(blanks)
+    return _aligned(len(head)), area, list(zip(names, places, strict=True))
 
 
 def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
@@ -231,13 +292,18 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(path[1:] if path[:1] == ("model",) else path), value
 
 
-def _places(tensors: Iterable[torch.Tensor], start: int) -> tuple[list[int], int]:
+def _places(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
+    """The tensors' places in their area, and the area's size."""
     places: list[int] = []
+    end = 0
     for tensor in tensors:
-        start = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
-        places.append(start)
-        start += tensor.numel() * tensor.element_size()
-    return places, start
+        places.append(end)
+        end += _aligned(tensor.numel() * tensor.element_size())
+    return places, end
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _view(memory: NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

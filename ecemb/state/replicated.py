@@ -13,16 +13,18 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch
-from ..local.state_slots import Slots, StateStore
+from ..local.state_slots import StateStore
 from .composition import Began, Look, look, options
-from .flatten import Outline, filled, same, taken, unpacked
+from .flatten import Outline, Part, filled, same, taken, unpacked
 from .optimizer_match import check_fit, kind
 from .partitioned import check_modules, check_optimizers, check_whole
-from .serialize import like, replaced
+from .tensor_copies import any_of, copied, put, raw
 from .tensor_places import Members, buffers, has_room, takes, with_extra_state
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -67,7 +69,8 @@ class ReplicatedState:
         self._members: Members | None = None
         self._appeared: dict[str, bool] = {}  # buffers that were added after the start -> whether persistent
         self._ids: dict[int, str] = {}  # ids of the model's tensors -> their names
-        self._views: dict[int, list[torch.Tensor]] = {}  # by the slot's address
+        self._parts: dict[int, list[Part]] = {}  # by the slot's address
+        self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
         self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
         self._seen: Look | None = None  # at the last save or load
 
@@ -82,29 +85,25 @@ class ReplicatedState:
         return dict(self._tensors()), list(self._optimizers)
 
     def save(self, slots: StateStore, transaction: int) -> None:
-        """Writes the state of `transaction`.
+        """Writes the state of `transaction`: the share of it that is kept there.
 
         Raises:
             LayoutMismatch: a restart could not restore it.
         """
-        value, tensors, numbers = self._taken()
-        if self._outline is None or not same(value, self._outline.value):
-            self._check_fixed()
-            self._outline = Outline(value, tensors, numbers)
-            self._views.clear()
-        memory = slots.open(transaction, self._outline.size_bytes)
-        views = self._views.get(memory.ctypes.data)
-        if views is None:
-            views = self._views[memory.ctypes.data] = self._outline.lay_out(memory, tensors)
-        self._outline.put_numbers(memory, numbers)
-        for view, tensor in zip(views, tensors, strict=True):
-            view.copy_(tensor.detach())
+        outline, tensors, numbers = self._outlined(check=True)
+        memory = slots.open(transaction, outline.size_bytes(slots.share))
+        parts = self._parts.get(memory.ctypes.data)
+        if parts is None:
+            parts = self._parts[memory.ctypes.data] = outline.lay_out(memory, tensors, slots.share)
+        outline.put_numbers(memory, numbers)
+        for part in parts:
+            part.save(tensors)
         slots.seal(transaction)
         self._remember(transaction, tensors)
         self._seen = self._look()
 
     def load(self, slots: StateStore, transaction: int) -> None:
-        """Restores the state of `transaction` into the model and the optimizers.
+        """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
 
         The tensors that were saved are written in place. Tensors that replaced them are not overwritten: they
         may have other owners, such as a batch that became a buffer.
@@ -115,7 +114,7 @@ class ReplicatedState:
         """
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
-        self._remember(transaction, self._taken()[1])
+        self._remember(transaction, self._outlined(check=False)[1])
         self._seen = self._look()
 
     def moved(self) -> dict[str, str]:
@@ -190,9 +189,41 @@ class ReplicatedState:
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             self._restore_optimizer(optimizer, kept, () if own is None else ours)
 
-    def digest(self, slots: Slots, transaction: int) -> int:
-        """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree."""
-        return zlib.crc32(slots.read(transaction).tobytes())
+    def digest(self) -> int:
+        """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree.
+
+        Composition and numbers are those of the last save or load; tensors have their present values.
+        """
+        tensors, numbers = self._last
+        digest = zlib.crc32(numbers, zlib.crc32(b"" if self._outline is None else self._outline.head))
+        for tensor in tensors:
+            digest = zlib.crc32(raw(tensor).data, digest)
+        return digest
+
+    def whole(self) -> NDArray[np.uint8]:
+        """The state that `digest` is of, in one piece, like the content of a slot that holds all of it."""
+        tensors, numbers = self._last
+        outline = self._outline or Outline({}, [], b"")
+        memory = np.empty(outline.size_bytes(), np.uint8)
+        for part in outline.lay_out(memory, tensors):
+            part.save(tensors)
+        outline.put_numbers(memory, numbers)
+        return memory
+
+    def _outlined(self, *, check: bool) -> tuple[Outline, list[torch.Tensor], bytearray]:
+        """The current state: its outline, its tensors, its numbers; the outline is made again if it changed.
+
+        Args:
+            check: whether to raise LayoutMismatch if a restart could not restore it.
+        """
+        value, tensors, numbers = self._taken()
+        if self._outline is None or not same(value, self._outline.value):
+            if check:
+                self._check_fixed()
+            self._outline = Outline(value, tensors, numbers)
+            self._parts.clear()
+        self._last = tensors, numbers
+        return self._outline, tensors, numbers
 
     def _remember(self, transaction: int, tensors: list[torch.Tensor]) -> None:
         self._saved.pop(transaction, None)
@@ -348,7 +379,7 @@ class ReplicatedState:
         self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ours: Collection[int]
     ) -> None:
         members = cast("Members", self._members)
-        made, device = saved.get("appeared", {}), _any_of(tensors)
+        made, device = saved.get("appeared", {}), any_of(tensors)
         for name in (*tensors, *members.empty, *members.shared):
             if name not in saved["model"]:
                 members.drop(name)
@@ -357,13 +388,13 @@ class ReplicatedState:
             if isinstance(then, torch.Tensor) and now is not None and self._takes(now, then, ours):
                 now.copy_(then)
             elif isinstance(then, torch.Tensor) or then is None:
-                value = _copied(then, device if now is None else now)
+                value = copied(then, device if now is None else now)
                 members.put(name, value, persistent=made.get(name, True))
         for name, then in saved["model"].items():
             if isinstance(then, tuple):
                 members.put(name, members.at(cast("Any", then)[1]))
         for name, module in self._extra.items():
-            module.set_extra_state(_copied(saved["extra"][name], device))
+            module.set_extra_state(copied(saved["extra"][name], device))
 
     @staticmethod
     def _takes(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
@@ -377,19 +408,19 @@ class ReplicatedState:
             for key in options(group).keys() - then.keys():
                 del group[key]
             beside = next(iter(group["params"]), None)
-            group.update({key: _put(group.get(key), value, beside, ours) for key, value in then.items()})
+            group.update({key: put(group.get(key), value, beside, ours) for key, value in then.items()})
         dense = self._dense(optimizer)
         for index, parameter in enumerate(dense):
             if index in kept["state"]:
                 now = optimizer.state.get(parameter)
-                optimizer.state[parameter] = _put(now, kept["state"][index], parameter, ours)
+                optimizer.state[parameter] = put(now, kept["state"][index], parameter, ours)
             else:
                 optimizer.state.pop(parameter, None)
         others = kept.get("others", {})
         for key in dict(_others(optimizer)).keys() - others.keys():
             del optimizer.state[key]
         for key, value in others.items():
-            optimizer.state[key] = _put(optimizer.state.get(key), value, dense[0], ours)
+            optimizer.state[key] = put(optimizer.state.get(key), value, dense[0], ours)
         for index, value in kept.get("outside", {}).items():
             dense[index].copy_(value)
 
@@ -412,31 +443,3 @@ def _shown(names: Sequence[str]) -> str:
 def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """The state of an optimizer under keys that are not parameters."""
     return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
-
-
-def _any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """A tensor on an accelerator, if there is one."""
-    return next((one for one in tensors.values() if one.device.type != "cpu"), None)
-
-
-def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
-    """Saved state, in our current tensors where possible: a CUDA graph may have their addresses."""
-    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
-        if takes(now, then):
-            return now.copy_(then)
-    if isinstance(now, dict) and isinstance(then, dict):
-        mapping = cast("dict[Any, Any]", then)
-        held = cast("dict[Any, Any]", now)
-        return like(mapping, {k: _put(held.get(k), item, parameter, ours) for k, item in mapping.items()})
-    return _copied(then, parameter)
-
-
-def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
-    """Saved state with cloned tensors; those of an accelerator go to the parameter's."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if parameter is None or getattr(tensor, "ecemb_device", "cpu") == "cpu":
-            return tensor.clone()
-        return tensor.to(parameter.device, copy=True)
-
-    return replaced(value, lambda one: isinstance(one, torch.Tensor), copy)

@@ -345,9 +345,9 @@ class Transactions:
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and announces the failure to the others.
 
-        Rows, replicated state and rank state are as they were when the transaction began, at the first step
-        of its window. The other ranks notice at their exchange. The job needs a restart, because this rank
-        may have left collectives half-way.
+        Rows and rank state are as when the transaction began, at the first step of its window. So is
+        replicated state if steps can be aborted; if not, it is undefined in this process. The other ranks
+        notice at their exchange. The job needs a restart: this rank may have left collectives half-way.
 
         A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). A transaction before
         it that is still being decided comes first: it commits, or is undone like this one.
@@ -358,7 +358,10 @@ class Transactions:
         transaction = self._open()
         level = logging.ERROR if cause_of(error) is None else logging.INFO  # that rank logs the cause itself
         text = short(f"{type(error).__name__}: {error}", 110)
-        logger.log(level, "rank %d: step %d failed (%s); undoing it", self.rank, transaction - 1, text)
+        dense = "" if self._abortable else "; dense state stays undefined in this process, not in the arenas"
+        logger.log(
+            level, "rank %d: step %d failed (%s); undoing it%s", self.rank, transaction - 1, text, dense
+        )
         if self._pending is not None:
             if not self._pending.cancel():
                 wait([self._pending])
@@ -376,10 +379,11 @@ class Transactions:
             self._transport.announce_failure(status(self._transport.world_size, transaction, 0, FAILED))
 
     def _restore(self) -> None:
-        """Restores this rank's rows and states to the last committed transaction."""
+        """Restores rows and rank state, and replicated state if all of it is in this rank's arena."""
         committed = self._memory.committed
         self._memory.undo(committed)
-        self._replicated.load(self._memory.slots, committed)
+        if self._abortable:
+            self._replicated.load(self._memory.slots, committed)
         self._rank_state.unpack(read(self._memory.rank_state))
 
     def _restore_step(self, transaction: int) -> None:
@@ -407,9 +411,9 @@ class Transactions:
             attempt: 1, or 2 after an abort.
             messages: Deltas to send; None if the transaction continues with another step.
         """
-        slots, flag, digest = self._memory.slots, ABORTED if self.aborting else FINE, 0
+        flag, digest = ABORTED if self.aborting else FINE, 0
         if messages is not None and flag == FINE and self._commits % self._compare_every == 0:
-            digest = self._replicated.digest(slots, transaction)
+            digest = self._replicated.digest()
         wish = self._window.size if messages is None else self._window.wish()
         sent = status(self._transport.world_size, transaction, attempt, flag, messages, digest, wish)
         with self.phase("heads"):
@@ -418,7 +422,7 @@ class Transactions:
                 sent,
                 messages or {},
                 self._memory.committed,
-                lambda: replica_check.compare(slots.read(transaction), self._transport),
+                lambda: replica_check.compare(self._replicated.whole(), self._transport),
             )
 
     def _exit_undecided(self, transaction: int, error: BaseException) -> NoReturn:

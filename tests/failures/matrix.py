@@ -38,7 +38,7 @@ OTHERS = (
     # More ranks than blocks in a stripe.
     Setting(4, 3, 2, "SGD", workers=2, window=2, overlap=True),
     Setting(4, 3, 2, "SGD", workers=2, window=3, overlap=True, abortable=False),
-    Setting(6, 6, 4, "Adagrad"),
+    Setting(6, 6, 4, "Adagrad", abortable=False),
     Setting(5, 4, 2, "SparseAdam", workers=2),
     Setting(4, 4, 2, "SparseAdam", window=3),
     Setting(4, 4, 2, "SparseAdam", window=3, abortable=False),

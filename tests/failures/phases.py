@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import ecemb
-from ecemb import guard
+from ecemb import guard, protection
 from ecemb.arena import arena
 from ecemb.group import rendezvous
 from ecemb.kernels.cpu import Cpu
@@ -406,7 +406,7 @@ def _watch_start(worker: Worker) -> None:
     _wrap(rendezvous, "assign", seats)
     around(rendezvous, "_claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)
-    _wrap(guard, "open_memory", opened)
+    _wrap(protection, "open_memory", opened)
     _wrap(arena.Arena, "_fill", filled)
     around(opening, "join", "joining")
     _wrap(create, "fill", turning("going live"))
@@ -416,7 +416,7 @@ def _watch_start(worker: Worker) -> None:
     around(rank_memory.RankMemory, "decide", "deciding")
     around(journal.RowJournal, "undo", {"deciding": "undoing"})
     around(execute, "rebuild_lost", "rebuilding")
-    around(execute, "copy_replicated", "copying replicated state")
+    around(execute, "copy_lost", "copying replicated state")
     around(execute, "_verify", "verifying")
 
 

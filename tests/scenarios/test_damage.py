@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from ecemb.arena.arena import Arena
 from ecemb.arena.header import CONSTANTS_OFFSET, WORDS, WORDS_OFFSET, Constants, State
 from ecemb.arena.scan import Directory
 from ecemb.coding.delta import Delta, size_words, unpack
+from ecemb.coding.slices import WHOLE
 from ecemb.errors import (
     ArenaDamaged,
     ArenaError,
@@ -40,7 +42,7 @@ from ecemb.group.assignment import Roster, Worker, assign
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
 from ecemb.local.rank_memory import RankMemory
-from ecemb.recovery import execute, parity_check
+from ecemb.recovery import execute, parity_check, state_slices
 from ecemb.state import rank_state, serialize
 from ecemb.state.replicated import ReplicatedState
 from support.arena_holders import constants, create
@@ -308,8 +310,15 @@ def test_announced_lengths_of_nonsense_cost_no_memory(memories: list[RankMemory]
     with pytest.raises(PeerFailure, match="announce .* bytes in comparing"):
         Transport.gather(liar, b"x", "comparing")
     plan = execute.RecoveryPlan("memory", 2, (1, 2, 3), (0,), donor=1)
-    with pytest.raises((NotEnoughSpace, ArenaError)):
-        execute.copy_replicated(memory, liar, plan)
+    for sizes in ((64, announced), (announced, 64)):
+        told = [b"", *[struct.pack("<qq", *sizes)] * 3]
+        with (
+            mock.patch.object(
+                liar, "gather", lambda data, what, told=told: told if "comp" in what else [b""]
+            ),
+            pytest.raises((NotEnoughSpace, ArenaError, InconsistentArenas)),
+        ):
+            state_slices.copy_lost(memory, liar, plan, *state_slices.compare(memory, liar, plan))
 
 
 # --- what lies in an arena ----------------------------------------------------------------------
@@ -353,19 +362,33 @@ def test_a_damaged_journal_or_inbox_stops_recovery_and_writes_nowhere_else(
     assert stopped > 20
 
 
-def test_damaged_replicated_state_is_told(memories: list[RankMemory], seed: int) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_damaged_replicated_state_is_told(memories: list[RankMemory], seed: int, whole: bool) -> None:
+    """In a slot with all of it, when it is loaded; in one with slices, when ranks compare theirs."""
     rng = random.Random(seed)
     memory = memories[0]
-    model = torch.nn.Linear(2, 1)
+    assert not memory.slots.share.is_whole
+    if whole:
+        memory.slots.share = WHOLE
+    model = torch.nn.Linear(100, 1)
     replicated = ReplicatedState(model, [torch.optim.Adam(model.parameters())], [])
-    replicated.save(memory.slots, 2)
-    before, size = state_of(memory, "slot0"), memory.arena.get("slot0_bytes")
+
+    def read() -> None:
+        if whole:
+            replicated.load(memory.slots, 3)
+        else:
+            state_slices._described(memory, 3)
+
+    replicated.save(memory.slots, 3)
+    slot = next(name for name in ("slot0", "slot1") if memory.arena.get(f"{name}_label") == 3)
+    before, size = state_of(memory, slot), memory.arena.get(f"{slot}_bytes")
+    read()
     told = 0
     for _ in range(100):
-        put_back(memory, before, {"slot0_bytes": size})
-        damage(memory, "slot0", "slot0_bytes", rng)
+        put_back(memory, before, {f"{slot}_bytes": size})
+        damage(memory, slot, f"{slot}_bytes", rng)
         try:
-            replicated.load(memory.slots, 2)
+            read()
         except EcembError:
             told += 1
     assert told > 10

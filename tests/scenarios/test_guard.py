@@ -367,6 +367,9 @@ def write_undeclared(folder: Path, meet: Barrier, before: dict[int, Any]) -> Non
             bags(**other).protect(2, 1)
     with refused(LayoutMismatch, "code (2, 1) then and (3, 2) now"):
         bags().protect(3, 2)
+    words = ("started with abortable=True", "this is abortable=False", "another job=")
+    with refused(LayoutMismatch, "'guard'", *words):
+        bags().protect(2, 1, abortable=False)
 
     training = bags()
     guard = training.protect(2, 1)

@@ -115,6 +115,16 @@ def begun(
     return {shape: start(tmp_path_factory.mktemp("job"), job_of(*shape, rng)) for shape in SHAPES}
 
 
+@pytest.fixture(scope="module")
+def abortable(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[int, int, int], Machines]:
+    """The same, of jobs whose steps can be aborted."""
+    rng = random.Random(request.config.option.seed)
+    jobs = {shape: dataclasses.replace(job_of(*shape, rng), abortable=True) for shape in SHAPES}
+    return {shape: start(tmp_path_factory.mktemp("job"), job) for shape, job in jobs.items()}
+
+
 def start(root: Path, job: Job) -> Machines:
     machines = Machines(root / "base", job)
     life = machines.run(DONE)
@@ -198,7 +208,7 @@ def test_every_rank_interrupted_at_every_moment(
 def test_every_rank_killed_while_a_step_is_aborted(
     shape: tuple[int, int, int],
     share: int,
-    begun: dict[tuple[int, int, int], Machines],
+    abortable: dict[tuple[int, int, int], Machines],
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -207,20 +217,21 @@ def test_every_rank_killed_while_a_step_is_aborted(
     Without second heads from all ranks, one would commit the step empty that another still has to undo.
     """
     rng = random.Random(seed)
-    base = begun[shape].copy(tmp_path / "base")
+    base = abortable[shape].copy(tmp_path / "base")
     aborting = rng.sample(range(shape[2]), rng.randint(1, shape[2]))
     base.job = dataclasses.replace(base.job, aborts=frozenset((DONE, rank) for rank in aborting))
     check_undisturbed(base, DONE + 2, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials")
 
 
-@pytest.mark.parametrize("abortable", [True, False])
+@pytest.mark.parametrize("can_abort", [True, False])
 @pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 5), ((3, 2, 3), 19), ((4, 2, 4), 43)])
 def test_every_rank_killed_in_a_window(
     shape: tuple[int, int, int],
     share: int,
-    abortable: bool,
+    can_abort: bool,
     begun: dict[tuple[int, int, int], Machines],
+    abortable: dict[tuple[int, int, int], Machines],
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -229,16 +240,16 @@ def test_every_rank_killed_in_a_window(
     Where none can be, the ranks exchange nothing before the third step's end.
     """
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 4
+    base, goal = (abortable if can_abort else begun)[shape].copy(tmp_path / "base"), DONE + 4
     aborting = rng.sample(range(DONE, goal), rng.randint(1, 3))
     aborts = frozenset((step, rng.randrange(shape[2])) for step in aborting)
-    base.job = dataclasses.replace(base.job, window=3, aborts=aborts if abortable else frozenset())
+    base.job = dataclasses.replace(base.job, window=3, aborts=aborts if can_abort else frozenset())
     check_undisturbed(base, goal, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials", goal)
 
 
 @pytest.mark.parametrize(
-    ("shape", "share", "window", "abortable"),
+    ("shape", "share", "window", "can_abort"),
     [
         ((2, 1, 2), 5, 1, True),
         ((3, 2, 3), 19, 1, True),
@@ -253,16 +264,17 @@ def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
     shape: tuple[int, int, int],
     share: int,
     window: int,
-    abortable: bool,
+    can_abort: bool,
     begun: dict[tuple[int, int, int], Machines],
+    abortable: dict[tuple[int, int, int], Machines],
     tmp_path: Path,
     seed: int,
 ) -> None:
     """Section 7, overlap: two transactions are undecided, of which the rows lie in two journals."""
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 3 * window
+    base, goal = (abortable if can_abort else begun)[shape].copy(tmp_path / "base"), DONE + 3 * window
     aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
-    aborts = aborts if abortable else frozenset[tuple[int, int]]()
+    aborts = aborts if can_abort else frozenset[tuple[int, int]]()
     base.job = dataclasses.replace(base.job, overlap=True, window=window, aborts=aborts)
     check_undisturbed(base, goal, tmp_path / "undisturbed")
     run_trials(base, share, rng, tmp_path / "trials", goal)

@@ -42,9 +42,12 @@ from ecemb.kernels import contract
 from ecemb.kernels.reference import Reference
 from ecemb.local.journal import ROW_JOURNALS
 from ecemb.local.rank_memory import Geometry, RankMemory
+from ecemb.recovery import state_slices
 from ecemb.recovery.execute import Stopwatch, fill, join, recover
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
+from ecemb.recovery.state_slices import gathered
 from ecemb.state import rank_state
+from ecemb.state.flatten import measured
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
@@ -55,6 +58,8 @@ WAIT_S = 300
 BESIDE = 1000
 """Rank + this stands for the thread of a rank that commits beside the next step's body."""
 STATE_BYTES = 40
+WIDTH = 160
+"""Of the model: enough that its weight is in several slices."""
 SMALL = (TableLayout("a", 6, (Column("weight", "float32", 8),)), rank_state.layout(STATE_BYTES))
 """The rows of a rank for whom any rows do."""
 
@@ -257,9 +262,10 @@ class Job:
         placement: who keeps whose parity.
         tables: rank -> its tables.
         seed: of the initial rows and of every step.
-        aborts: (step, rank): the rank aborts the step, whenever it is run. Without any, none can be aborted.
+        aborts: (step, rank): the rank aborts the step, whenever it is run.
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next step's body.
+        abortable: whether steps can be aborted; the same in all lives of a job.
     """
 
     placement: Placement
@@ -268,6 +274,7 @@ class Job:
     aborts: frozenset[tuple[int, int]] = frozenset()
     window: int = 1
     overlap: bool = False
+    abortable: bool = False
 
     @property
     def size(self) -> int:
@@ -373,7 +380,7 @@ class Rank:
         self.job = job
         self.memory = memory
         self.wires = wires
-        self.model = torch.nn.Linear(2, 1)
+        self.model = torch.nn.Linear(WIDTH, 1)
         self.position = Position(memory.rank)
         self.replicated = ReplicatedState(self.model, [], [])
         with torch.no_grad():
@@ -386,7 +393,7 @@ class Rank:
             self.position,  # pyright: ignore
             Window(job.window),
             overlap=job.overlap,
-            abortable=bool(job.aborts),
+            abortable=job.abortable,
         )
         if job.overlap:
             named = (f"{BESIDE + memory.rank}",)
@@ -400,7 +407,7 @@ class Rank:
             self.report = fill(self.memory, self.wires, plan, self._write_initial, Stopwatch())
         else:
             self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
-            self.replicated.load(self.memory.slots, plan.transaction)
+            self.replicated.load(gathered(self.memory, self.wires), plan.transaction)
         self.wires.barrier("the end of recovery")
         self.position.unpack(rank_state.read(self.memory.rank_state))
 
@@ -461,6 +468,8 @@ def create(
     geometry: Geometry,
     state: State = State.INIT,
     fill: int = 1,
+    *,
+    abortable: bool = False,
 ) -> Arena:
     """A new arena, with room for a step that changes every row."""
     placement, size = geometry.placement, len(geometry.block_words)
@@ -489,6 +498,7 @@ def create(
         block_words=geometry.block_words,
         regions=tuple({**fixed, **growing, "slot0": 1 << 14, "slot1": 1 << 14}.items()),
         fill=fill,
+        abortable=abortable,
     )
     return Arena.create(directory, constants, fixed, state=state)
 
@@ -650,7 +660,7 @@ class Machines:
         state = State.INIT if plan.begins else State.REBUILDING
         fill = self.generation if plan.begins else judged.survivors[0].constants.fill
         layouts, geometry = self.job.layouts(rank), self.job.geometry
-        return create(directory, rank, layouts, geometry, state, fill)
+        return create(directory, rank, layouts, geometry, state, fill, abortable=self.job.abortable)
 
     # --- is everything as it would be without any failure? ---
 
@@ -670,7 +680,7 @@ class Machines:
     def check(self, transaction: int) -> None:
         """Compares rows, rank state, replicated state and parity of all ranks, byte by byte."""
         with self.memories() as memories:
-            states: set[bytes] = set()
+            dense: dict[int, bytes] = {}  # by the bytes that are in front of the tensors, and by slices
             for rank, memory in enumerate(memories):
                 assert memory.arena.header().state is State.LIVE
                 assert memory.committed == memory.arena.get("prepared") == transaction
@@ -681,9 +691,23 @@ class Machines:
                 for step in self.job.kept(transaction):
                     position.run(step)
                 assert rank_state.read(memory.rank_state) == position.pack(), f"state of rank {rank}"
-                states.add(memory.slots.read(transaction).tobytes())
-            assert len(states) == 1, "replicated state differs"
+                for c, part in slices_of(memory, transaction).items():
+                    assert dense.setdefault(c, part) == part, f"replicated state of rank {rank}"
+            slices = range(memories[0].slots.share.count)
+            value = np.float32(1)
+            for step in self.job.kept(transaction):
+                value = value * np.float32(1.5) + np.float32(step)
+            area = b"".join(dense[c] for c in slices)
+            assert area == value.tobytes() * WIDTH + value.tobytes().ljust(64, b"\0"), "replicated state"
             check_parity(memories, self.job.placement)
+
+
+def slices_of(memory: RankMemory, transaction: int) -> dict[int, bytes]:
+    """What a rank's slot holds, by slice; -1: what is in front of the slices."""
+    slot, share = memory.slots.read(transaction), memory.slots.share
+    front_bytes, area_bytes, _ = measured(slot)
+    held = state_slices._held(slot[front_bytes:], share, share.edges(area_bytes))
+    return {-1: slot[:front_bytes].tobytes(), **{c: words.tobytes() for c, words in held.items()}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ def saved(value: object) -> np.ndarray:
     tensors: list[torch.Tensor] = []
     numbers = bytearray()
     outline = Outline(taken(value, tensors, numbers), tensors, numbers)
-    memory = np.empty(outline.size_bytes, np.uint8)
-    for place, tensor in zip(outline.lay_out(memory, tensors), tensors, strict=True):
-        place.copy_(tensor)
+    memory = np.empty(outline.size_bytes(), np.uint8)
+    for part in outline.lay_out(memory, tensors):
+        part.save(tensors)
     outline.put_numbers(memory, numbers)
     return memory
 

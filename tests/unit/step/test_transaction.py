@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,17 +26,40 @@ from ecemb.local.state_slots import Slots
 from ecemb.step import transaction
 from ecemb.step.transaction import EXIT_UNDECIDED, Transactions
 from ecemb.step.window import Window
-from support.simulation import SMALL, Hub, Killed, Life, Machines, Position, Rank, Wires, alone, begun, job_of
+from support.simulation import (
+    SMALL,
+    WIDTH,
+    Hub,
+    Killed,
+    Life,
+    Machines,
+    Position,
+    Rank,
+    Wires,
+    alone,
+    begun,
+    job_of,
+)
 
 DONE = 2
 
 
+def started(root: Path, seed: int, *, abortable: bool) -> Machines:
+    """A job of four ranks that has done two steps."""
+    job = dataclasses.replace(job_of(4, 2, 4, random.Random(seed)), abortable=abortable)
+    machines = Machines(root, job)
+    assert not machines.run(DONE).failures
+    return machines
+
+
 @pytest.fixture
 def machines(tmp_path: Path, seed: int) -> Machines:
-    """A job of four ranks that has done two steps."""
-    begun = Machines(tmp_path / "job", job_of(4, 2, 4, random.Random(seed)))
-    assert not begun.run(DONE).failures
-    return begun
+    return started(tmp_path / "job", seed, abortable=False)
+
+
+@pytest.fixture
+def abortable(tmp_path: Path, seed: int) -> Machines:
+    return started(tmp_path / "abortable", seed, abortable=True)
 
 
 def goes_on(machines: Machines) -> Life:
@@ -115,13 +139,25 @@ def test_all_ranks_that_failed_are_named(machines: Machines) -> None:
     goes_on(machines)
 
 
-def test_dense_state_is_taken_back(machines: Machines) -> None:
-    life = machines.run(DONE + 1, body=raising(0, ValueError()))
+def test_dense_state_is_taken_back_where_steps_can_be_aborted(abortable: Machines) -> None:
+    life = abortable.run(DONE + 1, body=raising(0, ValueError()))
     weights = {one.model.weight.detach().numpy().tobytes() for one in life.ranks.values()}
     expected = torch.tensor(1.0)
     for step in range(DONE):
         expected = expected * 1.5 + step
-    assert weights == {expected.expand(1, 2).contiguous().numpy().tobytes()}
+    assert weights == {expected.expand(1, WIDTH).contiguous().numpy().tobytes()}
+
+
+def test_dense_state_of_a_failed_process_is_said_to_be_undefined(
+    machines: Machines, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ecemb")  # of ranks whose failure follows from another's
+    life = machines.run(DONE + 1, body=raising(0, ValueError()))
+    said = [one.message for one in caplog.records if "undoing it" in one.message]
+    assert len(said) == machines.job.size == len(life.failures)
+    assert all("dense state stays undefined in this process" in one for one in said)
+    machines.check(DONE)  # the arenas'
+    goes_on(machines)
 
 
 def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[..., object]]:
@@ -317,7 +353,8 @@ def test_an_aborted_step_that_raises_fails(transactions: Transactions, memory: R
     assert not transactions.aborting
 
 
-def test_all_ranks_learn_who_aborted(machines: Machines) -> None:
+def test_all_ranks_learn_who_aborted(abortable: Machines) -> None:
+    machines = abortable
     machines.job = dataclasses.replace(machines.job, aborts=frozenset([(DONE, 1), (DONE, 3)]))
     told: dict[int, list[int]] = {}
     commit = Transactions.commit

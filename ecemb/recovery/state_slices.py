@@ -1,0 +1,239 @@
+"""Replicated state after a failure: compared among its holders, copied, and gathered.
+
+Each rank's slots hold a share of it (`ecemb.coding.slices`). `copy_lost` gives replacement ranks theirs,
+before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
+in a number of rounds that grows with the logarithm of the number of ranks.
+
+Must not know: headers, and the content of the state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..coding.rows import WORD_BYTES
+from ..coding.slices import ALIGN_BYTES, Share, runs
+from ..errors import InconsistentArenas
+from ..group.collectives import Transport
+from ..kernels.contract import Words
+from ..local.rank_memory import RankMemory
+from ..local.state_slots import Savepoint, StateStore
+from ..state.flatten import measured
+from .plan import RecoveryPlan
+from .rebuild import Wait, chunked
+
+_SIZES = struct.Struct("<qq")
+"""Of a slot: bytes in front of the tensors, and of the tensors' whole area."""
+_CHECKSUM = struct.Struct("<I")  # of a slice
+
+
+def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tuple[int, int]:
+    """Compares the survivors' slots of the plan's transaction. All ranks.
+
+    Returns:
+        Their sizes: bytes in front of the tensors, and of the tensors' whole area.
+
+    Raises:
+        InconsistentArenas: survivors hold different states, or a slot is damaged.
+        PeerFailure: a peer died, or has a damaged slot.
+    """
+    is_lost = memory.rank in plan.lost
+    own = transport.together(
+        "reading replicated state", lambda: b"" if is_lost else _described(memory, plan.transaction)
+    )
+    return _compared(memory, plan, transport.gather(own, "comparing replicated state"))
+
+
+def copy_lost(
+    memory: RankMemory, transport: Transport, plan: RecoveryPlan, front_bytes: int, area_bytes: int
+) -> int:
+    """Copies the lost ranks their share from the survivors' slots of the plan's transaction. All ranks.
+
+    Args:
+        memory: this rank's.
+        transport: the control group.
+        plan: the same on all ranks.
+        front_bytes: as `compare` returns it.
+        area_bytes: as `compare` returns it.
+
+    Returns:
+        Bytes that this rank received.
+
+    Raises:
+        NotEnoughSpace: the slot doesn't fit here.
+        PeerFailure: a peer died; the next start copies again.
+    """
+    what, share = "copying replicated state", memory.slots.share
+    edges, shares = share.edges(area_bytes), {rank: memory.share_of(rank) for rank in plan.survivors}
+    if memory.rank in plan.lost:
+        slot = memory.slots.open(plan.transaction, front_bytes + share.size_bytes(area_bytes))
+        held = _held(slot[front_bytes:], share, edges)
+        waits = [transport.expect(slot[:front_bytes].view(np.uint64), plan.donor, what)]
+        for c, start, stop, source in _routes(shares, share, edges):
+            waits.append(transport.expect(held[c][start:stop], source, what))
+        _wait(waits)
+        memory.slots.seal(plan.transaction)
+        return len(slot)
+    slot = memory.slots.read(plan.transaction)
+    held = _held(slot[front_bytes:], share, edges)
+    waits = []
+    for rank in plan.lost:
+        if memory.rank == plan.donor:
+            waits.append(transport.send(slot[:front_bytes].view(np.uint64), rank, what))
+        for c, start, stop, source in _routes(shares, memory.share_of(rank), edges):
+            if source == memory.rank:
+                waits.append(transport.send(held[c][start:stop], rank, what))
+    _wait(waits)
+    return 0
+
+
+def gathered(memory: RankMemory, transport: Transport) -> StateStore:
+    """All of the replicated state of the last committed transaction, from the slots of all ranks. All ranks.
+
+    Returns:
+        This rank's slots, if they hold all of it; else a copy in this process's memory.
+
+    Raises:
+        InconsistentArenas: this rank's slot is damaged.
+        PeerFailure: a peer died, or has a damaged slot.
+    """
+    share, placement = memory.slots.share, memory.geometry.placement
+    if placement is None or share.is_whole:
+        return memory.slots
+    what = "gathering replicated state"
+
+    def begun() -> tuple[NDArray[np.uint8], int]:
+        slot, front_bytes, area_bytes = _read(memory, memory.committed)
+        state, edges = np.empty(front_bytes + area_bytes, np.uint8), share.edges(area_bytes)
+        state[:front_bytes] = slot[:front_bytes]
+        area = state[front_bytes:].view(np.uint64)
+        for c, words in _held(slot[front_bytes:], share, edges).items():
+            area[edges[c] // WORD_BYTES : edges[c + 1] // WORD_BYTES] = words
+        return state, front_bytes
+
+    state, front_bytes = transport.together(f"{what}: this rank's", begun)
+    area, edges = state[front_bytes:].view(np.uint64), share.edges(len(state) - front_bytes)
+    ranks, position, size = placement.order, placement.positions[memory.rank], placement.world_size
+    have = len(share.held)
+    while have < size:  # this position has slices position - have + 1 .. position
+        more = min(have, size - have)
+        source, to = ranks[(position - have) % size], ranks[(position + have) % size]
+        lower = _chunks_of(area, edges, range(position - have - more + 1, position - have + 1))
+        upper = _chunks_of(area, edges, range(position - more + 1, position + 1))
+        waits = [transport.expect(words, source, what) for words in lower]
+        _wait([*waits, *(transport.send(words, to, what) for words in upper)])
+        have += more
+    return Savepoint(state)
+
+
+def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int, int]:
+    """This rank's slot of a transaction, with the bytes in front of the tensors and of their whole area.
+
+    Raises:
+        InconsistentArenas: its size is not what it should be.
+    """
+    slot = memory.slots.read(transaction)
+    front_bytes, area_bytes, _ = measured(slot)
+    if len(slot) != (size := front_bytes + memory.slots.share.size_bytes(area_bytes)):
+        raise InconsistentArenas(
+            f"a slot with slices of replicated state has {len(slot)} bytes, and needs {size}: the arena's "
+            f"memory is damaged. {memory.arena.way_out}"
+        )
+    return slot, front_bytes, area_bytes
+
+
+def _described(memory: RankMemory, transaction: int) -> bytes:
+    """Sizes of this rank's slot, and checksums of the slices in it.
+
+    There are none if each rank holds all slices, and therefore goes on with its own: the end of the first
+    step compares the ranks.
+    """
+    slot, front_bytes, area_bytes = _read(memory, transaction)
+    share = memory.slots.share
+    held = _held(slot[front_bytes:], share, share.edges(area_bytes))
+    checksums = [] if share.is_whole else [zlib.crc32(held[c].data) for c in share.held]
+    return _SIZES.pack(front_bytes, area_bytes) + b"".join(map(_CHECKSUM.pack, checksums))
+
+
+def _compared(memory: RankMemory, plan: RecoveryPlan, told: Sequence[bytes]) -> tuple[int, int]:
+    """The sizes that the survivors agree on.
+
+    Raises:
+        InconsistentArenas: they don't, or hold different slices.
+    """
+    sizes = told[plan.donor][: _SIZES.size]
+    if any(size < 0 or size % ALIGN_BYTES for size in _SIZES.unpack(sizes)):
+        raise InconsistentArenas(
+            f"rank {plan.donor} announces replicated state of {_SIZES.unpack(sizes)} bytes: the network is "
+            f"damaged, or the ranks run different versions of ecemb; restart the job"
+        )
+    known: dict[int, tuple[int, int]] = {}  # slice -> its first holder, with the checksum there
+    for rank in plan.survivors:
+        if told[rank][: _SIZES.size] != sizes:
+            raise _differing(plan, plan.donor, rank, "its names, shapes or options")
+        checksums = [one for (one,) in _CHECKSUM.iter_unpack(told[rank][_SIZES.size :])]
+        for c, checksum in zip(memory.share_of(rank).held, checksums, strict=False):
+            holder, first = known.setdefault(c, (rank, checksum))
+            if first != checksum:
+                raise _differing(plan, holder, rank, _named(memory, plan, c))
+    return _SIZES.unpack(sizes)
+
+
+def _named(memory: RankMemory, plan: RecoveryPlan, c: int) -> str:
+    """The tensors that begin or end in a slice; a lost rank doesn't know their names."""
+    text = f"slice {c} of {memory.slots.share.count}"
+    if memory.rank in plan.lost:
+        return text
+    _, area_bytes, places = measured(memory.slots.read(plan.transaction))
+    start, stop = memory.slots.share.edges(area_bytes)[c : c + 2]
+    first = [name for name, at in places if at <= start][-1]
+    names = [first, *(name for name, at in places if start < at < stop)]
+    return f"{text}, which is of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
+
+def _differing(plan: RecoveryPlan, one: int, other: int, what: str) -> InconsistentArenas:
+    return InconsistentArenas(
+        f"ranks {one} and {other} hold different replicated state (dense parameters, buffers, optimizer "
+        f"state) after step {plan.transaction - 1}, in {what}: the ranks had trained apart, or memory is "
+        f"damaged. Remove the arena that is wrong (python -m ecemb arenas rm PATH): it counts as lost then, "
+        f"and is rebuilt. Or resume from a checkpoint: ecemb.protect(resume=)"
+    )
+
+
+def _held(slices: NDArray[np.uint8], share: Share, edges: Sequence[int]) -> dict[int, Words]:
+    """The slices in a slot, behind the front: views."""
+    sizes = [edges[c + 1] - edges[c] for c in share.held]
+    starts = itertools.accumulate(sizes, initial=0)
+    return {
+        c: slices[at : at + size].view(np.uint64)
+        for c, at, size in zip(share.held, starts, sizes, strict=False)
+    }
+
+
+def _routes(
+    shares: dict[int, Share], share: Share, edges: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The chunks that a lost rank receives, in order: slice, start and stop in its words, source."""
+    for c in share.held:
+        holders = itertools.cycle([rank for rank, one in shares.items() if c in one.held])
+        words = (edges[c + 1] - edges[c]) // WORD_BYTES
+        for (start, stop), source in zip(chunked(words), holders, strict=False):
+            yield c, start, stop, source
+
+
+def _chunks_of(area: Words, edges: Sequence[int], slices: Iterable[int]) -> Iterator[Words]:
+    """The words of some slices, numbered modulo their count, in chunks: views."""
+    for run in runs(edges, [c % (len(edges) - 1) for c in slices]):
+        words = area[run.start // WORD_BYTES : run.stop // WORD_BYTES]
+        yield from (words[start:stop] for start, stop in chunked(len(words)))
+
+
+def _wait(waits: Iterable[Wait]) -> None:
+    for wait in waits:
+        wait()
