@@ -69,6 +69,11 @@ OF_RESULTS = ("simulate",)
 OF_DATA = {"quality": ("criteo", "movielens")}
 """Questions that can be asked of a file of clicks, and of which formats."""
 
+OF_PAIRS = ("overhead",)
+"""Questions that compare pairs of steps, as many as are asked for."""
+
+LEAST_PAIRS = 2
+
 ON_ALL_ENGINES = ("compare",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
 QUICK = ("compare", "kernels", "simulate")
@@ -131,6 +136,12 @@ def main(words: Sequence[str] | None = None) -> None:
         metavar=("FORMAT", "PATH"),
         help="clicks of a file, for " + "; ".join(f"{q}: {' or '.join(of)}" for q, of in OF_DATA.items()),
     )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        metavar="N",
+        help=f"pairs of steps to compare in each case, for {', '.join(OF_PAIRS)}: more, narrower intervals",
+    )
     given = parser.parse_args(words)
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
@@ -155,6 +166,10 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"{given.question} is not asked of a trace; {', '.join(OF_TRACES)} is")
     if given.results is not None and given.question not in OF_RESULTS:
         parser.error(f"{given.question} starts from no other answers; {', '.join(OF_RESULTS)} does")
+    if given.pairs is not None and given.question not in OF_PAIRS:
+        parser.error(f"{given.question} compares no pairs of steps; {', '.join(OF_PAIRS)} does")
+    if given.pairs is not None and given.pairs < LEAST_PAIRS:
+        parser.error(f"--pairs is at least {LEAST_PAIRS}; it is {given.pairs}")
     data = None
     if given.data is not None:
         formats = OF_DATA.get(given.question, ())
@@ -176,6 +191,7 @@ def main(words: Sequence[str] | None = None) -> None:
         given.system,
         data,
         given.results or RESULTS,
+        given.pairs or 0,
     )
     began = time.monotonic()
     failure = ""

@@ -84,6 +84,7 @@ class Arguments:
         system: Of a trace of several, those to take: "2,20", "all", or "" for the one with the most faults.
         data: A format of clicks and a file of it, if the question can be asked of one.
         results: Folder of the answers to other questions, which some start from.
+        pairs: Pairs of steps to compare in each case, if the question compares pairs; 0 for its own number.
     """
 
     quick: bool = False
@@ -94,6 +95,7 @@ class Arguments:
     system: str = ""
     data: tuple[str, Path] | None = None
     results: Path = RESULTS
+    pairs: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,32 @@
-"""One rank of a training: equal models by turns, one under a guard, one replicated, one bare.
+"""What ranks train in measurements: an order, its batches, and equal models under a guard, replicated, bare.
 
-Blocks of steps alternate, so that other load on the machine meets all of them. All take the same batches
-in the same order; at the end they have to hold the same bytes.
+All models take the same batches in the same order; at the end they have to hold the same bytes.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import os
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 import ecemb
-from baselines.live_copies import Replication, Shard, joined
-from bench.harness.devices import ARENA, begin, settle
+from baselines.live_copies import Replication, Shard
+from bench.harness.devices import ARENA
 from bench.harness.guarded_job import GuardedJob
-from bench.harness.ranks import Line
-from bench.workloads.models import ENGINES, INTEGERS, Batch, Twin
+from bench.workloads.models import INTEGERS, Batch, Twin
 from ecemb.startup.request import ParityBackend
 
-PROTECTED, REPLICATION, BARE = "protected", "replication", "bare"
-METHODS = (PROTECTED, REPLICATION, BARE)
+PROTECTED, REPLICATION, BARE, CONTROL = "protected", "replication", "bare", "control"
+"""The control is a second bare model."""
+METHODS = (PROTECTED, BARE, CONTROL)
+RIVALS = (REPLICATION, BARE, CONTROL)
 PHASE = "phase "
 """Begins the names of what is counted by phase."""
 WARM_UP = 2
@@ -51,9 +47,10 @@ class Order(GuardedJob):
         batch: Samples a rank takes in a step.
         skew: The rows' popularity falls with their place in the order of it to this power.
         window: Steps that are committed, or copied, at once.
-        steps: Of a block, a multiple of the window.
-        repeats: Rounds of blocks, one of each twin.
-        methods: Of those in `METHODS`.
+        overlap: Whether they are committed beside the steps that follow.
+        steps: That are measured, of each model.
+        mtbf_s: Mean time between failures, for the window "auto".
+        methods: Of those in `METHODS` and `RIVALS`.
         device: One of `devices`; another than `ARENA` only with the engine "sparse".
         rule: The tables' optimizer, where it isn't `ARENA`; see `sparse_twin`.
         backend: Of the training's process group.
@@ -69,21 +66,16 @@ class Order(GuardedJob):
     dense: str
     batch: int
     skew: float
-    window: int
+    window: int | Literal["auto"]
     overlap: bool
     steps: int
-    repeats: int
+    mtbf_s: float | None = None
     methods: tuple[str, ...] = METHODS
     device: str = ARENA
     rule: str = "Adagrad"
     backend: str = "gloo"
     threads: int = 1
     parity: ParityBackend = "gloo"
-
-    @property
-    def warm_up(self) -> int:
-        """Steps between the guard and what is timed."""
-        return max(WARM_UP, self.window)
 
 
 class Bare:
@@ -132,7 +124,8 @@ class Replicated(Bare):
 
     def __init__(self, twin: Twin, order: Order) -> None:
         super().__init__(twin)
-        self.replication = Replication(twin.tables(), twin.touched(), order.n - order.k, order.window)
+        copied_at_once = 1 if order.window == "auto" else order.window
+        self.replication = Replication(twin.tables(), twin.touched(), order.n - order.k, copied_at_once)
 
     def train(self, batch: Batch) -> None:
         """One step, and its copies."""
@@ -144,60 +137,6 @@ class Replicated(Bare):
         return {"sent_bytes": self.replication.sent_bytes, "touched_rows": self.replication.copied_rows}
 
 
-def work(line: Line, order: Order) -> None:
-    """What one rank does."""
-    torch.set_num_threads(order.threads)
-    device = begin(order.device, int(os.environ["RANK"]))
-    timeout = timedelta(seconds=order.timeout_s)
-    ecemb.init_process_group(order.backend, job=order.job, arena_dir=order.arena_dir, timeout=timeout)
-    rank = dist.get_rank()
-    batches = draw(order, rank, WARM_UP + order.warm_up + order.steps * order.repeats)
-    if device is not None:
-        batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]
-    before, batches = batches[:WARM_UP], batches[WARM_UP:]
-    after, timed = batches[: order.warm_up], batches[order.warm_up :]
-    staying = {} if device is None else {"device": device, "rule": order.rule}
-    twins: dict[str, Twin] = {}
-    for name in order.methods:
-        torch.manual_seed(order.seed)
-        twins[name] = ENGINES[order.engine](order.tables, order.rows, order.dim, order.dense, **staying)
-        run(Bare(twins[name]), before)
-    began = digest(twins[PROTECTED].tensors())
-    guard = protect(twins[PROTECTED], order)
-    methods: dict[str, Bare] = {}
-    for name, twin in twins.items():
-        if name == REPLICATION:
-            methods[name] = Replicated(twin, order)
-        else:
-            methods[name] = Protected(twin, guard) if name == PROTECTED else Bare(twin)
-    for method in methods.values():
-        run(method, after)
-
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
-    for repeat, names in enumerate(turns(order.repeats, order.seed, order.methods)):
-        block = timed[repeat * order.steps : (repeat + 1) * order.steps]
-        for name in names:
-            taken[name].append(measured(methods[name], block, order.device))
-
-    report = guard.scrub() if dist.get_world_size() > 1 else None  # one rank keeps no parity
-    answer = {
-        "rank": rank,
-        "blocks": taken,
-        "committed_steps": guard.stats()["steps"],
-        "wrong_words": report.wrong_words if report is not None else 0,
-        "scrubbed": report is None or report.complete,
-        "began": began,
-        "digests": {name: digest(twin.tensors()) for name, twin in twins.items()},
-    }
-    if isinstance(replicated := methods.get(REPLICATION), Replicated):
-        replicas = replicated.replication.replicas
-        answer["columns"] = by_columns(joined(twins[REPLICATION].tables()))
-        answer["replicas"] = {source: by_columns(shards) for source, shards in replicas.items()}
-    line.send(answer)
-    guard.close()
-    dist.destroy_process_group()
-
-
 def protect(twin: Twin, order: Order) -> ecemb.Guard:
     """The guard of the protected twin."""
     return ecemb.protect(
@@ -205,6 +144,7 @@ def protect(twin: Twin, order: Order) -> ecemb.Guard:
         optimizers=twin.optimizers,
         code=ecemb.Code(n=order.n, k=order.k),
         window=order.window,
+        mtbf=None if order.mtbf_s is None else timedelta(seconds=order.mtbf_s),
         overlap=order.overlap,
         failure_domain="rank",
         parity_backend=order.parity,
@@ -230,10 +170,8 @@ class Clicks(Protocol):
 
 def draw(order: Clicks, rank: int, count: int) -> list[Batch]:
     """A rank's batches: each table has a popularity of its own, the same on all ranks."""
-    places = np.arange(1, order.rows + 1, dtype=np.float64) ** -order.skew
-    heaped = np.cumsum(places) / places.sum()
-    shared = np.random.default_rng(order.seed)
-    popular = [shared.permutation(order.rows) for _ in range(order.tables)]
+    weights, popular = popularity(order)
+    heaped = np.cumsum(weights)
     own = np.random.default_rng([order.seed, rank])
     batches: list[Batch] = []
     for _ in range(count):
@@ -245,29 +183,11 @@ def draw(order: Clicks, rank: int, count: int) -> list[Batch]:
     return batches
 
 
-def turns(repeats: int, seed: int, methods: Sequence[str] = METHODS) -> list[tuple[str, ...]]:
-    """Who is when in each round of blocks: in as many rounds as twins, each of them has each place once."""
-    rng = random.Random(seed)
-    rounds: list[tuple[str, ...]] = []
-    while len(rounds) < repeats:
-        names = rng.sample(methods, len(methods))
-        turned = [tuple(names[i:] + names[:i]) for i in range(len(names))]
-        rounds += rng.sample(turned, len(turned))
-    return rounds[:repeats]
-
-
-def measured(method: Bare, batches: Sequence[Batch], device: str) -> dict[str, Any]:
-    """Trains a block; the time that it took on this rank, and what was counted meanwhile."""
-    gc.collect()
-    before = method.counted()
-    settle(device)
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    run(method, batches)
-    settle(device)
-    taken = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
-    after = method.counted()
-    return taken | {name: after[name] - before.get(name, 0) for name in after}
+def popularity(order: Clicks) -> tuple[NDArray[np.float64], list[NDArray[np.int64]]]:
+    """The share of lookups of each row, from the most popular on; of each table, its rows in that order."""
+    places = np.arange(1, order.rows + 1, dtype=np.float64) ** -order.skew
+    shared = np.random.default_rng(order.seed)
+    return places / places.sum(), [shared.permutation(order.rows) for _ in range(order.tables)]
 
 
 def run(method: Bare, batches: Sequence[Batch]) -> None:

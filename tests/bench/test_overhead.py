@@ -1,18 +1,25 @@
-"""The cost of protection, on real ranks; and that twins which differ would be noticed."""
+"""The cost of protection, on real ranks; and that models which differ would be noticed."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.harness.result import Arguments, Row, WrongResult
+from bench.harness.thread_clocks import ThreadClocks, threads
+from bench.questions.overhead import estimate
 from bench.questions.overhead import question as overhead
-from bench.questions.overhead.question import QUICK, Scale, sparse_heavy
-from bench.workloads import training_rank
-from bench.workloads.training_rank import BARE, METHODS, PROTECTED, REPLICATION, Order
+from bench.questions.overhead.estimate import Strata
+from bench.questions.overhead.question import QUICK, Scale, Steps, sparse_heavy
+from bench.workloads import pairs, training_rank
+from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED, REPLICATION, RIVALS, Order
 from ecemb.coding.code import Code
 
 CODE = Code(4, 3)
@@ -32,48 +39,63 @@ ORDER = Order(
     window=1,
     overlap=False,
     steps=3,
-    repeats=2,
     seed=7,
     timeout_s=600.0,
 )
 METRICS = {
-    "overhead_cpu_pct": 2,
-    "overhead_wall_pct": 2,
-    "step_cpu_ms": 3,
-    "step_wall_ms": 3,
-    "bytes_sent_per_step": 2,
-    "touched_rows_per_step": 2,
+    "overhead_cpu_pct": {PROTECTED, CONTROL},
+    "overhead_wall_pct": {PROTECTED, CONTROL},
+    "step_cpu_ms": {PROTECTED, BARE},
+    "step_wall_ms": {PROTECTED, BARE},
+    "step_p99_over_median": {PROTECTED, BARE},
+    "bytes_sent_per_step": {PROTECTED},
+    "touched_rows_per_step": {PROTECTED},
 }
-PHASES = {"capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+PHASES = {"capture", "savepoint", "state", "delta", "heads", "exchange", "agree", "apply"}
+
+
+def methods_of(rows: Sequence[Row], metric: str) -> set[Any]:
+    return {row.labels["method"] for row in rows if row.metric == metric}
 
 
 @pytest.mark.parametrize(
     ("scale", "window", "overlap"),
-    [(QUICK, 1, True), (sparse_heavy(QUICK), 3, False)],
-    ids=["dlrm", "sparse-heavy"],
+    [(QUICK, 1, True), (sparse_heavy(QUICK), 8, False), (QUICK, "auto", True)],
+    ids=["dlrm", "sparse-heavy", "auto"],
 )
 @pytest.mark.parametrize("engine", ["sparse", "torchrec"])
-def test_twins_stay_the_same_and_their_cost_is_told(
-    engine: str, scale: Scale, window: int, overlap: bool
+def test_models_stay_the_same_and_the_cost_is_told(
+    engine: str, scale: Scale, window: Steps, overlap: bool
 ) -> None:
     if engine == "torchrec":
         pytest.importorskip("torchrec", reason="TorchRec is not installed")
     rows = overhead.measure(scale, engine, CODE, window, overlap, seed=3)
-    phases = PHASES | {"savepoint"} | ({"wait"} if overlap else set())
-    counts = METRICS | {"step_phase_ms": len(phases)}
-    found = {name: [row for row in rows if row.metric == name] for name in counts}
-    assert {name: len(of) for name, of in found.items()} == counts
-    assert sum(map(len, found.values())) == len(rows)
+    assert {metric: methods_of(rows, metric) for metric in METRICS} == METRICS
     for row in rows:
-        assert (row.labels["engine"], row.labels["code"], row.labels["window"]) == (engine, "(4, 3)", window)
-    assert found["overhead_cpu_pct"][0].repeats == QUICK.repeats
-    (touched, copied), sent = found["touched_rows_per_step"], found["bytes_sent_per_step"]
-    assert (touched.labels["method"], copied.labels["method"]) == (PROTECTED, REPLICATION)
-    assert (touched.value, touched.low, touched.high) == (copied.value, copied.low, copied.high)
+        assert (row.labels["engine"], row.labels["code"], row.labels["r"]) == (engine, "(4, 3)", 1)
+        assert (row.labels["window"], row.labels["overlap"]) == (window, "next step" if overlap else "none")
+    (cost, _) = (row for row in rows if row.metric == "overhead_cpu_pct")
+    assert (cost.labels["method"], cost.repeats) == (PROTECTED, scale.pairs)
+    (touched,) = (row for row in rows if row.metric == "touched_rows_per_step")
+    (sent,) = (row for row in rows if row.metric == "bytes_sent_per_step")
     assert 0 < touched.low < touched.high < scale.tables * scale.batch * scale.lookups * CODE.n
-    for one in sent:
-        assert one.low > touched.low * scale.dim * 4
-    assert {row.labels["phase"] for row in found["step_phase_ms"]} == phases
+    assert sent.low > touched.low * scale.dim * 4
+    waits = {"wait"} if overlap else set[str]()
+    by_phase = {row.labels["phase"]: row for row in rows if row.metric == "phases_cpu_ms"}
+    assert {*by_phase} - {"wait"} == PHASES | {"other", "network", "watch"}
+    assert all(by_phase[name].low > 0 for name in PHASES)
+    assert {row.labels["phase"] for row in rows if row.metric == "step_phase_ms"} - waits == PHASES
+    (witness,) = (row for row in rows if row.metric == "phases_cpu_pct")
+    assert witness.low > 0
+    chosen = [row.value for row in rows if row.metric == "window_steps"]
+    assert len(chosen) == (window == "auto") and all(1 <= steps == int(steps) for steps in chosen)
+
+
+def test_the_rival_is_compared_with_bare_models_of_its_own() -> None:
+    rows = overhead.measure(dataclasses.replace(QUICK, methods=RIVALS), "sparse", CODE, 1, False, seed=3)
+    assert methods_of(rows, "overhead_cpu_pct") == {REPLICATION, CONTROL}
+    assert methods_of(rows, "bytes_sent_per_step") == {REPLICATION}
+    assert not {"phases_cpu_ms", "step_phase_ms"} & {row.metric for row in rows}
 
 
 def test_batches_are_the_same_again_and_skewed() -> None:
@@ -90,117 +112,229 @@ def test_batches_are_the_same_again_and_skewed() -> None:
         assert 100 < len(set(first[0].ids[table].flatten().tolist())) < 400
 
 
-def test_each_twin_has_each_place_equally_often() -> None:
-    turns = training_rank.turns(9, seed=1)
-    assert turns == training_rank.turns(9, seed=1)
+def test_each_model_has_each_place_equally_often() -> None:
+    turns = pairs.turns(9, METHODS, seed=1)
+    assert turns == pairs.turns(9, METHODS, seed=1)
     for at in range(0, 9, 3):
         for place in zip(*turns[at : at + 3], strict=True):
             assert set(place) == set(METHODS)
-    assert len(training_rank.turns(4, seed=1)) == 4
-
-
-ANSWER = {
-    "rank": 0,
-    "digests": {PROTECTED: "ab", REPLICATION: "ab", BARE: "ab"},
-    "began": "aa",
-    "committed_steps": ORDER.warm_up + 6,
-    "wrong_words": 0,
-    "scrubbed": True,
-    "columns": ["a", "b"],
-    "replicas": {1: ["a", "b"]},
-}
-OTHER = ANSWER | {"rank": 1, "replicas": {0: ["a", "b"]}}
+    assert len(pairs.turns(4, METHODS, seed=1)) == 4
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"digests": ANSWER["digests"] | {BARE: "ac"}}, "rank 1: the protected model is not what its twin"),
-        ({"digests": ANSWER["digests"] | {REPLICATION: "ac"}}, "rank 1: the replicated model is not what"),
-        ({"began": "ab"}, "rank 1: training has changed nothing"),
-        ({"committed_steps": 6}, "rank 1: 6 of 8 steps"),
-        ({"wrong_words": 5}, "rank 1: 5 words of parity"),
-        ({"scrubbed": False}, "rank 1: 0 words of parity"),
-        ({"replicas": {}}, r"rank 1: holds replicas of ranks \[\] alone"),
-        ({"replicas": {0: ["a", "c"]}}, "rank 1: its replica of rank 0 is not what that rank's rows are"),
-    ],
+    ("steps", "window", "windows"),
+    [(5, 1, 5), (32, 16, 3), (64, 16, 4), (32, 64, 3), (30, 1000, 3), (4, 64, 2), (2, 8, 1), (7, 2, 3)],
 )
-def test_a_run_that_proves_nothing(change: dict[str, Any], complaint: str) -> None:
-    overhead.check(ORDER, [ANSWER, OTHER])
-    with pytest.raises(WrongResult, match=complaint):
-        overhead.check(ORDER, [ANSWER, OTHER | change])
+def test_each_window_is_measured_at_its_end_and_elsewhere(steps: int, window: int, windows: int) -> None:
+    found = pairs.measured_places(steps, window, seed=5)
+    assert found == pairs.measured_places(steps, window, seed=5)
+    assert len(found) == windows and steps - 1 <= sum(map(len, found)) <= steps
+    for places in found:
+        assert places == sorted(set(places))
+        assert places[0] >= 0 and places[-1] == window - 1
+    assert {place for places in found for place in places} - {window - 1} or window == 1
 
 
-def test_a_sample_is_a_round_of_blocks() -> None:
-    def blocks(cpu: list[float], wall: list[float], **more: float) -> list[dict[str, float]]:
-        return [{"cpu_s": c, "wall_s": w, **more} for c, w in zip(cpu, wall, strict=True)]
+def test_tables_are_known_by_their_numbers() -> None:
+    names = [f"tables.{i}" for i in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)]
+    assert pairs.by_number(names, 12) == [f"tables.{i}" for i in range(12)]
+    with pytest.raises(ValueError, match="from 0 on"):
+        pairs.by_number(names[1:], 11)
 
-    copied = {"sent_bytes": 70.0, "touched_rows": 20.0}
-    counts = {"sent_bytes": 50.0, "touched_rows": 20.0, "phase apply": 0.004}
-    answers = [
-        {
-            "blocks": {
-                PROTECTED: blocks([1.2, 1.0], [2.0, 4.0], **counts),
-                REPLICATION: blocks([1.0, 2.0], [2.0, 1.0], **copied),
-                BARE: blocks([1.0, 1.0], [2.0, 1.0]),
-            }
+
+def test_a_threads_clock_counts_its_work_alone() -> None:
+    others = threads()
+    done, begun = threading.Event(), threading.Event()
+
+    def spin() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    begun.wait()
+    clocks = ThreadClocks(threads() - others)
+    spent = clocks.read()
+    assert len(clocks) >= 1 and spent >= 0.05
+    done.set()
+    thread.join()
+    assert clocks.read() >= spent  # it has ended
+
+
+def test_resampling_finds_a_difference_and_none_where_there_is_none() -> None:
+    rng = np.random.default_rng(3)
+    load = rng.uniform(1, 3, 200)  # of the machine, which meets both models of a round
+    noise = [load * rng.normal(1, 0.02, 200) for _ in range(3)]
+    seconds = {PROTECTED: 1.05 * noise[0], BARE: noise[1], CONTROL: noise[2]}
+    found = estimate.overheads(seconds, Strata([True] * 200, 1))
+    assert 4 < found[PROTECTED].low < 5 < found[PROTECTED].high < 6
+    assert -1 < found[CONTROL].low < 0 < found[CONTROL].high < 1
+
+
+def test_a_commit_counts_once_a_window() -> None:
+    """Four windows of 100 steps, of which five are measured in each; a commit takes as long as 20 steps."""
+    commits = ([False] * 4 + [True]) * 4
+    seconds = np.where(commits, 21.0, 1.0)
+    strata = Strata(commits, 100)
+    assert strata.mean(seconds).value == pytest.approx(1.2)
+    assert strata.ratio(seconds, np.ones(20)).low == pytest.approx(1.2)
+    assert estimate.quantile(seconds, strata.weights, 0.5) == 1.0
+    assert estimate.quantile(seconds, strata.weights, 0.98) == 1.0
+    assert estimate.quantile(seconds, strata.weights, 0.995) == 21.0
+
+
+def slots(cpu: Sequence[float], wall: float, beside: float = 0.0, watch: float = 0.0) -> list[Any]:
+    return [(one, wall, beside, watch) for one in cpu]
+
+
+def answer(rank: int) -> dict[str, Any]:
+    """Two rounds, the second one a commit, in a window of two steps."""
+    return {
+        "slots": {
+            PROTECTED: slots([1.1, 1.6], 2.0 + rank, beside=0.1, watch=0.05),
+            BARE: slots([1.25, 1.25], 2.0, beside=0.2, watch=0.05),
+            CONTROL: slots([1.05, 1.05], 2.0, watch=0.05),
         },
-        {
-            "blocks": {
-                PROTECTED: blocks([1.0, 1.0], [3.0, 2.0], **counts),
-                REPLICATION: blocks([1.0, 1.0], [2.0, 3.0], **copied),
-                BARE: blocks([1.0, 1.0], [1.0, 2.0]),
-            }
+        "commits": [False, True],
+        "cycles": [0.5],
+        "window": 2,
+        "protected_steps": 2,
+        "counted": {
+            PROTECTED: {"sent_bytes": 50.0, "touched_rows": 20.0, "phase apply": 0.004},
+            BARE: {},
+            CONTROL: {},
         },
-    ]
-    rows = overhead.rows_of(answers, 10, {"code": "x"})
+        "phases_cpu_s": {"capture": 0.1, "state": 0.2, "apply": 0.3},
+        "ends_cpu_s": 0.25,
+        "beside_cpu_s": 0.5,
+        "watch_cpu_s": 0.2,
+        "wall_s": 10.0,
+    }
+
+
+def test_work_beside_counts_for_the_commit_that_it_belongs_to() -> None:
+    answers = [answer(0), answer(1)]
+    cpu = estimate.cpu_s(answers)
+    assert cpu[PROTECTED].tolist() == pytest.approx([2 * 1.0, 2 * (1.5 + 0.5)])
+    assert cpu[BARE].tolist() == cpu[CONTROL].tolist() == pytest.approx([2.0, 2.0])
+    assert estimate.wall_s(answers)[PROTECTED].tolist() == [3.0, 3.0]
+    rows = list(overhead.rows_of(answers, {"window": 2}, overlap=True))
 
     def row(metric: str, **labels: str) -> Row:
         (one,) = [r for r in rows if r.metric == metric and labels.items() <= r.labels.items()]
         return one
 
-    protected, replicated = ({"method": method} for method in (PROTECTED, REPLICATION))
-    cpu = row("overhead_cpu_pct", **protected)
-    assert (cpu.low, cpu.high) == pytest.approx((0, 10))
-    wall = row("overhead_wall_pct", **protected)
-    assert (wall.low, wall.high) == pytest.approx((50, 100))
-    rival = row("overhead_cpu_pct", **replicated)
-    assert (rival.low, rival.high) == pytest.approx((0, 50))
-    assert row("step_cpu_ms", method=BARE).value == pytest.approx(200)
-    assert row("step_wall_ms", **protected).high == pytest.approx(400)
-    assert row("bytes_sent_per_step", **protected).value == 5
-    assert row("bytes_sent_per_step", **replicated).value == 7
-    assert row("touched_rows_per_step", **protected).value == 2
-    assert row("step_phase_ms", phase="apply").value == pytest.approx(0.4)
+    assert row("overhead_cpu_pct", method=PROTECTED).value == pytest.approx(50)
+    control = row("overhead_cpu_pct", method=CONTROL)
+    assert (control.low, control.high) == pytest.approx((0, 0))
+    assert row("step_cpu_ms", method=BARE).value == pytest.approx(2000)
+    assert row("step_cpu_ms", method=PROTECTED).value == pytest.approx(3000)
+    assert row("overhead_wall_pct", method=PROTECTED).value == pytest.approx(50)
+    assert row("bytes_sent_per_step", method=PROTECTED).value == 25
+    assert row("touched_rows_per_step", method=PROTECTED).value == 10
+    assert row("step_phase_ms", phase="apply").value == pytest.approx(2)
+    assert row("phases_cpu_ms", phase="state").value == pytest.approx(100)
+    assert row("phases_cpu_ms", phase="other").value == pytest.approx(25)
+    assert row("phases_cpu_ms", phase="network").value == pytest.approx(100)
+    assert row("phases_cpu_ms", phase="watch").value == pytest.approx(1000 * 0.02 * 2.5, rel=0.25)
+    whole = [r.value for r in rows if r.metric == "phases_cpu_ms"]
+    assert row("phases_cpu_pct").value == pytest.approx(100 * math.fsum(whole) / 1000)
+
+
+def test_the_slowest_steps_over_the_median() -> None:
+    quiet, spike = np.ones(200), np.where(np.arange(200) < 10, 3.0, 1.0)
+    strata = Strata([True] * 200, 1)
+    seconds = {PROTECTED: spike, BARE: 2 * quiet, CONTROL: 2 * quiet}
+    assert estimate.p99_over_median(seconds, strata, beside=False) == {PROTECTED: 3, BARE: 1}
+    seconds = {PROTECTED: quiet, BARE: 2 * spike, CONTROL: 2 * quiet}
+    assert estimate.p99_over_median(seconds, strata, beside=True) == {PROTECTED: 3, BARE: 3}
+
+
+ANSWER: Mapping[str, Any] = {
+    "rank": 0,
+    "digests": {PROTECTED: "ab", BARE: "ab", CONTROL: "ab"},
+    "began": "aa",
+    "committed_steps": 8,
+    "expected_steps": 8,
+    "window": 4,
+    "window_at_end": 4,
+    "wrong_words": 0,
+    "scrubbed": True,
+}
+COPIED = {
+    "rank": 0,
+    "digests": {REPLICATION: "ab", BARE: "ab", CONTROL: "ab"},
+    "began": "aa",
+    "columns": ["a", "b"],
+    "replicas": {1: ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"digests": {PROTECTED: "ab", BARE: "ac"}}, "rank 1: the model 'protected' is not what its bare"),
+        ({"digests": {PROTECTED: "ab", BARE: "ab", CONTROL: "ac"}}, "rank 1: the model 'control' is not"),
+        ({"began": "ab"}, "rank 1: training has changed nothing"),
+        ({"committed_steps": 6}, "rank 1: 6 of 8 steps"),
+        ({"window_at_end": 7}, "rank 1: the window changed from 4 to 7 steps"),
+        ({"wrong_words": 5}, "rank 1: 5 words of parity"),
+        ({"scrubbed": False}, "rank 1: 0 words of parity"),
+    ],
+)
+def test_a_run_that_proves_nothing(change: dict[str, Any], complaint: str) -> None:
+    other = {**ANSWER, "rank": 1}
+    overhead.check(ORDER, [ANSWER, other])
+    with pytest.raises(WrongResult, match=complaint):
+        overhead.check(ORDER, [ANSWER, other | change])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"digests": {REPLICATION: "ac", BARE: "ab"}}, "rank 1: the model 'replication' is not what its"),
+        ({"replicas": {}}, r"rank 1: holds replicas of ranks \[\] alone"),
+        ({"replicas": {0: ["a", "c"]}}, "rank 1: its replica of rank 0 is not what that rank's rows are"),
+    ],
+)
+def test_copies_that_prove_nothing(change: dict[str, Any], complaint: str) -> None:
+    order = dataclasses.replace(ORDER, methods=RIVALS)
+    other = COPIED | {"rank": 1, "replicas": {0: ["a", "b"]}}
+    overhead.check(order, [COPIED, other])
+    with pytest.raises(WrongResult, match=complaint):
+        overhead.check(order, [COPIED, other | change])
 
 
 @pytest.mark.parametrize(("quick", "codes"), [(False, overhead.CODES), (True, overhead.CODES[:1])])
 def test_each_setting_code_and_window_is_measured(
     quick: bool, codes: tuple[Code, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str, Code, int, bool]] = []
+    asked: list[tuple[str, str, int, Code, bool, Steps, bool]] = []
 
-    def pretend(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
-        asked.append((scale.name, engine, code, window, overlap))
+    def pretend(scale: Scale, engine: str, code: Code, window: Steps, overlap: bool, seed: int) -> list[Row]:
+        rival = REPLICATION in scale.methods
+        asked.append((scale.name, engine, scale.pairs, code, rival, window, overlap))
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
     for given, names in (
-        ("", ("dlrm", "sparse-heavy")),
+        ("", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
         ("dlrm", ("dlrm",)),
         ("sparse-heavy", ("sparse-heavy",)),
     ):
         asked.clear()
-        overhead.run(Arguments(quick=quick, engine="sparse", setting=given))
+        overhead.run(Arguments(quick=quick, engine="sparse", setting=given, pairs=77))
         assert asked == [
-            (name, "sparse", code, *commits)
+            (name, "sparse", 77, code, *case)
             for name in names
             for code in codes
-            for commits in overhead.COMMITS
+            for case in [*((False, *commits) for commits in overhead.COMMITS), (True, 1, False)]
         ]
 
 
-def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_given_a_mean_time_between_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[Order] = []
 
     def pretend(*args: Any, **_: Any) -> None:
@@ -208,7 +342,9 @@ def test_a_block_is_whole_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(overhead, "Ranks", pretend)
-    for window in (1, 16):
+    for window in (16, "auto"):
         with pytest.raises(ZeroDivisionError):
             overhead.measure(overhead.FULL, "sparse", CODE, window, False, seed=0)
-    assert [(order.steps, order.warm_up, order.repeats) for order in orders] == [(4, 2, 24), (16, 16, 8)]
+    fixed, auto = orders
+    assert (fixed.window, fixed.mtbf_s, fixed.steps) == (16, None, overhead.FULL.pairs)
+    assert auto.window == "auto" and auto.mtbf_s is not None and 3600 < auto.mtbf_s < 86400

@@ -19,7 +19,7 @@ from ecemb.coding.code import Code
 def test_a_step_is_all_its_spans(engine: str) -> None:
     if engine == "torchrec":
         pytest.importorskip("torchrec", reason="TorchRec is not installed")
-    rows = profile.measure(dataclasses.replace(QUICK, steps=2), engine, Code(4, 2), seed=3)
+    rows = profile.measure(dataclasses.replace(QUICK, pairs=2), engine, Code(4, 2), seed=3)
 
     def of(metric: str, **labels: str) -> list[Row]:
         return [row for row in rows if row.metric == metric and labels.items() <= row.labels.items()]

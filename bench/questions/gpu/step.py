@@ -2,8 +2,9 @@
 
 A DLRM on ecemb.nn's tables, 26 of a million rows of 128 values, with plain SGD, so that the tables of a
 protected model and of its bare twin fit; 8192 samples a step over all ranks. Measured, and checked, as in the
-question about the overhead, whose metrics these are: blocks of steps of both twins take turns, on the same
-batches, each timed until the device is done. Processor time includes waiting for the device, which spins.
+question about the overhead, whose metrics these are: steps of the protected model and of two bare ones take
+turns, on the same batches, each timed until the device is done. Processor time includes waiting for the
+device, which spins.
 
 - Over gloo, several ranks share the device, and its lookups go through host memory. r = 1.
 - Over NCCL, which refuses two ranks on one device, one rank has all tables. No other rank keeps its parity:
@@ -34,7 +35,7 @@ from bench.harness.ranks import RankFailed
 from bench.harness.result import Arguments, Incomplete, Row, WrongResult, once
 from bench.questions.overhead import question as overhead
 from bench.questions.overhead.question import Scale
-from bench.workloads.training_rank import BARE, PROTECTED
+from bench.workloads.training_rank import PROTECTED
 from ecemb.coding.code import Code
 from ecemb.startup.request import ParityBackend
 
@@ -78,9 +79,9 @@ SHARED = Group("gloo", 4, Code(4, 3))
 GROUPS = (SHARED, Group("nccl", 1, Code(2, 1)))
 APIECE = (Group("nccl", 4, Code(4, 3)), Group("nccl", 4, Code(4, 3), parity="nccl"))
 """With a device for each rank."""
-FULL = Scale(rows=1_000_000, dim=128, repeats=10, methods=(PROTECTED, BARE), device=CUDA, rule="SGD")
-QUICK = replace(FULL, rows=50_000, repeats=2)
-SMALL = replace(FULL, tables=3, rows=1000, dim=16, steps=2, repeats=2, device=APART)
+FULL = Scale(rows=1_000_000, dim=128, pairs=40, device=CUDA, rule="SGD")
+QUICK = replace(FULL, rows=50_000, pairs=8)
+SMALL = replace(FULL, tables=3, rows=1000, dim=16, pairs=4, device=APART)
 SMALL_GROUPS = (SHARED, Group("gloo", 1, Code(2, 1)))
 SMALL_SAMPLES = 256
 
@@ -179,7 +180,7 @@ def fitting(scale: Scale, group: Group) -> Scale:
 
 
 def image_over_step(rows: Sequence[Row], **more: int) -> Row:
-    """What bringing images up to date takes of a protected step, both as medians."""
+    """What bringing images up to date takes of a protected step, both as means."""
     (image,) = (row for row in rows if row.labels.get("phase") == "image")
     (step,) = (row for row in rows if row.metric == "step_wall_ms" and row.labels["method"] == PROTECTED)
     labels = {name: value for name, value in step.labels.items() if name != "method"}

@@ -1,25 +1,38 @@
 """What does protection cost a training step, in processor time, in wall time, and in bytes sent?
 
-Equal models are trained in the same processes: blocks of steps of the protected one, of one whose rows are
-replicated, and of a bare one take turns, in random order, on the same batches, so that other load on the
-machine meets all of them. Blocks are short, since that load changes within seconds.
+Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
+step on the same batch, in random order, so that other load on the machine meets all of them.
 
-- `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in a block of the
-  method's model, over that in the block of its bare twin, less 1. A sample for each round of blocks.
+- `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
+  steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling the
+  rounds. `control` compares the two bare models with each other: its interval has to include 0.
 - `overhead_wall_pct`: the same for the wall time of the slowest rank. Ranks share the cores, so that
   this includes the waiting for one another.
 - `step_cpu_ms`, `step_wall_ms`: those times themselves, a step (processor time of all ranks).
+- `step_p99_over_median`: of a step's wall time. `bare` is what the machine does by itself.
+- `phases_cpu_ms`: processor time of a rank a step in the protection's own calls, by their threads' clocks,
+  the mean over the ranks: a second witness, which no bare model has a part in. `other` is the begin and the
+  end of a step besides the phases, `network` are the threads that send and receive, `watch` those
+  that watch the other ranks. What the hooks of optimizers and tables do besides `capture` isn't in it.
+- `phases_cpu_pct`: all of them together, over the bare models' processor time.
+- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `heads`, `exchange` and
+  `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
 - `bytes_sent_per_step`: what a rank sends for protection, or for replication.
 - `touched_rows_per_step`: rows of a rank that are protected, or copied. Rows that several steps of a window
   change count once.
-- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `heads`, `exchange` and
-  `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
+- `window_steps`: what "auto" chose, for the mean time between failures of a job of 128 hosts.
 
 `replication` is the rival: each rank copies its changed rows to the memory of n - k other ranks, which hold
 a replica of all its tables (n - k times their memory; parity takes (n - k)/k times). It survives the loss
 of as many ranks, but has no transaction, so that replicas may be of different steps, and keeps neither dense
-parameters nor generators. With a `window` of s, both wait for the end of s steps, and send each changed row
-once.
+parameters nor generators. It is compared with two bare models of its own.
+
+In a window of more steps than are measured, *quiet* steps stand for the others: they declare the rows that
+a batch would change, and train nothing. The last step of a window, which commits, is always measured, and
+counts once a window, as often as it comes. With `overlap` "next step" the guard commits beside the steps
+that follow, whichever model's they are. Its threads' clocks say how much of a step's processor time that was:
+it counts for the protected model. Wall time can't be told apart like that: `step_p99_over_median` then takes
+the steps of all models, and `overhead_wall_pct` counts what the training's own thread does.
 
 `torchrec`: DistributedModelParallel, tables sharded by rows, row-wise Adagrad. `sparse`: ecemb.nn's tables,
 torch's Adagrad. `dlrm`: above them the dense part of a DLRM (13-512-256-dim, 512-512-256-1) under
@@ -27,32 +40,56 @@ DistributedDataParallel, with Adagrad; a sample looks up one row of each table. 
 with one hidden layer of 64; a sample looks up 100 rows, 10 of each table, and takes their sums: hardly
 anything but the tables' work, which is the worst case. The popularity of rows falls with their place in its
 order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs in the
-design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. With `overlap` "next
-step" the guard commits beside the next step's body, and a block ends when its last step is committed; else it
-is "none". After the run all models have to hold the same bytes on every rank, replicas those of
-the rows, all steps have to be committed, and parity has to fit every row.
+design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. After the run all
+models have to hold the same bytes on every rank, replicas those of the rows, all steps have to be committed,
+and parity has to fit every row.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from bench.harness.devices import ARENA
 from bench.harness.ranks import Line, Ranks
-from bench.harness.result import Arguments, Label, Row, WrongResult, summary
-from bench.workloads.training_rank import BARE, METHODS, PHASE, PROTECTED, REPLICATION, Order, work
+from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
+from bench.questions.overhead.estimate import (
+    Estimate,
+    Strata,
+    cpu_s,
+    overheads,
+    p99_over_median,
+    wall_s,
+)
+from bench.workloads.pairs import work
+from bench.workloads.training_rank import (
+    BARE,
+    CONTROL,
+    METHODS,
+    PHASE,
+    PROTECTED,
+    REPLICATION,
+    RIVALS,
+    Order,
+)
 from ecemb.coding.code import Code
 from ecemb.startup.request import ParityBackend
+from ecemb.step.transaction import BESIDE
+from ecemb.step.window import published_mtbf
 
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
-COMMITS = ((1, False), (16, False), (1, True))
-"""Steps that are committed at once, and whether beside the next one: each is measured with each code."""
-LEAST_ROUNDS = 8
-"""Of blocks, if as many are asked for."""
+Steps = int | Literal["auto"]
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
+"""Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
+HOSTS = 128
+"""Of the job whose mean time between failures "auto" is given: that of the simulation."""
+CAPTURE = "capture"
+"""The phase that is neither at the begin of a step nor at its end."""
 IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
 """Engine -> what its ranks import, which takes long."""
 
@@ -70,8 +107,7 @@ class Scale:
         dense: See `Order`.
         batch: Samples a rank takes in a step.
         skew: See `Order`.
-        steps: Of a block, or more, so that it is whole windows.
-        repeats: Rounds of blocks; fewer, but no less than `LEAST_ROUNDS`, where blocks are longer.
+        pairs: Rounds that are measured.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
         methods: See `Order`, as for all that follow.
@@ -91,8 +127,7 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    steps: int = 4
-    repeats: int = 24
+    pairs: int = 32
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
     methods: tuple[str, ...] = METHODS
@@ -111,7 +146,7 @@ class Scale:
 
 
 FULL = Scale()
-QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, steps=2, repeats=2, timeout_s=280)
+QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
 def sparse_heavy(scale: Scale) -> Scale:
@@ -124,14 +159,18 @@ def sparse_heavy(scale: Scale) -> Scale:
 def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
-    return [
-        row
-        for setting in (scale, sparse_heavy(scale))
-        if arguments.setting in ("", setting.name)
-        for code in codes
-        for window, overlap in COMMITS
-        for row in measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-    ]
+    if arguments.pairs:
+        scale = replace(scale, pairs=arguments.pairs)
+    settings = [scale, sparse_heavy(scale)]
+    asked = arguments.setting or (scale.name if arguments.quick else "")
+    rows: list[Row] = []
+    for setting in (one for one in settings if asked in ("", one.name)):
+        for code in codes:
+            for window, overlap in COMMITS:
+                rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
+            rival = replace(setting, methods=RIVALS)
+            rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
+    return by_metric(rows)
 
 
 def train(
@@ -140,10 +179,9 @@ def train(
     code: Code,
     work: Callable[[Line, Order], None],
     *,
-    window: int,
+    window: Steps,
     overlap: bool,
     steps: int,
-    repeats: int,
     seed: int,
 ) -> tuple[Order, list[Any]]:
     """Calls `work` on all ranks, and leaves no arenas behind.
@@ -170,7 +208,7 @@ def train(
         window=window,
         overlap=overlap,
         steps=steps,
-        repeats=repeats,
+        mtbf_s=published_mtbf(HOSTS).total_seconds() if window == "auto" else None,
         seed=seed,
         timeout_s=scale.timeout_s,
         methods=scale.methods,
@@ -188,36 +226,27 @@ def train(
     return order, answers
 
 
-def measure(scale: Scale, engine: str, code: Code, window: int, overlap: bool, seed: int) -> list[Row]:
-    """Trains twins on all ranks, and compares what they cost.
+def measure(scale: Scale, engine: str, code: Code, window: Steps, overlap: bool, seed: int) -> list[Row]:
+    """Trains equal models on all ranks, and compares what they cost.
 
     Raises:
         WrongResult: Protection changed the result, or was not there.
         RankFailed: A rank did.
     """
-    steps = -(-scale.steps // window) * window
-    rounds = max(scale.repeats * scale.steps // steps, min(scale.repeats, LEAST_ROUNDS))
     order, answers = train(
-        scale,
-        engine,
-        code,
-        work,
-        window=window,
-        overlap=overlap,
-        steps=steps,
-        repeats=rounds,
-        seed=seed,
+        scale, engine, code, work, window=window, overlap=overlap, steps=scale.pairs, seed=seed
     )
     check(order, answers)
     labels: dict[str, Label] = {
         "engine": engine,
         "code": f"({code.n}, {code.k})",
+        "r": code.r,
         "window": window,
         "overlap": "next step" if overlap else "none",
         "setting": scale.setting,
         **labels_of(scale, code),
     }
-    return rows_of(answers, order.steps, labels)
+    return list(rows_of(answers, labels, overlap=overlap))
 
 
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
@@ -236,26 +265,33 @@ def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
 
 
 def check(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Compares what the twins have become.
+    """Compares what the models have become.
 
     Raises:
         WrongResult: They differ, nothing was trained, steps are missing, or parity doesn't fit the rows.
     """
-    steps = order.warm_up + order.steps * order.repeats
     for rank, answer in enumerate(answers):
         ends = answer["digests"]
-        if ends[PROTECTED] != ends[BARE]:
-            raise WrongResult(f"rank {rank}: the protected model is not what its twin is")
-        if ends.get(REPLICATION, ends[BARE]) != ends[BARE]:
-            raise WrongResult(f"rank {rank}: the replicated model is not what its twin is")
-        if ends[PROTECTED] == answer["began"]:
+        for name, digest in ends.items():
+            if digest != ends[BARE]:
+                raise WrongResult(f"rank {rank}: the model {name!r} is not what its bare twin is")
+        if ends[BARE] == answer["began"]:
             raise WrongResult(f"rank {rank}: training has changed nothing")
-        if answer["committed_steps"] != steps:
-            raise WrongResult(f"rank {rank}: {answer['committed_steps']} of {steps} steps are committed")
-        if answer["wrong_words"] or not answer["scrubbed"]:
-            raise WrongResult(f"rank {rank}: {answer['wrong_words']} words of parity don't fit the rows")
+        if PROTECTED in order.methods:
+            _check_protected(rank, answer)
     if REPLICATION in order.methods:
         _check_replicas(order, answers)
+
+
+def _check_protected(rank: int, answer: Mapping[str, Any]) -> None:
+    committed, expected = answer["committed_steps"], answer["expected_steps"]
+    if committed != expected:
+        raise WrongResult(f"rank {rank}: {committed} of {expected} steps are committed")
+    if answer["window_at_end"] != answer["window"]:
+        changed = f"from {answer['window']} to {answer['window_at_end']} steps"
+        raise WrongResult(f"rank {rank}: the window changed {changed} while it was measured")
+    if answer["wrong_words"] or not answer["scrubbed"]:
+        raise WrongResult(f"rank {rank}: {answer['wrong_words']} words of parity don't fit the rows")
 
 
 def _check_replicas(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -270,33 +306,77 @@ def _check_replicas(order: Order, answers: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def rows_of(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[str, Label]) -> list[Row]:
-    """Returns all metrics of one code."""
+def rows_of(
+    answers: Sequence[Mapping[str, Any]], labels: Mapping[str, Label], *, overlap: bool
+) -> Iterator[Row]:
+    """Returns all metrics of one code and window.
 
-    def blocks(twin: str, name: str) -> list[list[float]]:
-        """What each rank counted, block by block."""
-        return [list(of) for of in zip(*([b[name] for b in a["blocks"][twin]] for a in answers), strict=True)]
+    Args:
+        answers: As `bench.workloads.pairs.work` sends them.
+        labels: Of all rows.
+        overlap: Whether commits go on beside the steps that follow.
+    """
+    first = answers[0]
+    strata = Strata(first["commits"], first["window"])
+    pairs, steps = len(first["commits"]), first["protected_steps"]
+    cpu, wall = cpu_s(answers), wall_s(answers)
 
-    rows: list[Row] = []
-    twins = list(answers[0]["blocks"])
-    kept = [twin for twin in twins if twin != BARE]
-    for metric, name, joined in (("cpu", "cpu_s", sum), ("wall", "wall_s", max)):
-        seconds = {twin: [joined(ranks) for ranks in blocks(twin, name)] for twin in twins}
-        for twin in kept:
-            more = [100 * (a / b - 1) for a, b in zip(seconds[twin], seconds[BARE], strict=True)]
-            rows.append(summary(f"overhead_{metric}_pct", "%", more, **labels, method=twin))
-        for twin, taken in seconds.items():
-            each = [1000 * one / steps for one in taken]
-            rows.append(summary(f"step_{metric}_ms", "ms", each, **labels, method=twin))
+    def row(metric: str, unit: str, found: Estimate, **more: Label) -> Row:
+        return Row(metric, found.value, unit, found.low, found.high, pairs, {**labels, **more})
+
+    for metric, seconds in (("cpu", cpu), ("wall", wall)):
+        for method, found in overheads(seconds, strata).items():
+            yield row(f"overhead_{metric}_pct", "%", found, method=method)
+        for method, each in shared(seconds).items():
+            yield row(f"step_{metric}_ms", "ms", strata.mean(each).times(1000), method=method)
+    for method, value in p99_over_median(wall, strata, beside=overlap).items():
+        yield once("step_p99_over_median", "ratio", value, **labels, method=method)
     for metric, name, unit in (
         ("bytes_sent_per_step", "sent_bytes", "bytes"),
         ("touched_rows_per_step", "touched_rows", "rows"),
     ):
-        for twin in kept:
-            each = [count / steps for ranks in blocks(twin, name) for count in ranks]
-            rows.append(summary(metric, unit, each, **labels, method=twin))
-    phases = [name for name in answers[0]["blocks"][PROTECTED][0] if name.startswith(PHASE)]
-    for name in phases:
-        each = [1000 * sum(ranks) / len(ranks) / steps for ranks in blocks(PROTECTED, name)]
-        rows.append(summary("step_phase_ms", "ms", each, **labels, phase=name.removeprefix(PHASE)))
-    return rows
+        for method in first["counted"]:
+            each = [answer["counted"][method].get(name) for answer in answers]
+            if None not in each:
+                yield summary(metric, unit, [one / steps for one in each], **labels, method=method)
+    if PROTECTED not in cpu:
+        return
+    for name in (name for name in first["counted"][PROTECTED] if name.startswith(PHASE)):
+        each = [1000 * answer["counted"][PROTECTED].get(name, 0.0) / steps for answer in answers]
+        yield once("step_phase_ms", "ms", float(np.mean(each)), **labels, phase=name.removeprefix(PHASE))
+    bare_s = strata.mean(shared(cpu)[BARE]).value / len(answers)
+    by_rank = [phases_cpu_s(answer, overlap=overlap) for answer in answers]
+    for phase in by_rank[0]:
+        each = [1000 * one.get(phase, 0.0) / steps for one in by_rank]
+        yield _mean("phases_cpu_ms", "ms", each, **labels, phase=phase)
+    whole = [100 * sum(one.values()) / steps / bare_s for one in by_rank]
+    yield _mean("phases_cpu_pct", "%", whole, **labels)
+    if labels["window"] == "auto":
+        yield once("window_steps", "steps", first["window"], **labels)
+
+
+def shared(seconds: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with the mean of the bare models for each of them."""
+    bare = [seconds[name] for name in (BARE, CONTROL) if name in seconds]
+    kept = {name: each for name, each in seconds.items() if name not in (BARE, CONTROL)}
+    return {**kept, BARE: sum(bare) / len(bare)}
+
+
+def phases_cpu_s(answer: Mapping[str, Any], *, overlap: bool) -> dict[str, float]:
+    """Of one rank, the processor time of the protection's own calls by phase, in all steps together."""
+    phases: dict[str, float] = dict(answer["phases_cpu_s"])
+    beside = sum(phases.get(name, 0.0) for name in BESIDE) if overlap else 0.0
+    at_ends = sum(phases.values()) - phases.get(CAPTURE, 0.0) - beside
+    watched = answer["watch_cpu_s"] / answer["wall_s"]
+    protected = float(np.asarray(answer["slots"][PROTECTED])[:, 1].mean()) * answer["protected_steps"]
+    return {
+        **phases,
+        "other": max(0.0, answer["ends_cpu_s"] - at_ends),
+        "network": max(0.0, answer["beside_cpu_s"] - beside),
+        "watch": watched * protected,
+    }
+
+
+def _mean(metric: str, unit: str, each: Sequence[float], **labels: Label) -> Row:
+    """The row of the ranks' mean, from the smallest to the largest."""
+    return Row(metric, float(np.mean(each)), unit, min(each), max(each), len(each), labels)

@@ -86,8 +86,8 @@ PASSES = (
 """What ecemb does, in `RowJournal`, `Transport.exchange` and `ParityBlocks`; docs/performance.md says why the
 least is what it is."""
 
-FULL = Scale(steps=15)
-QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, steps=3, timeout_s=280)
+FULL = Scale(pairs=15)
+QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=3, timeout_s=280)
 
 
 def run(arguments: Arguments) -> list[Row]:
@@ -103,9 +103,7 @@ def measure(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
         WrongResult: A span is missing, or parity doesn't fit the rows.
         RankFailed: A rank failed.
     """
-    order, answers = train(
-        scale, engine, code, work, window=1, overlap=False, steps=scale.steps, repeats=1, seed=seed
-    )
+    order, answers = train(scale, engine, code, work, window=1, overlap=False, steps=scale.pairs, seed=seed)
     answers = sorted(answers, key=lambda answer: answer["rank"])
     check(order, answers)
     labels: dict[str, Label] = {

@@ -39,7 +39,7 @@ def work(line: Line, order: Order) -> None:
     timeout = timedelta(seconds=order.timeout_s)
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir, timeout=timeout)
     rank = dist.get_rank()
-    batches = draw(order, rank, WARM_UP + order.warm_up + order.steps)
+    batches = draw(order, rank, 2 * WARM_UP + order.steps)
     torch.manual_seed(order.seed)
     twin = ENGINES[order.engine](order.tables, order.rows, order.dim, order.dense)
     run(Bare(twin), batches[:WARM_UP])

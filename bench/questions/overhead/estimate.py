@@ -1,0 +1,149 @@
+"""What pairs of steps say, with 95 % intervals by resampling the rounds.
+
+A round has one step of each model. Rounds in which a transaction ends, and all others, are resampled apart,
+and weighted as often as each comes in a window: a window's commit counts once a window, however many of its
+other steps were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.workloads.training_rank import BARE, CONTROL, PROTECTED
+
+Floats = NDArray[np.float64]
+
+RESAMPLED = 4000
+PERCENT = 95.0
+CPU, WALL, BESIDE, WATCH = range(4)
+"""What a slot has, see `bench.workloads.pairs.Slots`."""
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float, less: float = 0.0) -> Estimate:
+        """Each number less `less`, times the factor, which is positive."""
+        return Estimate(*((one - less) * factor for one in self))
+
+
+class Strata:
+    """Rounds of two kinds, which are resampled apart.
+
+    Args:
+        commits: Of each round, whether a transaction ended in it.
+        window: Steps of a transaction.
+        seed: Of the resampling.
+    """
+
+    def __init__(self, commits: Sequence[bool], window: int, seed: int = 0) -> None:
+        ended = np.asarray(commits, np.bool_)
+        both = [(np.flatnonzero(ended), 1 / window), (np.flatnonzero(~ended), 1 - 1 / window)]
+        self._parts = [(rounds, weight) for rounds, weight in both if len(rounds)]
+        whole = sum(weight for _, weight in self._parts)
+        self._parts = [(rounds, weight / whole) for rounds, weight in self._parts]
+        rng = np.random.default_rng(seed)
+        self._drawn = [
+            rounds[rng.integers(len(rounds), size=(RESAMPLED, len(rounds)))] for rounds, _ in self._parts
+        ]
+        self.weights: Floats = np.zeros(len(ended))
+        for rounds, weight in self._parts:
+            self.weights[rounds] = weight / len(rounds)
+
+    def mean(self, each: Floats) -> Estimate:
+        """The weighted mean of a number of each round."""
+        return self.ratio(each, np.ones_like(each))
+
+    def ratio(self, over: Floats, under: Floats) -> Estimate:
+        """The ratio of two weighted means, both over the same rounds."""
+        value = float(self.weights @ over) / float(self.weights @ under)
+        weights = [weight for _, weight in self._parts]
+        a, b = (
+            sum(
+                weight * each[rounds].mean(axis=1)
+                for weight, rounds in zip(weights, self._drawn, strict=True)
+            )
+            for each in (over, under)
+        )
+        tail = (100 - PERCENT) / 2
+        low, high = np.percentile(np.asarray(a) / np.asarray(b), [tail, 100 - tail])
+        return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def cpu_s(answers: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
+    """Of each model, the processor time of all ranks in each round, in seconds.
+
+    What the protection's threads did while another model trained counts for the commit that it belongs to.
+    """
+    found: dict[str, Floats] = {}
+    for name in answers[0]["slots"]:
+        total = np.zeros(len(answers[0]["commits"]))
+        for answer in answers:
+            slots = np.asarray(answer["slots"][name])
+            total += slots[:, CPU] - slots[:, BESIDE]
+            if name == PROTECTED:
+                total[np.flatnonzero(answer["commits"])] += answer["cycles"]
+            else:
+                total -= slots[:, WATCH]
+        found[name] = total
+    return found
+
+
+def wall_s(answers: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
+    """Of each model, the wall time of the slowest rank in each round, in seconds."""
+    return {
+        name: np.max([np.asarray(answer["slots"][name])[:, WALL] for answer in answers], axis=0)
+        for name in answers[0]["slots"]
+    }
+
+
+def overheads(seconds: Mapping[str, Floats], strata: Strata) -> dict[str, Estimate]:
+    """Of each model but the bare ones, what its steps take beyond those of both bare ones, in %.
+
+    For the control: what the steps of one bare model take beyond those of the other.
+    """
+    bare = [seconds[name] for name in (BARE, CONTROL) if name in seconds]
+    found = {
+        name: strata.ratio(each, sum(bare) / len(bare))
+        for name, each in seconds.items()
+        if name not in (BARE, CONTROL)
+    }
+    if CONTROL in seconds:
+        found[CONTROL] = strata.ratio(seconds[CONTROL], seconds[BARE])
+    return {name: ratio.times(100, less=1) for name, ratio in found.items()}
+
+
+def p99_over_median(seconds: Mapping[str, Floats], strata: Strata, *, beside: bool) -> dict[str, float]:
+    """Of the protected and of the bare models, the 99th percentile of a step's wall time over the median.
+
+    Args:
+        seconds: Wall times of all models, by round.
+        strata: Of the rounds.
+        beside: Whether the protection works beside the steps that follow, whichever model's they are: all
+            models' steps then count for the protected one, each over its own model's median.
+    """
+    own = {name: each / quantile(each, strata.weights, 0.5) for name, each in seconds.items()}
+    bare = [own[name] for name in (BARE, CONTROL) if name in own]
+    chosen = {BARE: bare}
+    if PROTECTED in own:
+        chosen[PROTECTED] = [*own.values()] if beside else [own[PROTECTED]]
+    found: dict[str, float] = {}
+    for name, parts in chosen.items():
+        each, weights = np.concatenate(parts), np.tile(strata.weights, len(parts))
+        found[name] = quantile(each, weights, 0.99) / quantile(each, weights, 0.5)
+    return found
+
+
+def quantile(each: Floats, weights: Floats, part: float) -> float:
+    """The smallest of the numbers that this part of the weight doesn't exceed."""
+    ascending = np.argsort(each, kind="stable")
+    reached = np.cumsum(weights[ascending])
+    return float(each[ascending[min(int(np.searchsorted(reached, part * reached[-1])), len(each) - 1)]])
