@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bench import suite
 
 QUESTIONS = {
+    "agreement": "what it costs the ranks to agree on a transaction, with 4 to 64 of them (--setting)",
     "check_n_run": "what Check-N-Run's checkpoints write, keep, stall and lose, beside the paper's",
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
@@ -53,6 +54,7 @@ OF_ENGINES = {
 """Questions that are asked of one engine of tables, and which; the first is the default."""
 
 OF_SETTINGS = {
+    "agreement": ("4", "8", "16", "32", "64"),
     "gpu": ("kernels", "step", "recovery"),
     "overhead": ("dlrm", "sparse-heavy"),
     "recovery": ("sparse", "torchrec"),
@@ -74,7 +76,7 @@ OF_PAIRS = ("overhead",)
 
 LEAST_PAIRS = 2
 
-ON_ALL_ENGINES = ("compare",)
+ON_ALL_ENGINES = ("compare", "overhead")
 """Questions that `all` asks of every engine, each answer in a file of its own."""
 QUICK = ("compare", "kernels", "simulate")
 """Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""

@@ -15,7 +15,7 @@ from bench import suite
 
 def test_what_is_asked() -> None:
     every = command.asked(quick=False)
-    assert [one.name for one in every[1:4]] == ["compare", "compare-torchrec", "cpr"]
+    assert [one.name for one in every[2:5]] == ["compare", "compare-torchrec", "cpr"]
     assert {one.words[0] for one in every} == set(command.QUESTIONS) - {"gpu"}
     assert tuple(one.name for one in command.asked(quick=True)) == command.QUICK
 

@@ -181,7 +181,7 @@ def fitting(scale: Scale, group: Group) -> Scale:
 
 def image_over_step(rows: Sequence[Row], **more: int) -> Row:
     """What bringing images up to date takes of a protected step, both as means."""
-    (image,) = (row for row in rows if row.labels.get("phase") == "image")
+    (image,) = (row for row in rows if row.metric == "step_phase_ms" and row.labels["phase"] == "image")
     (step,) = (row for row in rows if row.metric == "step_wall_ms" and row.labels["method"] == PROTECTED)
     labels = {name: value for name, value in step.labels.items() if name != "method"}
     return once("image_over_step", "ratio", image.value / step.value, **labels, **more)

@@ -69,13 +69,20 @@ class Sent:
     Attributes:
         sizes: Peer -> the bytes of each message to it.
         unknown: Names of collectives that were called and are not counted.
+        phase: Says in which phase of the protection the process is.
+        by_phase: phase -> the messages with anything in them, and their bytes.
     """
 
     sizes: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     unknown: set[str] = field(default_factory=set[str])
+    phase: Callable[[], str] = str
+    by_phase: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def add(self, peer: int, size: int) -> None:
         self.sizes.setdefault(peer, []).append(size)
+        if size:
+            messages, total = self.by_phase.get(phase := self.phase(), (0, 0))
+            self.by_phase[phase] = messages + 1, total + size
 
     def told(self, kind: str) -> dict[str, int]:
         """Of messages of a kind: how many, to how many peers, and their bytes."""

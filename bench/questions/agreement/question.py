@@ -1,0 +1,181 @@
+"""What does it cost the ranks to agree on a transaction, by their number?
+
+Real ranks, one process each, forked from one server that has imported everything, train windows of two steps
+with the code (4, 3) on tiny tables. ecemb's calls of torch.distributed are counted in the processes
+themselves.
+
+- `agreement_messages_per_transaction`: messages that a rank sends for protection in one transaction: what the
+  ranks say to one another, and the sizes and the deltas for the n - 1 ranks that keep a rank's parity.
+- `agreement_messages_inside`: messages of a step that doesn't end a transaction.
+- `agreement_bytes_per_transaction`: the same messages by `phase`; those of `exchange` are the deltas, which
+  grow with the rows that change, not with the ranks.
+- `agreement_cpu_ms`: processor time of a rank in one transaction in the phases that speak to other ranks, and
+  in the threads that send and receive for them, by their own clocks. Waiting costs nothing there, so
+  that ranks that share cores pay no more than others. Low and high are over the ranks.
+- `agreement_cpu_fixed_ms`, `agreement_cpu_us_per_message`: the straight line through these, by messages.
+- `agreement_messages_modelled`, `agreement_cpu_modelled_ms`: of more ranks than were run: a line through the
+  messages by `law`, whichever fits the ranks that were run exactly, and the time of as many messages by
+  the line above. `log2`: a number for each doubling of the ranks. `linear`: a number for each rank.
+- `agreement_cpu_over`: processor time with 64 ranks over that with 16.
+
+Parity has to fit all rows afterwards, and all messages have to be counted.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bench.harness.ranks import Ranks
+from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, summary
+from bench.questions.agreement.rank import Order, work
+from ecemb.coding.code import Code
+
+CODE = Code(4, 3)
+MODELLED_RANKS = (256, 1024, 4096)
+COMPARED = (64, 16)
+LAWS: dict[str, Callable[[int], float]] = {
+    "log2": lambda ranks: math.ceil(math.log2(ranks)),
+    "linear": lambda ranks: ranks - 1,
+}
+"""Name -> what the number of messages grows with."""
+_EXACT = 1e-6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        ranks: How many there are, ascending.
+        rows: Of the table on each.
+        batch: Samples a rank takes in a step.
+        transactions: That are measured.
+        arena_dir: Where arenas lie.
+        timeout_s: Of every wait.
+    """
+
+    ranks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    rows: int = 200
+    batch: int = 50
+    transactions: int = 20
+    arena_dir: str = "/dev/shm"
+    timeout_s: float = 1200.0
+
+
+FULL = Scale()
+QUICK = Scale(ranks=(4, 5, 8), transactions=3, timeout_s=280.0)
+
+
+def run(arguments: Arguments) -> list[Row]:
+    """Answers the question; the metrics are in the module's docstring."""
+    scale = QUICK if arguments.quick else FULL
+    if arguments.setting:
+        scale = replace(scale, ranks=(int(arguments.setting),))
+    counts = {ranks: count(scale, ranks, arguments.seed) for ranks in scale.ranks}
+    rows = [row for ranks, answers in counts.items() for row in counted(answers, ranks)]
+    return by_metric([*rows, *modelled(rows)])
+
+
+def count(scale: Scale, ranks: int, seed: int) -> list[dict[str, Any]]:
+    """Trains on this number of ranks.
+
+    Returns:
+        The report of each rank, in their order.
+
+    Raises:
+        WrongResult: Messages were not counted, or parity doesn't fit.
+        RankFailed: A rank failed.
+    """
+    order = Order(
+        job=f"bench-agreement-{secrets.token_hex(4)}",
+        arena_dir=scale.arena_dir,
+        n=CODE.n,
+        k=CODE.k,
+        rows=scale.rows,
+        batch=scale.batch,
+        transactions=scale.transactions,
+        seed=seed,
+        timeout_s=scale.timeout_s,
+    )
+    with order.leaving_nothing(), Ranks(ranks, work, order, deadline_s=order.timeout_s) as running:
+        answers = sorted(running.answers(), key=lambda answer: answer["rank"])
+        running.finished()
+    check(answers)
+    return answers
+
+
+def check(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Looks for what has to be there.
+
+    Raises:
+        WrongResult: It isn't.
+    """
+    for rank, answer in enumerate(answers):
+        if answer["unknown"]:
+            raise WrongResult(f"rank {rank} called {answer['unknown']}, whose messages are not counted")
+        if answer["wrong_words"]:
+            raise WrongResult(f"rank {rank}: {answer['wrong_words']} words of parity don't fit the rows")
+        if not all(messages_of(step) for step in answer["ends"]):
+            raise WrongResult(f"rank {rank} committed without a message")
+
+
+def messages_of(step: Mapping[str, Sequence[int]]) -> int:
+    """All messages of a step."""
+    return sum(messages for messages, _ in step.values())
+
+
+def counted(answers: Sequence[Mapping[str, Any]], ranks: int) -> Iterator[Row]:
+    """Returns what was counted on this number of ranks."""
+    transactions = len(answers[0]["ends"])
+    for metric, steps in (
+        ("agreement_messages_per_transaction", "ends"),
+        ("agreement_messages_inside", "inside"),
+    ):
+        each = [messages_of(step) for answer in answers for step in answer[steps]]
+        yield summary(metric, "messages", each, ranks=ranks)
+    for phase in dict.fromkeys(phase for answer in answers for step in answer["ends"] for phase in step):
+        each = [
+            sum(step.get(phase, (0, 0))[1] for step in answer["ends"]) / transactions for answer in answers
+        ]
+        yield summary("agreement_bytes_per_transaction", "bytes", each, ranks=ranks, phase=phase)
+    cpu = [1000 * sum(answer["cpu_s"].values()) / transactions for answer in answers]
+    yield Row(
+        "agreement_cpu_ms", sum(cpu) / len(cpu), "ms", min(cpu), max(cpu), transactions, {"ranks": ranks}
+    )
+
+
+def modelled(rows: Sequence[Row]) -> Iterator[Row]:
+    """Returns lines through what was counted, and what they say of more ranks."""
+    messages = of(rows, "agreement_messages_per_transaction")
+    cpu = of(rows, "agreement_cpu_ms")
+    if all(ranks in cpu for ranks in COMPARED):
+        many, few = COMPARED
+        yield once("agreement_cpu_over", "ratio", cpu[many] / cpu[few], ranks=many, than=few)
+    if len(cpu) < len(LAWS) + 1:
+        return
+    per_message, fixed = np.polyfit([messages[ranks] for ranks in cpu], [*cpu.values()], 1)
+    yield once("agreement_cpu_fixed_ms", "ms", float(fixed))
+    yield once("agreement_cpu_us_per_message", "us", 1000 * float(per_message))
+    for law, grows in LAWS.items():
+        of_ranks = np.array([grows(ranks) for ranks in messages])
+        slope, least = np.polyfit(of_ranks, [*messages.values()], 1)
+        off = np.abs(least + slope * of_ranks - [*messages.values()]).max()
+        if off > _EXACT * max(messages.values()):
+            continue
+        for ranks in MODELLED_RANKS:
+            many = float(least + slope * grows(ranks))
+            yield once("agreement_messages_modelled", "messages", many, ranks=ranks, law=law)
+            spent = float(fixed + per_message * many)
+            yield once("agreement_cpu_modelled_ms", "ms", spent, ranks=ranks, law=law)
+        return
+
+
+def of(rows: Sequence[Row], metric: str) -> dict[int, float]:
+    """A metric's values by number of ranks."""
+    return {int(row.labels["ranks"]): row.value for row in rows if row.metric == metric}
