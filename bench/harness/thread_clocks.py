@@ -1,4 +1,4 @@
-"""Processor time of single threads of this process, whoever runs them: Python, torch, or gloo.
+"""Processor time of single threads of this process, whether Python, torch or gloo has made them.
 
 Linux alone: a thread's clock is named after its number.
 """

@@ -31,7 +31,7 @@ In a window of more steps than are measured, *quiet* steps stand for the others:
 a batch would change, and train nothing. The last step of a window, which commits, is always measured, and
 counts once a window, as often as it comes. With `overlap` "next step" the guard commits beside the steps
 that follow, whichever model's they are. Its threads' clocks say how much of a step's processor time that was:
-it counts for the protected model. Wall time can't be told apart like that: `step_p99_over_median` then takes
+it counts for the protected model. Wall time can't be divided like that: `step_p99_over_median` then takes
 the steps of all models, and `overhead_wall_pct` counts what the training's own thread does.
 
 `torchrec`: DistributedModelParallel, tables sharded by rows, row-wise Adagrad. `sparse`: ecemb.nn's tables,
