@@ -54,7 +54,7 @@ def fill(text: str, documents: Documents) -> str:
         opening, kind, question, metrics, closing = match.groups()
         found = of(documents, question)
         if not found:
-            content = f"Not measured yet: `python -m bench {question} --json bench/results/{question}.json`."
+            content = f"Not measured yet: `python -m bench {question}`."
         elif kind == "picture":
             content = f"![One step of one rank]({PICTURE})"
         elif kind in ("methods", "choices"):
@@ -73,8 +73,12 @@ def of(documents: Documents, question: str) -> list[Mapping[str, Any]]:
 
 
 def figures(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """Returns the tables of some metrics of one document, and under them what all rows have in common."""
-    chosen = rows_of(document, metrics)
+    """Returns the tables of some metrics of one document, and under them what all rows have in common.
+
+    Metrics that the document lacks are named: the question has learned them since it was answered.
+    """
+    lacking = missing(document, metrics)
+    chosen = rows_of(document, [one for one in metrics if one not in lacking] or metrics)
     fixed = {
         name: value
         for name, value in chosen[0].items()
@@ -82,7 +86,8 @@ def figures(document: Mapping[str, Any], metrics: Sequence[str]) -> str:
     }
     varying = [{name: value for name, value in row.items() if name not in fixed} for row in chosen]
     said = ", ".join(f"{name} {tables.labelled(name, value)}" for name, value in fixed.items())
-    origin = " ".join(filter(None, [said and f"All with {said}.", tables.origin(document)]))
+    without = f"Not in this answer: {', '.join(f'`{one}`' for one in lacking)}." if lacking else ""
+    origin = " ".join(filter(None, [said and f"All with {said}.", without, tables.origin(document)]))
     return "\n\n".join([*tables.metrics(varying), origin])
 
 
@@ -97,7 +102,12 @@ def rows_of(document: Mapping[str, Any], metrics: Sequence[str]) -> list[Mapping
     Raises:
         BadResult: There are none of one of them.
     """
-    missing = set(metrics) - {row["metric"] for row in document["rows"]}
-    if missing:
-        raise BadResult(f"the answer to {document['question']} has no {sorted(missing)}: ask it again")
+    if lacking := missing(document, metrics):
+        raise BadResult(f"the answer to {document['question']} has no {sorted(lacking)}: ask it again")
     return [row for row in document["rows"] if row["metric"] in metrics]
+
+
+def missing(document: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
+    """Those of some metrics that a document lacks."""
+    found = {row["metric"] for row in document["rows"]}
+    return [metric for metric in metrics if metric not in found]

@@ -21,6 +21,8 @@ ENGINES = ("sparse", "torchrec")
 OURS, FILES, SNAPSHOTS, CONTROL = "ecemb (4, 3)", "full files", "snapshots x2", "nothing"
 WHOLE, FEW_BITS = "check-n-run full", "check-n-run intermittent 4 bit"
 NOT_MEASURED = "not measured"
+UNKNOWN = "cannot tell"
+"""On one engine."""
 
 
 class Unknown(Exception):
@@ -57,21 +59,28 @@ def value(rows: Sequence[Mapping[str, Any]], metric: str, key: str = "value", **
 
 
 def on_engines(said: Callable[[Find], str]) -> Callable[[Documents], str]:
-    """Says something of the head to head, for each engine that was measured."""
+    """Says something of the head to head, for each engine that was measured.
+
+    What is unknown on one engine doesn't hide another's figure.
+    """
 
     def here(documents: Documents) -> str:
         rows = of(documents, "compare")
         measured = {row["engine"] for row in rows}
 
-        def on(engine: str) -> str:
+        def on(engine: str) -> str | None:
             def find(metric: str, method: str, key: str = "value") -> float:
                 return value(rows, metric, key, method=method, engine=engine)
 
-            return said(find)
+            try:
+                return said(find)
+            except Unknown:
+                return None
 
-        if not measured:
+        found = [on(engine) for engine in ENGINES if engine in measured]
+        if not any(found):
             raise Unknown("compare")
-        return " / ".join(on(engine) for engine in ENGINES if engine in measured)
+        return " / ".join(one or UNKNOWN for one in found)
 
     return here
 

@@ -206,13 +206,54 @@ def most(rows: Sequence[Row], metric: str, **labels: Any) -> tuple[float, float]
 
 
 def of_overhead(documents: Documents) -> str:
-    labels = {"code": "(4, 3)", "window": 1, "overlap": "none", "method": "protected"}
-    said = [
-        f"{row['value']:.2g} % ({row['setting'].partition(':')[0]}, {row['engine']})"
+    """Of each engine and setting: by commits in each step and, where it was measured, by "auto"."""
+    rows = [
+        row
         for row in of(documents, "overhead")
-        if row["metric"] == OVERHEAD and all(row.get(name) == label for name, label in labels.items())
+        if row["metric"] == "overhead_cpu_pct" and row["code"] == "(4, 3)" and row["method"] == "protected"
     ]
-    return f"a step with (4, 3) takes longer by {', '.join(said)}" if said else ""
+
+    def shown(row: Row) -> str:
+        return f"{row['value']:.2g} % ({row['low']:.2g} to {row['high']:.2g})"
+
+    said: list[str] = []
+    for row in rows:
+        if (row["window"], row["overlap"]) != (1, "none"):
+            continue
+        autos = [
+            f", window auto {shown(other)}"
+            for other in rows
+            if (other["window"], other["engine"], other["setting"]) == ("auto", row["engine"], row["setting"])
+        ]
+        place = f"{row['setting'].partition(':')[0]}, {row['engine']}"
+        said.append(f"{shown(row)}{''.join(autos[:1])} ({place})")
+    return f"a step with (4, 3) takes more processor time by {'; '.join(said)}" if said else ""
+
+
+def of_agreement(documents: Documents) -> str:
+    rows = of(documents, "agreement")
+    messages, cpu = (
+        {row["ranks"]: row["value"] for row in rows if row["metric"] == metric}
+        for metric in ("agreement_messages_per_transaction", "agreement_cpu_ms")
+    )
+    if not messages or not cpu:
+        raise Unknown("agreement_cpu_ms")
+    few, many = min(messages), max(messages)
+    return (
+        f"a rank sends {messages[few]:.0f} messages a transaction with {few} ranks and "
+        f"{messages[many]:.0f} with {many}, and takes {cpu[few]:.2g} and {cpu[many]:.2g} ms of processor time"
+    )
+
+
+def of_start(documents: Documents) -> str:
+    rows = of(documents, "start")
+    many = most([row | {"value": row["ranks"]} for row in rows], "restart_s")[1]
+    restart = value(rows, "restart_s", ranks=many)
+    stored = most(rows, "store_value_bytes_max", ranks=2048)[1]
+    return (
+        f"{many:.0f} ranks restart in {restart:.1f} s; with 2,048 ranks no value in the store exceeds "
+        f"{stored / 1024:.0f} KiB"
+    )
 
 
 def of_memory(documents: Documents) -> str:
@@ -332,6 +373,8 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "simulate": of_simulate,
     "quality": of_quality,
     "scaling": of_scaling,
+    "agreement": of_agreement,
+    "start": of_start,
     "profile": of_profile,
     "kernels": of_kernels,
     "cpr": of_cpr,

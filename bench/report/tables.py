@@ -46,6 +46,14 @@ SHEETS = {
 }
 """Questions of which several metrics share a table, a column each, and which those are."""
 
+BEFORE: dict[str, tuple[str, str]] = {
+    "overhead": (
+        "phases_cpu_pct",
+        "This answer is older than the comparison by pairs: brackets span its rounds, and it has no control.",
+    ),
+}
+"""Question -> a metric that its older answers lack, and what to say of them."""
+
 _KEYS = ("question", "commit", "machine", "versions", "seed", "rows")
 _MIB = 1 << 20
 _SHORT_HASH = 12
@@ -101,8 +109,10 @@ def origin(document: Mapping[str, Any]) -> str:
         if "command" in document
         else ""
     )
+    metric, lacking = BEFORE.get(document["question"], ("", ""))
+    before = f"{lacking} " if lacking and all(row["metric"] != metric for row in document["rows"]) else ""
     return (
-        f"{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
+        f"{before}{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}"
         f"{', ' + machine['gpu'] if 'gpu' in machine else ''}; {packages}; "
         f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}.{old(document)}"

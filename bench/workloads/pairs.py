@@ -30,6 +30,7 @@ import torch.distributed as dist
 import ecemb
 from baselines.live_copies import joined
 from bench.harness.devices import begin, settle
+from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
 from bench.harness.thread_clocks import ThreadClocks, threads
 from bench.workloads.models import ENGINES, Batch, Twin
@@ -69,19 +70,8 @@ class Clocked(Protected):
 
     def __init__(self, twin: Twin, guard: ecemb.Guard) -> None:
         super().__init__(twin, guard)
-        self.phases_s: dict[str, float] = {}
+        self.phases_s = PhaseClocks(guard).spent_s
         self.ends_s = 0.0
-        transactions = guard._transactions
-        phase = transactions.phase
-
-        @contextmanager
-        def clocked(name: str) -> Generator[None]:
-            began = time.thread_time()
-            with phase(name):
-                yield
-            self.phases_s[name] = self.phases_s.get(name, 0.0) + time.thread_time() - began
-
-        setattr(transactions, "phase", clocked)  # noqa: B010 - of this object alone
 
     def train(self, batch: Batch) -> None:
         """One step, as a transaction."""

@@ -55,6 +55,15 @@ def test_lines_say_ours_and_why() -> None:
     assert here.count(headlines.NOT_MEASURED) == len(lines) - 6
 
 
+def test_what_is_unknown_on_one_engine_does_not_hide_the_others_figure() -> None:
+    without = compared("torchrec", -1)  # full checkpoints cost less than nothing there
+    here = [line[2] for line in headlines.lines([without, compared("sparse")])]
+    read = "(nothing against itself: 1 %, -5 to 2 %"
+    assert here[1] == f"75 % {read}) / {headlines.UNKNOWN}"
+    here = [line[2] for line in headlines.lines([without])]
+    assert here[1] == headlines.NOT_MEASURED
+
+
 def test_where_nothing_was_measured_there_is_no_table() -> None:
     assert headlines.lines([]) == []
     with pytest.raises(headlines.Unknown, match="overhead_wall_pct"):

@@ -71,8 +71,12 @@ def test_what_is_not_measured_yet_is_said() -> None:
 
 def test_results_without_what_the_page_shows() -> None:
     page = "<!-- table: compare recovery_s pays -->\n<!-- end -->\n"
-    with pytest.raises(tables.BadResult, match=r"answer to compare has no \['recovery_s'\]: ask it again"):
-        figures.fill(page, [COSTS])
+    filled = figures.fill(page, [COSTS])
+    assert "**`pays`**" in filled and "Not in this answer: `recovery_s`. Measured on" in filled
+    page = "<!-- {} compare recovery_s -->\n<!-- end -->\n"
+    for kind in ("table:", "sheet:"):
+        with pytest.raises(tables.BadResult, match=r"to compare has no \['recovery_s'\]: ask it again"):
+            figures.fill(page.format(kind), [COSTS])
 
 
 def test_the_picture_is_written_beside_the_page(tmp_path: Path) -> None:

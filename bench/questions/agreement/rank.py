@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +11,7 @@ import torch.distributed as dist
 
 import ecemb
 from bench.harness.guarded_job import GuardedJob
+from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
 from bench.harness.thread_clocks import ThreadClocks, threads
 from bench.questions.scaling.rank import Model, counting
@@ -38,33 +36,6 @@ class Order(GuardedJob):
     rows: int
     batch: int
     transactions: int
-
-
-@dataclass
-class Phases:
-    """Processor time of the thread by phase, and the phase that runs now."""
-
-    spent_s: dict[str, float]
-    now: str = ""
-
-
-def phases_of(guard: ecemb.Guard) -> Phases:
-    """Clocks a guard's phases from now on."""
-    transactions = guard._transactions
-    phase, found = transactions.phase, Phases({})
-
-    @contextmanager
-    def clocked(name: str) -> Generator[None]:
-        began, found.now = time.thread_time(), name
-        try:
-            with phase(name):
-                yield
-        finally:
-            found.spent_s[name] = found.spent_s.get(name, 0.0) + time.thread_time() - began
-            found.now = ""
-
-    setattr(transactions, "phase", clocked)  # noqa: B010 - of this object alone
-    return found
 
 
 def work(line: Line, order: Order) -> None:
@@ -105,7 +76,7 @@ def work(line: Line, order: Order) -> None:
             found.append(sent.by_phase)
         return found
 
-    phases = phases_of(guard)
+    phases = PhaseClocks(guard)
     with counting() as sent:
         sent.phase = lambda: phases.now
         train(WINDOW)  # the first transaction compares more than others do, and connects

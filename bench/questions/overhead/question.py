@@ -25,7 +25,7 @@ step on the same batch, in random order, so that other load on the machine meets
 `replication` is the rival: each rank copies its changed rows to the memory of n - k other ranks, which hold
 a replica of all its tables (n - k times their memory; parity takes (n - k)/k times). It survives the loss
 of as many ranks, but has no transaction, so that replicas may be of different steps, and keeps neither dense
-parameters nor generators. It is compared with two bare models of its own.
+parameters nor generators. It is compared with two bare models of its own, "beside replication".
 
 In a window of more steps than are measured, *quiet* steps stand for the others: they declare the rows that
 a batch would change, and train nothing. The last step of a window, which commits, is always measured, and
@@ -320,17 +320,21 @@ def rows_of(
     strata = Strata(first["commits"], first["window"])
     pairs, steps = len(first["commits"]), first["protected_steps"]
     cpu, wall = cpu_s(answers), wall_s(answers)
+    beside = f" beside {REPLICATION}" if REPLICATION in cpu else ""
+
+    def named(method: str) -> str:
+        return f"{method}{beside}" if method in (BARE, CONTROL) else method
 
     def row(metric: str, unit: str, found: Estimate, **more: Label) -> Row:
         return Row(metric, found.value, unit, found.low, found.high, pairs, {**labels, **more})
 
     for metric, seconds in (("cpu", cpu), ("wall", wall)):
         for method, found in overheads(seconds, strata).items():
-            yield row(f"overhead_{metric}_pct", "%", found, method=method)
+            yield row(f"overhead_{metric}_pct", "%", found, method=named(method))
         for method, each in shared(seconds).items():
-            yield row(f"step_{metric}_ms", "ms", strata.mean(each).times(1000), method=method)
+            yield row(f"step_{metric}_ms", "ms", strata.mean(each).times(1000), method=named(method))
     for method, value in p99_over_median(wall, strata, beside=overlap).items():
-        yield once("step_p99_over_median", "ratio", value, **labels, method=method)
+        yield once("step_p99_over_median", "ratio", value, **labels, method=named(method))
     for metric, name, unit in (
         ("bytes_sent_per_step", "sent_bytes", "bytes"),
         ("touched_rows_per_step", "touched_rows", "rows"),

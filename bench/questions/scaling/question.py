@@ -4,10 +4,10 @@ Counted on real ranks, of which each has a table of the same size and takes a ba
 with the code (4, 3). ecemb's calls of torch.distributed are counted in the processes themselves:
 
 - `messages_per_step`, `peers_per_step`, `sent_bytes_per_step`: messages that a rank sends for protection in
-  one step, the ranks that it sends to, and the bytes. `deltas` are messages of more than 64 bytes.
-  `agreement` are the shorter ones: they announce sizes, report aborts and failures, and vote. They go through
-  all ranks, so a rank that returns knows that all ranks have prepared. Their number grows with the number of
-  ranks, a few dozen bytes each. `empty` are the parts of a collective without anything to send.
+  one step, the ranks that it sends to, and the bytes. `deltas` are messages of more than 64 bytes in the
+  phase of the exchange. `agreement` are the others: they announce sizes, report aborts and failures, and
+  vote. A rank that returns knows that all ranks have prepared. What they cost by the number of ranks is a
+  question of its own, `agreement`. `empty` are the parts of a collective without anything to send.
 - `touched_rows_per_step`: rows of a rank that change in a step.
 - `sent_over_touched`: bytes of deltas over the bytes of those rows.
 - `memory_over_tables`: what a rank's arena holds, by part, over the bytes of its tables. `step` is what
@@ -18,7 +18,6 @@ By the placement's arithmetic, for each rank of up to 4096:
 - `delta_peers`: ranks that one sends deltas to.
 - `parity_over_rows`: parity that it keeps, over its rows, when all ranks have as many.
 - `rebuild_peers`: ranks that may be asked for blocks when its memory is lost.
-- `agreement_messages`: those of a step, if each is sent to all others as often as was counted.
 
 Low and high are over the ranks. Counted and computed peers have to be the same, parity has to fit all rows.
 """
@@ -31,8 +30,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.harness.ranks import Ranks
-from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
-from bench.questions.scaling.rank import AGREEMENT, DELTAS, KINDS, RECORD_BYTES, Order, work
+from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, summary
+from bench.questions.scaling.rank import DELTAS, KINDS, RECORD_BYTES, Order, work
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 
@@ -78,15 +77,12 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale = QUICK if arguments.quick else FULL
     counts = {ranks: count(scale, ranks, arguments.seed) for ranks in scale.ranks}
-    rounds = rounds_of(counts, scale.steps)
     rows = [
         row for ranks, answers in counts.items() for row in counted(answers, scale.steps, {"ranks": ranks})
     ]
     for code in CODES:
         for ranks in (ranks for ranks in COMPUTED_RANKS if ranks >= code.n):
             rows += computed(code, ranks)
-    for ranks in COMPUTED_RANKS:
-        rows.append(once("agreement_messages", "messages", rounds * (ranks - 1), ranks=ranks))
     return by_metric(rows)
 
 
@@ -151,22 +147,6 @@ def sources(placement: Placement, rank: int) -> list[int]:
     """The ranks that hold other blocks of the stripes that a rank has a part in."""
     classes = placement.erasures([rank])
     return sorted({member for c in classes for member in placement.members(c)} - {rank})
-
-
-def rounds_of(counts: Mapping[int, Sequence[Mapping[str, Any]]], steps: int) -> float:
-    """How many messages of the agreement a rank sends to each other one in a step.
-
-    Raises:
-        WrongResult: That depends on the number of ranks.
-    """
-    found = {
-        ranks: {answer["sent"][AGREEMENT]["messages"] / steps / (ranks - 1) for answer in answers}
-        for ranks, answers in counts.items()
-    }
-    each = set().union(*found.values())
-    if len(each) > 1:
-        raise WrongResult(f"a rank sends another one no fixed number of messages of the agreement: {found}")
-    return each.pop()
 
 
 def counted(answers: Sequence[Mapping[str, Any]], steps: int, labels: Mapping[str, Label]) -> list[Row]:

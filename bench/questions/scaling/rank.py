@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 import ecemb
 from bench.harness.guarded_job import GuardedJob
+from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
 
 DIM = 32
 RECORD_BYTES = 2 * 4 * DIM
 """Of one row: its weights and Adagrad's sums, float32."""
 MARK_BYTES = 64
-"""A message of at most this many bytes says how things stand; a longer one carries deltas."""
+"""A message of at most this many bytes says how things stand; a longer one may carry deltas."""
+CARRIES = "exchange"
+"""The phase of a commit in which deltas are sent."""
 KINDS = DELTAS, AGREEMENT, EMPTY = "deltas", "agreement", "empty"
 OTHERS = (
     "all_gather",
@@ -68,26 +71,31 @@ class Sent:
 
     Attributes:
         sizes: Peer -> the bytes of each message to it.
+        kinds: Peer -> what each of them is.
         unknown: Names of collectives that were called and are not counted.
         phase: Says in which phase of the protection the process is.
         by_phase: phase -> the messages with anything in them, and their bytes.
     """
 
     sizes: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    kinds: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     unknown: set[str] = field(default_factory=set[str])
     phase: Callable[[], str] = str
     by_phase: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def add(self, peer: int, size: int) -> None:
+        phase = self.phase()
         self.sizes.setdefault(peer, []).append(size)
+        self.kinds.setdefault(peer, []).append(kind_of(size, phase))
         if size:
-            messages, total = self.by_phase.get(phase := self.phase(), (0, 0))
+            messages, total = self.by_phase.get(phase, (0, 0))
             self.by_phase[phase] = messages + 1, total + size
 
     def told(self, kind: str) -> dict[str, int]:
         """Of messages of a kind: how many, to how many peers, and their bytes."""
         chosen = {
-            peer: [size for size in sizes if kind_of(size) == kind] for peer, sizes in self.sizes.items()
+            peer: [size for size, one in zip(sizes, self.kinds[peer], strict=True) if one == kind]
+            for peer, sizes in self.sizes.items()
         }
         return {
             "messages": sum(map(len, chosen.values())),
@@ -96,9 +104,9 @@ class Sent:
         }
 
 
-def kind_of(size: int) -> str:
-    """What a message of this size is: deltas, of the agreement, or an empty part of a collective."""
-    return DELTAS if size > MARK_BYTES else AGREEMENT if size else EMPTY
+def kind_of(size: int, phase: str) -> str:
+    """What a message of this size in this phase is: deltas, agreement, or an empty part of a collective."""
+    return DELTAS if size > MARK_BYTES and phase == CARRIES else AGREEMENT if size else EMPTY
 
 
 @contextmanager
@@ -200,7 +208,9 @@ def work(line: Line, order: Order) -> None:
 
     train(1)  # the first step compares more than others do
     before = guard.stats()
+    phases = PhaseClocks(guard)
     with counting() as sent:
+        sent.phase = lambda: phases.now
         train(order.steps)
     stats = guard.stats()
     report = guard.scrub()
@@ -209,7 +219,7 @@ def work(line: Line, order: Order) -> None:
             "rank": rank,
             "sent": {kind: sent.told(kind) for kind in KINDS},
             "unknown": sorted(sent.unknown),
-            "peers": sorted(peer for peer, sizes in sent.sizes.items() if kind_of(max(sizes)) == DELTAS),
+            "peers": sorted(peer for peer, kinds in sent.kinds.items() if DELTAS in kinds),
             "sent_bytes": stats["sent_bytes"] - before["sent_bytes"],
             "touched_rows": stats["captured_rows"] - before["captured_rows"],
             "bytes": stats["bytes"],

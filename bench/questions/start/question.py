@@ -36,7 +36,7 @@ from ecemb.group.assignment import Report, Roster, Worker
 
 CODE = Code(4, 3)
 PER_HOST = 8
-SIMULATED_RANKS = (64, 512, 2048, 8192)
+SIMULATED_RANKS = (64, 512, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
