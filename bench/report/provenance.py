@@ -30,6 +30,7 @@ _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 
 CODE: Mapping[str, tuple[str, ...]] = {
+    "agreement": ("bench/questions/agreement", "bench/questions/scaling/rank.py", *_STEP),
     "check_n_run": ("bench/questions/check_n_run", "baselines/check_n_run"),
     "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
     "cpr": ("bench/questions/cpr", "baselines/cpr"),
@@ -39,7 +40,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
     "memory": ("bench/questions/memory", *_STEP),
-    "overhead": ("bench/questions/overhead", *_STEP),
+    "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
     "profile": ("bench/questions/profile", *_STEP),
     "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
