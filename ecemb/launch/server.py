@@ -74,6 +74,7 @@ class Server:
         if config["module"] is not None:
             self._script = preload.script_of(config["module"], config["folder"])
         self._names: list[str] = []
+        self._torch_seed: int | None = None
         self._script_changed: int | None = None
         self._files: dict[str, int] = {}
         self._installed: list[object] = []
@@ -105,6 +106,8 @@ class Server:
                 preload.load(name)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise any error
                 self._say(f"{name} can't be imported ahead: {type(error).__name__}: {_line(error)}")
+            if self._torch_seed is None and "torch" in sys.modules:
+                self._torch_seed = sys.modules["torch"].initial_seed()
             reason = preload.residue(children)
             if reason is None and preload.Watched.read:
                 read = ", ".join(sorted(preload.Watched.read))
@@ -310,7 +313,7 @@ class Server:
             self._listener.close()
             for descriptor in (FOLDER, self._wake, self._woken, *self._launchers.values()):
                 os.close(descriptor)
-            become(request, server, self._changed)
+            become(request, server, self._changed, self._torch_seed)
         except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
             with contextlib.suppress(OSError):
                 os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())

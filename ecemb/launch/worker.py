@@ -52,13 +52,14 @@ class Request:
         self.folder, *self.descriptors = descriptors
 
 
-def become(request: Request, server: int, changed: Mapping[str, str | None]) -> None:
+def become(request: Request, server: int, changed: Mapping[str, str | None], torch_seed: int | None) -> None:
     """Turns a process that was just forked, with all signals blocked, into the requested worker.
 
     Args:
         request: the description. Its descriptors are closed.
         server: process that this one was forked from; all that it alone had open is closed already.
         changed: variables that imports have set, or removed (None), as they would have done here.
+        torch_seed: the random seed with which torch was imported; None if it was not.
     """
     os.setsid()
     if not processes.die_with_parent(server):
@@ -75,7 +76,7 @@ def become(request: Request, server: int, changed: Mapping[str, str | None]) -> 
     os.umask(request.umask)
     os.sched_setaffinity(0, request.processors)
     _open_streams(unbuffered=request.unbuffered)
-    _seed_anew()
+    _seed_anew(torch_seed)
     processes.show_command(request.command_line)
     sys.orig_argv[:] = request.command_line
     if request.script_folder is not None:
@@ -162,12 +163,14 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _seed_anew() -> None:
-    """Seeds each generator randomly that an import has seeded randomly; constant seeds stay."""
+def _seed_anew(torch_seed: int | None) -> None:
+    """Seeds each generator randomly that starts with a random seed; a constant seed of torch's stays."""
     random.seed()  # every fork does so, unless an import has changed that
     modules = sys.modules
     if "numpy.random" in modules:
         modules["numpy.random"].seed()
+    if torch_seed is not None and modules["torch"].initial_seed() == torch_seed:
+        modules["torch"].default_generator.seed()  # not torch.seed(), which seeds devices as well
     if "multiprocessing.process" in modules:
         process: Any = modules["multiprocessing.process"]
         process.ORIGINAL_DIR = os.getcwd()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.warm_starts import Home, eventually, home, line_of
+from support.warm_starts import LIGHT, Home, eventually, home, line_of
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +276,34 @@ def test_randomness_differs_by_process(here: Home) -> None:
         "import random, multiprocessing as m; print(random.random(), m.current_process().authkey)",
     )
     assert len({here.warm(name)[1] for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_numbers_of_threads_and_seeds_are_those_of_a_plain_start(here: Home, threads: str) -> None:
+    text = "import numpy, torch; print(torch.get_num_threads(), numpy.random.rand(), torch.initial_seed())"
+    name = here.write("counts.py", text)
+    options = (*LIGHT[:-1], "ecemb,encodings,torch._dynamo,torch.profiler,torch.distributed")
+    ends = [here.run(here.command(name, options=options), changed={"OMP_NUM_THREADS": threads}) for _ in "ab"]
+    plain = here.run([sys.executable, name], changed={"OMP_NUM_THREADS": threads})
+    assert [end[0] for end in ends] == [0, 0] and ends[0][2] == plain[2]
+    shown = [end[1].split() for end in (*ends, plain)]
+    assert [one[0] for one in shown] == [threads] * 3
+    assert len({one[1] for one in shown}) == 3  # numpy's generator is seeded in each process
+    assert len({one[2] for one in shown}) == 3  # so is torch's
+
+
+def test_a_constant_seed_of_an_import_stays(here: Home) -> None:
+    here.write("seeding/seeds_torch.py", "import torch; torch.manual_seed(4)")
+    name = here.write("seeded.py", "import seeds_torch, torch; print(torch.initial_seed())")
+    options = (*LIGHT[:-1], "ecemb,encodings,torch._dynamo,torch.profiler,torch.distributed")
+    path = {"PYTHONPATH": str(here.folder / "seeding")}
+    command = here.command(name, options=(*options, "--preload", "seeds_torch"))
+    assert here.run(command, changed=path) == (0, "4\n", "")
+
+
+def test_a_profiler_sees_the_script(here: Home) -> None:
+    name = here.write("work.py", "def profiled(): return 1\nprofiled()")
+    where = ["--arena-dir", str(here.arena_dir), *LIGHT]
+    code, out, err = here.plain("-m", "cProfile", "-m", "ecemb", "run", *where, name)
+    assert code == 0 and "work.py:1(profiled)" in out, err
+    assert "a profiler" in err
