@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills soak bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -78,6 +78,9 @@ kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--ki
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)
+
+hunt: $(READY)  ## kill all that a warm start has, at 200 random moments (ARGS="--kills 200")
+	$(BIN)/python tests/failures hunt $(ARGS)
 
 bench: $(READY)  ## answer one question of bench/ (QUESTION=kernels)
 	$(BIN)/python -m bench $(QUESTION) $(ARGS)

@@ -1,8 +1,9 @@
-"""`make failures`: the failure matrix with real processes; `make soak`: random kills for minutes.
+"""`make failures`: the failure matrix with real processes; `make soak`, `make hunt`: random kills.
 
     python tests/failures [--seed N] [--cells PATTERN ...] [--device cuda] [--json FILE] [--list]
     python tests/failures --plan FILE
     python tests/failures soak [--minutes 15] [--seed N] [--json FILE]
+    python tests/failures hunt [--kills 200] [--seed N]
 
 Ends with code 1 if any run is not bit-identical to the undisturbed one, if more losses than the code
 survives are not refused, or if leaving out a part of recovery goes unnoticed. What a failed run leaves
@@ -16,8 +17,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from failures import campaign, soak  # noqa: E402 - the path comes first
+from failures import campaign, hunt, soak  # noqa: E402 - the path comes first
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    sys.exit(soak.main(words[1:]) if words[:1] == ["soak"] else campaign.main(words))
+    command = {"soak": soak.main, "hunt": hunt.main}.get(words[0] if words else "")
+    sys.exit(campaign.main(words) if command is None else command(words[1:]))

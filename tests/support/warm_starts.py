@@ -18,6 +18,49 @@ DEADLINE_S = 600
 LIGHT = ("--no-preload", "torch,ecemb,encodings")
 """Nothing is imported ahead: such a server is there at once, and forks as any other."""
 
+TRAINS = """
+import hashlib, os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import ecemb
+
+def end_if_finished(kind, *error):
+    if not issubclass(kind, ecemb.errors.JobFinished):  # killed while it was closing: its results are there
+        sys.__excepthook__(kind, *error)
+        os._exit(1)
+    os._exit(0)
+sys.excepthook = end_if_finished
+torch.sparse.check_sparse_tensor_invariants.disable()
+out, arenas, job, killed, steps = Path(sys.argv[1]), *sys.argv[2:6]
+ecemb.init_process_group("gloo", job=job, arena_dir=arenas)
+torch.manual_seed(3)
+model = torch.nn.ModuleDict({"table": ecemb.nn.ShardedEmbeddingBag(500, 8, device="meta", name="table"),
+                             "top": torch.nn.Linear(8, 1)})
+sparse = torch.optim.Adagrad(model["table"].parameters(), lr=0.1)
+dense = torch.optim.Adam(model["top"].parameters())
+rank = dist.get_rank()
+torch.manual_seed(10 + rank)
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=2, k=1), failure_domain="rank")
+for _ in range(guard.next_step, int(steps)):
+    with guard.step() as step:
+        sparse.zero_grad(), dense.zero_grad()
+        model["top"](model["table"](torch.randint(0, 500, (16, 3)))).square().sum().backward()
+        for one in model["top"].parameters():
+            dist.all_reduce(one.grad)
+        sparse.step(), dense.step()
+    if (step.number, str(rank), os.environ["TORCHELASTIC_RESTART_COUNT"]) == (4, killed, "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+states = [*model.state_dict().values(), *sparse.state_dict()["state"][0].values(), torch.get_rng_state()]
+digest = hashlib.sha256(b"".join(torch.as_tensor(one).numpy().tobytes() for one in states)).hexdigest()
+before = ",".join(guard.recovery.before_s)
+(out / f"{job}-{rank}.new").write_text(f"{digest} {os.getppid()} {torch.get_num_threads()} {before}")
+(out / f"{job}-{rank}.new").rename(out / f"{job}-{rank}")
+guard.close()
+dist.destroy_process_group()
+"""
+"""Two ranks: folder of results, folder of arenas, job, rank that kills itself once, number of steps."""
+
 MARK = "WARM_STARTS_OF_A_TEST"
 
 

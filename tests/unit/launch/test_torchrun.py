@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from support.warm_starts import DEADLINE_S, Home, home
-
-TRAINS = """
-import hashlib, os, signal, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import ecemb
-
-torch.sparse.check_sparse_tensor_invariants.disable()
-out, arenas, job, killed = Path(sys.argv[1]), *sys.argv[2:5]
-ecemb.init_process_group("gloo", job=job, arena_dir=arenas)
-torch.manual_seed(3)
-model = torch.nn.ModuleDict({"table": ecemb.nn.ShardedEmbeddingBag(500, 8, device="meta", name="table"),
-                             "top": torch.nn.Linear(8, 1)})
-sparse = torch.optim.Adagrad(model["table"].parameters(), lr=0.1)
-dense = torch.optim.Adam(model["top"].parameters())
-rank = dist.get_rank()
-torch.manual_seed(10 + rank)
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=2, k=1), failure_domain="rank")
-for _ in range(guard.next_step, 8):
-    with guard.step() as step:
-        sparse.zero_grad(), dense.zero_grad()
-        model["top"](model["table"](torch.randint(0, 500, (16, 3)))).square().sum().backward()
-        for one in model["top"].parameters():
-            dist.all_reduce(one.grad)
-        sparse.step(), dense.step()
-    if (step.number, str(rank), os.environ["TORCHELASTIC_RESTART_COUNT"]) == (4, killed, "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-states = [*model.state_dict().values(), *sparse.state_dict()["state"][0].values(), torch.get_rng_state()]
-digest = hashlib.sha256(b"".join(torch.as_tensor(one).numpy().tobytes() for one in states)).hexdigest()
-before = ",".join(guard.recovery.before_s)
-(out / f"{job}-{rank}").write_text(f"{digest} {os.getppid()} {torch.get_num_threads()} {before}")
-guard.close()
-dist.destroy_process_group()
-"""
+from support.warm_starts import DEADLINE_S, TRAINS, Home, home
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +31,7 @@ def train(here: Home, job: str, killed: str, command: list[str]) -> list[list[st
         "--nproc-per-node=2",
         "--max-restarts=2",
     ]
-    script = ["train.py", str(here.folder), str(here.arena_dir), job, killed]
+    script = ["train.py", str(here.folder), str(here.arena_dir), job, killed, "8"]
     done = subprocess.run(
         [*launch, "--no-python", *command, *script],
         cwd=here.folder,
@@ -88,3 +55,55 @@ def test_a_warm_training_ends_with_the_same_bits_whatever_is_killed(here: Home) 
     assert {one[3] for one in warm} == {"fork,script,rendezvous"}
     assert warm[0][1] == warm[1][1] and int(warm[0][1]) != os.getpid()
     assert not [line for line in here.processes().values() if "train.py" in line and "server" not in line]
+
+
+SPEAKS = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    print("out", os.environ["RANK"], flush=True)
+    print("err", os.environ["RANK"], file=sys.stderr)
+    if sys.argv[1:]:
+        raise ValueError(*sys.argv[1:])
+
+main()
+"""
+
+
+def speak(here: Home, ranks: int, command: list[str], *words: str) -> tuple[int, str, dict[str, str]]:
+    """torchrun's exit code, its own output, and the files that it has kept of its workers."""
+    logs = here.folder / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch += ["--monitor-interval=0.01", "--max-restarts=1", f"--log-dir={logs}", "--redirects=3", "--tee=1"]
+    code, out, err = here.run([*launch, "--no-python", *command, "speaks.py", *words])
+    found = {"/".join(path.parts[-3:]): path.read_text() for path in sorted(logs.glob("*/*/*/*"))}
+    return code, out + err, found
+
+
+def test_torchruns_files_are_written_as_in_a_plain_start(here: Home) -> None:
+    here.write("speaks.py", SPEAKS)
+    plain, warm = [sys.executable], here.command()
+    for command in (plain, warm):
+        code, shown, files = speak(here, 2, command)
+        assert code == 0
+        assert {name: text for name, text in files.items() if text} == {
+            f"attempt_0/{rank}/{stream}.log": f"{stream[3:]} {rank}\n"
+            for rank in range(2)
+            for stream in ("stdout", "stderr")
+        }
+        assert "[default0]:out 0\n" in shown and "[default1]:out 1\n" in shown
+
+
+def test_an_error_reaches_torchruns_error_file_and_its_summary(here: Home) -> None:
+    here.write("speaks.py", SPEAKS)
+    for command in ([sys.executable], here.command()):
+        code, shown, files = speak(here, 1, command, "on purpose")
+        assert code == 1
+        for attempt in range(2):
+            error = json.loads(files[f"attempt_{attempt}/0/error.json"])
+            assert error["message"]["message"] == "ValueError: on purpose"
+            assert "speaks.py" in error["message"]["extraInfo"]["py_callstack"]
+        assert "Root Cause" in shown and "ValueError: on purpose" in shown
