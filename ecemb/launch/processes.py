@@ -31,6 +31,26 @@ def die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
+def is_launcher(parent: int) -> bool:
+    """Whether this process's parent may be the agent of torchrun, or a command that the agent has started.
+
+    An agent that is killed right after it has started this process is not the parent any more when this
+    process asks for the first time. The process that orphans go to differs: it isn't in this session, nor
+    has it loaded torch, as the agent has, which gives each of its commands a session.
+    """
+    try:
+        if os.getsid(0) != os.getpid():
+            return os.getsid(parent) == os.getsid(0)
+        with open(f"/proc/{parent}/maps", "rb") as file:
+            return any(b"/libtorch" in line for line in file)
+    except ProcessLookupError:
+        return False
+    except (
+        OSError
+    ):  # it can't be examined; a first process that is the agent has no more rights than this one
+        return parent != 1
+
+
 def leave_no_core() -> None:
     """From here on, no signal makes the kernel write this process's memory to a file."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -169,8 +169,9 @@ def _run(command: Command, numbers: list[int]) -> int:
     if len(numbers) >= wire.MOST_DESCRIPTORS:
         raise Cold(f"{len(numbers)} descriptors are open, more than a message takes")
     parent = os.getppid()
-    if "TORCHELASTIC_RUN_ID" in os.environ and not processes.die_with_parent(parent):
-        sys.exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if not (processes.die_with_parent(parent) and processes.is_launcher(parent)):
+            sys.exit(1)
     ignored = [
         int(number)
         for number in signal.valid_signals()

@@ -93,6 +93,22 @@ def test_a_stub_dies_with_its_launcher(here: Home) -> None:
     eventually(lambda: set(here.processes()) <= {server})
 
 
+@pytest.mark.parametrize("leads", [True, False], ids=["of torchrun's", "of a command of torchrun's"])
+def test_a_stub_whose_launcher_has_ended_already_runs_nothing(here: Home, leads: bool) -> None:
+    """Killed right after it had started the stub: by its first line, the stub has another parent."""
+    command = here.command(here.write("prints.py", "print('it ran')"))
+    code = (
+        "import os, sys, time\n"
+        "before = os.getpid()\n"
+        "if os.fork(): os._exit(0)\n"
+        f"if {leads}: os.setsid()\n"
+        "while os.getppid() == before: time.sleep(0.01)\n"
+        f"os.execv(sys.executable, {command!r})"
+    )
+    done = here.run([sys.executable, "-c", code], changed={"TORCHELASTIC_RUN_ID": "x"})
+    assert done == (0, "", "") and not here.sockets()
+
+
 def test_kills_at_random_leave_nothing_behind(here: Home, seed: int) -> None:
     name = here.write("sleeps.py", SLEEPS)
     choice = random.Random(seed)

@@ -1,0 +1,57 @@
+"""The examples end with the same bits, and say the same of it, started by python and by `ecemb-run`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support.warm_starts import DEADLINE_S, Home, home
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {  # ranks, arguments, what it imports
+    "by_hand": (2, "--steps 6 --users 40 --items 30 --lines 96 --dim 4 --batch 8", "torch"),
+    "loaders": (2, "--steps 6 --lines 60 --rows 50 --batch 6 --workers 2", "torchdata"),
+    "lightning_bags": (2, "--epochs 1 --lines 38 --rows 50 --batch 4", "pytorch_lightning"),
+    "torchrec_dlrm": (4, "--steps 4 --rows 60 --dim 4 --batch 8", "torchrec"),
+}
+
+
+def digests(here: Home, name: str, job: str, command: list[str]) -> list[str]:
+    """The lines with digests that a training's ranks print."""
+    ranks, arguments, _ = SCRIPTS[name]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = [str(ROOT / "examples" / f"{name}.py"), *arguments.split(), "--job", job]
+    done = subprocess.run(
+        [*launch, "--monitor-interval=0.01", "--max-restarts=1", "--no-python", *command, *script],
+        cwd=here.folder,
+        env={**here.environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "starts cold" not in done.stderr
+    return sorted(line for line in done.stdout.splitlines() if "digest" in line)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_ends_with_the_same_bits_cold_and_warm(name: str) -> None:
+    if find_spec(SCRIPTS[name][2]) is None:
+        pytest.skip(f"needs {SCRIPTS[name][2]} (CONTRIBUTING.md)")
+    jobs = [f"warm-examples-{uuid.uuid4().hex}" for _ in range(2)]
+    with home() as here:
+        try:
+            cold = digests(here, name, jobs[0], [sys.executable])
+            warm = digests(here, name, jobs[1], here.command(options=()))
+        finally:
+            for job in jobs:
+                shutil.rmtree(f"/dev/shm/ecemb-{os.geteuid()}/{job}", ignore_errors=True)
+    assert cold and warm == [line.replace(jobs[0], jobs[1]) for line in cold]
