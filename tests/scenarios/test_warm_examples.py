@@ -19,7 +19,7 @@ SCRIPTS = {  # ranks, arguments, what it imports
     "by_hand": (2, "--steps 6 --users 40 --items 30 --lines 96 --dim 4 --batch 8", "torch"),
     "loaders": (2, "--steps 6 --lines 60 --rows 50 --batch 6 --workers 2", "torchdata"),
     "lightning_bags": (2, "--epochs 1 --lines 38 --rows 50 --batch 4", "pytorch_lightning"),
-    "torchrec_dlrm": (4, "--steps 4 --rows 60 --dim 4 --batch 8", "torchrec"),
+    "torchrec_dlrm": (4, "--steps 4 --batch 8", "torchrec"),
 }
 
 
