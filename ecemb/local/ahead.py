@@ -50,8 +50,14 @@ class Ahead:
                 return
             self._asked[region] = self._todo[region] = size_bytes
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ecemb-ahead", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="ecemb-ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # a limit of the system
+                    logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)
+                    self._todo.clear()
+                else:
+                    self._thread = thread  # which waits for this lock
 
     def wait(self) -> None:
         """Waits until all that was asked for is done."""

@@ -146,7 +146,8 @@ class RankMemory:
         self.arena.set(Word.STATE, State.LIVE)
 
     def finish(self) -> None:
-        """Makes the arena the tombstone of a closed job (docs/protocol.md, 2)."""
+        """Makes the arena the tombstone of a closed job (docs/protocol.md, 2). No step follows."""
+        self._ahead.wait()
         self.arena.set(Word.STATE, State.FINISHED)
 
     def record_recovery(self, kind: int, step: int, total_s: float) -> None:

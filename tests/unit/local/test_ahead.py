@@ -64,6 +64,24 @@ def test_an_arena_that_was_closed_meanwhile_ends_the_work(memory: RankMemory) ->
     assert work.ready("row_journal") == 0
 
 
+def test_where_no_thread_can_start_nothing_is_ready(memory: RankMemory) -> None:
+    work = Ahead(memory.arena)
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        work.ask("row_journal", 1 << 20)
+    work.wait()
+    assert work.ready("row_journal") == 0
+    work.ask("row_journal", 2 << 20)
+    work.wait()
+    assert work.ready("row_journal") == 2 << 20
+
+
+def test_a_closed_job_is_not_made_ready_any_more(memory: RankMemory) -> None:
+    """A folder that was removed would come back."""
+    memory._ahead.ask("row_journal", 1 << 20)
+    memory.finish()
+    assert memory._ahead._thread is None and memory._ahead.ready("row_journal") == 1 << 20
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_mapping_pages_changes_nothing(refused: bool, tmp_path: Path) -> None:
     """Also on a kernel that doesn't know the call."""
