@@ -143,10 +143,10 @@ def added(job: Job, cost: Mapping[str, float], family: str, parity: int, way: st
     commit_s = cost[f"{family}: commit"] * (1 + (rounds - 1) * cost["commit by ranks"])
     commit_s += 2 * job.dense_bytes / job.memory_bytes_per_s
     mtbf_s = 3600 / (job.host_faults_per_h + job.process_faults_per_h)
-    window = {"window 16": 16, "window auto": best(commit_s, job.step_s, mtbf_s)}.get(way, 1)
-    rows = job.touched_rows * window ** cost["rows by window"]
     row_s = cost[f"{family}: row"] + parity * cost[f"{family}: row and parity"]
-    total_s = commit_s / window + rows * row_s * job.record_bytes / MEASURED_RECORD_BYTES
+    rows_s = job.touched_rows * row_s * job.record_bytes / MEASURED_RECORD_BYTES
+    window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, mtbf_s)}.get(way, 1)
+    total_s = commit_s / window + rows_s * window ** cost["rows by window"]
     return total_s * (cost[f"{family}: overlap"] if way == "overlap" else 1.0), window
 
 
