@@ -27,6 +27,7 @@ _STEP = (
     *("ecemb/state", "ecemb/step"),
 )
 _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
+_WARM = (*_RESTART, "ecemb/launch")
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 
 CODE: Mapping[str, tuple[str, ...]] = {
@@ -35,7 +36,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
     "cpr": ("bench/questions/cpr", "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
-    "failures": ("tests/failures", *_RESTART),
+    "failures": ("tests/failures", *_WARM),
     "gpu": ("bench/questions/gpu", *_STEP),
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
@@ -44,13 +45,13 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "profile": ("bench/questions/profile", *_STEP),
     "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
-    "recovery": ("bench/questions/recovery", *_RESTART),
+    "recovery": ("bench/questions/recovery", *_WARM),
     "scaling": ("bench/questions/scaling", *_STEP),
     "simulate": (
         *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
         *("bench/results/overhead.json", "bench/results/recovery.json"),
     ),
-    "soak": ("tests/failures", *_RESTART),
+    "soak": ("tests/failures", *_WARM),
     "start": ("bench/questions/start", *_RESTART),
 }
 """Question -> paths from the repository's root; a change in one of them makes its numbers old."""
