@@ -54,8 +54,8 @@ from ecemb.step.window import WARM_UP as SKIPPED
 
 SETTLING = 3
 """Steps of all models between the guard and what is measured."""
-CHOOSING = SKIPPED + MEASURED + 1
-"""Instead of them, for the window "auto": it chooses by the times of these."""
+CHOOSING = SKIPPED + MEASURED + 5
+"""Instead of them, for the window "auto", which chooses by the times of these. A choice holds a few later."""
 LEAST_COMMITS = 3
 """Windows among which measured steps are spread, if there are enough steps."""
 
@@ -77,6 +77,12 @@ class Clocked(Protected):
         """One step, as a transaction."""
         with self.step():
             self.twin.train(batch)
+
+    def keep_window(self) -> None:
+        """The window "auto" stays as it is: other models' steps and quiet ones would change its choice."""
+        window = self.guard._transactions.window
+        setattr(window, "begin", lambda: None)  # noqa: B010 - of this object alone
+        setattr(window, "end", lambda _: None)  # noqa: B010
 
     @contextmanager
     def step(self) -> Generator[None]:
@@ -231,6 +237,8 @@ def work(line: Line, order: Order) -> None:
         methods[PROTECTED] = protected = Clocked(twins[PROTECTED], protect(twins[PROTECTED], order))
     for method in methods.values():
         run(method, first)
+    if protected is not None and order.window == "auto":
+        protected.keep_window()
     answer = measure(methods, protected, timed, order, known, watch)
     answer |= {
         "rank": rank,

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -437,6 +438,42 @@ def test_points_are_read_from_the_answer() -> None:
     assert point.added_s == pytest.approx(0.01)
     assert point.error_s == pytest.approx(1.25 * 0.39 / 3.9 / 24**0.5 * 0.1)
     assert step_cost.points(rows, "replication") == []
+
+
+def test_points_of_pairs_are_processor_time_with_their_intervals() -> None:
+    labels = {"engine": "sparse", "setting": "dlrm", "code": "(4, 2)", "r": 2, "window": "auto"}
+    labels |= {"overlap": "next step"}
+    percent = {"value": 2.0, "low": 1.02, "high": 2.98, "repeats": 32}
+    rows: list[dict[str, Any]] = [
+        {"metric": "overhead_cpu_pct", "method": "protected", **labels, **percent},
+        {"metric": "touched_rows_per_step", "method": "protected", **labels, "value": 900.0},
+        {"metric": "step_cpu_ms", "method": "bare", **labels, "value": 400.0},
+    ]
+    assert step_cost.points(rows, "protected") == []
+    rows.append({"metric": "window_steps", **labels, "value": 190.0})
+    (point,) = step_cost.points(rows, "protected")
+    assert (point.window, point.parity, point.rows, point.overlap) == (190, 2, 900.0, True)
+    assert point.added_s == pytest.approx(0.002)
+    assert point.error_s == pytest.approx(0.0005)
+    assert step_cost.points(rows, "replication") == []
+
+
+def test_a_commit_by_ranks_is_taken_from_what_ranks_pay_to_agree(tmp_path: Path) -> None:
+    chosen = simulate_methods.costs(tmp_path)
+    commit_ms = 1000 * chosen["ecemb: commit"].value
+    rows: list[dict[str, Any]] = [
+        {"metric": "agreement_cpu_ms", "ranks": ranks, "value": value, "low": value, "high": value}
+        for ranks, value in ((4, commit_ms / 2), (64, commit_ms))
+    ]
+    rows.append({"metric": "agreement_cpu_modelled_ms", "ranks": 1024, "law": "log2", "value": 1.0})
+    path = tmp_path / "agreement.json"
+    path.write_text(json.dumps({"rows": rows}))
+    found = simulate_methods.costs(tmp_path)["commit by ranks"]
+    assert found.value == found.low == found.high == pytest.approx(0.25)
+    assert found.source.startswith("measured: agreement.json")
+    rows[-1]["law"] = "linear"
+    path.write_text(json.dumps({"rows": rows}))
+    assert simulate_methods.costs(tmp_path)["commit by ranks"] == chosen["commit by ranks"]
 
 
 @pytest.mark.parametrize("way", ["window 16", "window auto", "overlap"])

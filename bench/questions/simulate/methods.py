@@ -98,6 +98,8 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
     found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)])
+    by_ranks = _by_ranks(_rows(results / "agreement.json"), found["ecemb: commit"].value)
+    found |= {} if by_ranks is None else {"commit by ranks": by_ranks}
     recovery = _rows(results / "recovery.json")
     wanted = {"metric": "added_recovery_s", "kind": "process"}
     found["added to a restart"] = _measured(recovery, wanted, 1.0, "s", "recovery.json", 1.0)
@@ -127,6 +129,29 @@ def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
     source = "derived: as many more as rounds of messages by ranks, or none more"
     found["commit by ranks"] = Cost(1.0, "of log2", source, 0.0, 1.0)
     return found
+
+
+def _by_ranks(rows: Sequence[Mapping[str, Any]], commit_s: float) -> Cost | None:
+    """What a commit takes more with each `MEASURED_RANKS` times as many ranks, over itself.
+
+    None where the answer to `agreement` doesn't say, or messages don't grow with the logarithm of the ranks.
+
+    Args:
+        rows: Of that answer.
+        commit_s: A commit with `MEASURED_RANKS` ranks.
+    """
+    spent = {row["ranks"]: row for row in rows if row["metric"] == "agreement_cpu_ms"}
+    law = {row["law"] for row in rows if row["metric"] == "agreement_cpu_modelled_ms"}
+    many = max(spent, default=0)
+    if law != {"log2"} or MEASURED_RANKS not in spent or many <= MEASURED_RANKS or commit_s <= 0:
+        return None
+    times = math.log2(many) / math.log2(MEASURED_RANKS) - 1
+
+    def more(key: str, less: str) -> float:
+        return max(0.0, (spent[many][key] - spent[MEASURED_RANKS][less]) / 1000 / commit_s / times)
+
+    source = f"measured: agreement.json, {MEASURED_RANKS} to {many} ranks"
+    return Cost(more("value", "value"), "of log2", source, more("low", "high"), more("high", "low"))
 
 
 def added(job: Job, cost: Mapping[str, float], family: str, parity: int, way: str = "") -> tuple[float, int]:

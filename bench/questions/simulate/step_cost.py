@@ -26,6 +26,7 @@ DRAWS = 2000
 TERMS = ("commit", "row", "row and parity")
 _SPREAD = {2: 1.13, 4: 2.06, 8: 2.85, 16: 3.53, 24: 3.90, 48: 4.47, 96: 5.0}
 """Range over standard deviation of this many normal values, which the nearest count below is taken from."""
+_NORMAL_95 = 1.96
 _MEDIAN = 1.25
 """Standard error of a median over that of a mean."""
 
@@ -61,15 +62,23 @@ class Estimate:
 
 
 def points(rows: Sequence[Mapping[str, Any]], method: str) -> list[Point]:
-    """The measurements of "protected" or of "replication" in rows of answers to `overhead`."""
+    """The measurements of "protected" or of "replication" in rows of answers to `overhead`.
+
+    Answers by pairs, whose rows have a label `r`, give the processor time of a rank, with its interval of
+    95 %; older ones give wall time with the range of the rounds.
+    """
     shared = ("engine", "setting", "code", "window", "overlap")
     found: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        if row.get("method") in (method, "bare"):
-            metric = row["metric"] if row["method"] == method else f"bare {row['metric']}"
+        name = row.get("method", "any")
+        if name in (method, "bare") or row["metric"] == "window_steps":
+            metric = row["metric"] if name == method else f"{name} {row['metric']}"
             found.setdefault(tuple(str(row.get(name)) for name in shared), {})[metric] = row
     made: list[Point] = []
     for one in found.values():
+        if "r" in next(iter(one.values())):
+            made += _of_pairs(one)
+            continue
         try:
             added, rows_, bare = (
                 one[name] for name in ("overhead_wall_pct", "touched_rows_per_step", "bare step_wall_ms")
@@ -91,6 +100,30 @@ def points(rows: Sequence[Mapping[str, Any]], method: str) -> list[Point]:
             )
         )
     return made
+
+
+def _of_pairs(one: Mapping[str, Mapping[str, Any]]) -> list[Point]:
+    """The measurement of one case that was compared by pairs; none if something of it is missing."""
+    try:
+        added, rows, bare = (
+            one[name] for name in ("overhead_cpu_pct", "touched_rows_per_step", "bare step_cpu_ms")
+        )
+        window = added["window"] if added["window"] != "auto" else one["any window_steps"]["value"]
+    except KeyError:
+        return []
+    ranks = int(added["code"].strip("()").split(",")[0])
+    percent_s = bare["value"] / 1000 / ranks / 100
+    error = (added["high"] - added["low"]) / (2 * _NORMAL_95)
+    return [
+        Point(
+            int(window),
+            added["r"],
+            rows["value"],
+            added["overlap"] != "none",
+            added["value"] * percent_s,
+            max(error * percent_s, 1e-6),
+        )
+    ]
 
 
 def fit(measured: Sequence[Point], seed: int = 0) -> dict[str, Estimate]:
