@@ -5,8 +5,10 @@ Imports hardly anything: some scripts measure their own imports.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import os
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,11 +44,15 @@ class GuardedJob:
         return [one for one in arenas(self.arena_dir) if one.job == self.job]
 
     def remove_arenas(self) -> None:
-        """Removes the job's arenas, held or not."""
+        """Removes the job's arenas, held or not, and the empty folders of a job that had no guard."""
         from ecemb.arena.scan import remove
 
         for one in self.arenas():
             remove(one, force=True)
+        folder = Path(self.arena_dir, f"ecemb-{os.geteuid()}", self.job)
+        for empty in (*folder.glob("*"), folder):
+            with suppress(OSError):
+                empty.rmdir()
 
     @contextmanager
     def leaving_nothing(self) -> Generator[None]:
