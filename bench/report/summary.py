@@ -315,10 +315,10 @@ def of_simulate(documents: Documents) -> str:
 
     everything, exact = "all", "that lose no samples"
     return (
-        f"of the map's cells, CPR leads {ahead('CPR', everything):.0f} and ecemb "
-        f"{ahead('ecemb', everything):.0f}; without lost samples, Check-N-Run leads "
-        f"{ahead('Check-N-Run', exact):.0f}, live copies {ahead('live copies', exact):.0f}, "
-        f"ecemb {ahead('ecemb', exact):.0f}"
+        f"of the map's cells, CPR leads {ahead('CPR', everything):.0f} for certain; without lost samples, "
+        f"Check-N-Run leads {ahead('Check-N-Run', exact):.0f}, live copies "
+        f"{ahead('live copies', exact):.0f}, ecemb {ahead('ecemb', exact):.0f}, and of "
+        f"{ahead('cannot tell', exact):.0f} one cannot tell"
     )
 
 
