@@ -1,9 +1,8 @@
 """The collectives that the protocol uses, each with a name and a deadline.
 
-The only module that calls torch.distributed's collectives. All of them are all-to-alls or point-to-point, so
-with gloo every rank notices a dead peer at once; an all_reduce fails on the ring neighbours only. (An
-exception: connecting a `Fabric`.) A `Transport` runs over gloo, from host memory; deltas to keepers of parity
-may go over a `Fabric` instead, from a device's memory.
+The only module that calls torch.distributed's collectives. A rank that waits for a dead peer notices it at
+once; ranks that wait for others learn it from the failure detector. A `Transport` runs over gloo, from host
+memory; deltas to keepers of parity may go over a `Fabric` instead, from a device's memory.
 
 A `PeerFailure` allows no conclusion about what other ranks received.
 """
@@ -11,6 +10,7 @@ A `PeerFailure` allows no conclusion about what other ranks received.
 from __future__ import annotations
 
 import datetime
+import enum
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..errors import EcembError, NotEnoughSpace, PeerFailure
 from ..kernels.contract import Words
+from .dissemination import MOST_ROUNDS, Rounds
 from .error_file import follows
 from .whereabouts import Whereabouts
 
@@ -33,8 +34,18 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("ecemb")
 
 _MOST_BYTES = 1 << 30  # of one rank in `gather`; a larger size is an error
-_TAG = 1  # tag of what `exchange_status` and `announce_failure` send
-_EXCHANGES = 1 << 20  # tags of as many exchanges, after _TAG; other messages have tag 0
+_NUMBERS = 1 << 20  # of one kind before they repeat
+_EXCHANGES = 1 << 28  # tags of exchanges begin here, behind those of all kinds; other messages have tag 0
+
+
+class Kind(enum.IntEnum):
+    """What messages are about, beside their number and round."""
+
+    STATUS = 0
+    SIZE = 1
+    DELTAS = 2
+    VOTE = 3
+    BARRIER = 4
 
 
 class _Waits:
@@ -61,6 +72,9 @@ class _Waits:
         return work
 
     def _finish(self, work: dist.Work, what: str) -> None:
+        """Waits for `work`; again, if a signal's handler raised when it had just ended."""
+        if work.is_completed():
+            return
         began = time.monotonic()
         try:
             with self.whereabouts.waiting():
@@ -165,14 +179,16 @@ class Transport(_Waits):
     Attributes:
         fabric: carries exchanges; None: they use the control group.
         sent_bytes: in exchanges, and point to point.
+        sent_messages: point to point, or to each rank in a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
         self.fabric: Fabric | None = None
-        self._last_words: object = None
-        self._exchanges = 0
+        self._last_words: list[object] = []  # kept for receivers that may not come
+        self._exchanges = self._barriers = 0
         self.sent_bytes: int = 0
+        self.sent_messages: int = 0
 
     def all_to_all(self, send: Ints, what: str) -> Ints:
         """Sends row p of `send` to rank p. All ranks.
@@ -190,53 +206,6 @@ class Transport(_Waits):
         received = np.empty_like(send)
         self._all_to_all(send.reshape(-1), received.reshape(-1), None, None, what)
         return received
-
-    def exchange_status(self, send: Ints, what: str) -> Ints:
-        """Sends row p of `send` to rank p, point to point; `announce_failure` can replace it. All ranks.
-
-        Args:
-            send: int64 [world_size, h], read; may not change afterwards.
-            what: names the wait in the error.
-
-        Returns:
-            int64 [world_size, h]; row p came from rank p.
-
-        Raises:
-            PeerFailure: a peer died or did not come before the deadline.
-        """
-        received = send.copy()
-        works: list[dist.Work] = []
-        for peer in self._peers():
-            row = torch.from_numpy(received[peer])
-            works.append(
-                self._started(lambda: dist.irecv(row, group=self._group, group_src=peer, tag=_TAG), what)  # noqa: B023
-            )
-        said = (self._told(send, what), send)  # no wait: a rank that has left does not listen
-        self._last_words = (self._last_words, said)
-        for work in works:
-            self._finish(work, what)
-        self._last_words = said  # all ranks have answered, so the earlier messages are read
-        return received
-
-    def announce_failure(self, send: Ints) -> None:
-        """Sends this rank's part of `exchange_status` and waits for no peer: its last message."""
-        try:
-            said = self._told(send, "leaving")
-            self._last_words = (self._last_words, said, send)  # kept alive until the peers have read it
-        except PeerFailure as error:
-            logger.debug("no peer is left for the announcement: %s", error)
-
-    def _told(self, send: Ints, what: str) -> list[dist.Work]:
-        works: list[dist.Work] = []
-        for peer in self._peers():
-            row = torch.from_numpy(send[peer])
-            works.append(
-                self._started(lambda: dist.isend(row, group=self._group, group_dst=peer, tag=_TAG), what)  # noqa: B023
-            )
-        return works
-
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def exchange(
         self,
@@ -258,25 +227,34 @@ class Transport(_Waits):
         """
         if self.fabric is not None:
             self.sent_bytes += sum(words.nbytes for words in send.values())
+            self.sent_messages += len(send)
             self.fabric.exchange(send, out, what)
             return
         self._exchanges += 1
-        tag = _TAG + 1 + self._exchanges % _EXCHANGES
+        tag = _EXCHANGES + self._exchanges % _NUMBERS
         received = [self.expect(words, source, what, tag) for source, words in out.items()]
         sent = [self.send(words, to, what, tag) for to, words in send.items()]
         for wait in (*received, *sent):
             wait()
 
+    def tag(self, kind: Kind, number: int) -> int:
+        """The tag of a message about something; with a round's number added, that of a message of this round.
+
+        Args:
+            kind: what it is about.
+            number: how many of the kind came before; numbers 2^20 apart share a tag.
+        """
+        return 1 + (number % _NUMBERS * len(Kind) + kind) * MOST_ROUNDS
+
     def vote(self, yes: bool, what: str) -> list[bool]:
         """Sends one bit from every rank to every rank. All ranks; on return all ranks have voted."""
-        send = torch.full((self.world_size,), int(yes), dtype=torch.uint8)
-        received = torch.empty_like(send)
-        self._guarded(lambda: dist.all_to_all_single(received, send, group=self._group, async_op=True), what)
-        return [bool(bit) for bit in received.tolist()]
+        return [told == b"\1" for told in self.gather(b"\1" if yes else b"\0", what)]
 
     def barrier(self, what: str) -> None:
         """Returns when all ranks have called it. All ranks."""
-        self.vote(True, what)
+        self._barriers += 1
+        tag, nothing = self.tag(Kind.BARRIER, self._barriers), np.zeros(1, np.int64)
+        Rounds(self, tag, nothing, lambda own, _: own, lambda _: False, what).run()
 
     def gather(self, data: bytes, what: str) -> list[bytes]:
         """Returns the bytes of all ranks, in the order of ranks. All ranks.
@@ -328,17 +306,28 @@ class Transport(_Waits):
 
     def close(self) -> None:
         """Ends the control group, and the fabric. All ranks, each for itself."""
-        self._last_words = None
+        self._last_words.clear()
         if self.fabric is not None:
             self.fabric.close()
         super().close()
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
-        self.sent_bytes += words.nbytes
-        tensor = torch.from_numpy(words.view(np.int64))
-        work = self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag), what)
+        work = self._sent(words, to, what, tag)
         return lambda: self._finish(work, what)
+
+    def say(self, words: Words, to: int, tag: int) -> None:
+        """Sends words to one rank, which may never receive them: waits for no receiver, raises no error."""
+        try:
+            self._last_words.append((words, self._sent(words, to, "leaving", tag)))
+        except PeerFailure as error:
+            logger.debug("rank %d is not told: %s", to, error)
+
+    def _sent(self, words: Words, to: int, what: str, tag: int) -> dist.Work:
+        self.sent_bytes += words.nbytes
+        self.sent_messages += 1
+        tensor = torch.from_numpy(words.view(np.int64))
+        return self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag), what)
 
     def receive(self, out: Words, source: int, what: str) -> None:
         """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
@@ -358,6 +347,7 @@ class Transport(_Waits):
         out_words: Sequence[int] | None,
         what: str,
     ) -> None:
+        self.sent_messages += self.world_size - 1
         self._guarded(
             lambda: dist.all_to_all_single(
                 torch.from_numpy(out),

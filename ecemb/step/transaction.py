@@ -5,10 +5,10 @@ The order is that of docs/protocol.md, 1.1 and 1.4, which is normative. A rank m
 - before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
 - after `prepared`, nothing is undone locally: the process ends, and recovery decides from the survivors;
 - a rank that returns from the agreement knows that every rank has prepared;
-- a rank that aborts says so in its status, which goes to all ranks. No rank prepares without the status of
-  all ranks, so every rank knows of the abort. All ranks undo, and commit the transaction empty in a second
-  attempt. A rank sends the status of the second attempt after its own undo, so no rank prepares the second
-  attempt before all ranks have undone the first.
+- a rank that aborts says so in its status. The verdict has something of the status of all ranks, so every
+  rank knows of the abort. All undo, and commit the transaction empty. A rank prepares after its own undo.
+- a rank that fails tells all that may wait for it, once: in the place of its status; or, after the verdict,
+  in the place of its sizes and of its vote.
 
 With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
 The next step's rows go to the other row journal. The end of the next transaction first waits for the thread,
@@ -19,13 +19,10 @@ on all ranks. The rest is the same as without `overlap`.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
@@ -36,19 +33,17 @@ from .._threads import hand_over
 from .._wording import short
 from ..arena.arena import lost_name
 from ..errors import NotEnoughSpace, UsageError
-from ..group import error_file
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
-from ..group.failure_detector import EXIT_UNDECIDED
 from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Words
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..state.rank_state import RankState, Taken, read, write_
 from ..state.replicated import Began, ReplicatedState
-from . import replica_check
+from . import replica_check, undecided
+from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
 from .between_steps import Between
-from .status import ABORTED, FAILED, FINE, Agreed, exchange_status, status
 from .window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -94,6 +89,7 @@ class Transactions:
     ) -> None:
         self._memory = memory
         self._transport = transport
+        self._agreement = Agreement(transport, memory.geometry.placement)
         self._replicated = replicated
         self._rank_state = rank_state
         self._window = window or Window(1)
@@ -222,19 +218,12 @@ class Transactions:
             self._bring()
         if self._must_settle:
             self._settle()
-        found = Agreed()  # for a step inside a window without aborts
+        aborted: list[int] = []
         if whole:
-            found = self._attempt(transaction, 1)
-        elif self._abortable:
-            found = self._exchange_status(transaction, 1, None)
-        if aborted := found.aborted:
-            self._restore_step(transaction)
-            self.aborting = False
-            if whole:
-                found = self._attempt(transaction, 2)
-        if whole:
-            self._finish(transaction, found, began)
+            aborted = self._end_window(transaction, began)
         else:
+            if self._abortable and (aborted := self._conclude(transaction, whole=False).aborted):
+                self._restore_step(transaction)
             self._steps += 1
         self.in_flight = None
         self._whereabouts.place = f"before step {transaction}"
@@ -262,7 +251,7 @@ class Transactions:
             self._settle()
             if self._steps:
                 self._bring()
-                self._finish(self.in_flight, self._attempt(self.in_flight, 1), began)
+                self._end_window(self.in_flight, began)
                 self._settle()
             self.in_flight = None
 
@@ -288,66 +277,102 @@ class Transactions:
                 self._pending.result()
             self._pending = None
 
-    def _finish(self, transaction: int, found: Agreed, began: float) -> None:
-        """Decides a transaction: now, or in the thread. All ranks."""
+    def _end_window(self, transaction: int, began: float) -> list[int]:
+        """Ends a transaction: its status now; the rest now, or in the thread. All ranks.
+
+        Returns:
+            The ranks that aborted its last step, which is then undone.
+        """
+        messages = {} if self.aborting else self._write(transaction)
+        verdict = self._conclude(transaction, whole=True)
+        if verdict.aborted:
+            self._restore_step(transaction)
+            messages = self._write(transaction)
         self._steps = 0
-        self._window.agree(found.window)
+        self._window.agree(verdict.window)
         if self._thread is None:
-            self._decide(transaction, found)
+            self._decide(transaction, verdict.turn, messages)
             self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
-            hand_over(self._thread, pending, self._decide_beside, transaction, found, spent_s)
+            hand_over(
+                self._thread, pending, self._decide_beside, transaction, verdict.turn, messages, spent_s
+            )
+        return verdict.aborted
 
-    def _decide_beside(self, transaction: int, found: Agreed, spent_s: float) -> None:
+    def _write(self, transaction: int) -> dict[int, Words]:
+        """Writes rank state and replicated state of a transaction's end into the arena.
+
+        Returns:
+            The deltas, by keeper.
+        """
+        with self.phase("state"):
+            self._memory.capture_rank_state()
+            write_(self._memory.rank_state, self._rank_state.pack())
+            self._replicated.save(self._memory.slots, transaction)
+        with self.phase("delta"):
+            return self._memory.outgoing()
+
+    def _conclude(self, transaction: int, *, whole: bool) -> Verdict:
+        """Agrees with all ranks on how the step ended, with which the window ends if it is `whole`."""
+        flag, digest = ABORTED if self.aborting else FINE, 0
+        if whole and flag == FINE and self._commits % self._compare_every == 0:
+            digest = self._replicated.digest()
+        with self.phase("heads"):
+            return self._agreement.conclude(
+                transaction,
+                flag,
+                whole=whole,
+                window=self._window.wish() if whole else self._window.size,
+                digest=digest,
+                committed=self._memory.committed,
+                differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
+            )
+
+    def _decide_beside(
+        self, transaction: int, turn: Turn, messages: dict[int, Words], spent_s: float
+    ) -> None:
         """Runs `_decide` in the thread.
 
         Args:
             transaction: The one that has ended.
-            found: The result of the exchange of status.
+            turn: That of its verdict.
+            messages: Its deltas, by keeper.
             spent_s: Seconds of the main thread that its end has taken.
         """
         try:
-            self._decide(transaction, found)
+            self._decide(transaction, turn, messages)
             self._window.end(spent_s)
         except BaseException as error:
             if self._is_undecided:
                 self._exit_undecided(transaction, error)
             raise
 
-    def _decide(self, transaction: int, found: Agreed) -> None:
+    def _decide(self, transaction: int, turn: Turn, messages: dict[int, Words]) -> None:
         """Runs the exchange, and all from `prepared` to `committed`. All ranks."""
-        with self.phase("exchange"):
-            inbox = self._memory.receive(found.incoming)
-            self._transport.exchange(found.messages, inbox, f"the exchange of step {transaction - 1}")
-        self._memory.prepare(transaction)
+        try:
+            with self.phase("exchange"):
+                what = f"the exchange of step {transaction - 1}"
+                self._agreement.exchange(turn, messages, self._memory.receive, what)
+            self._memory.prepare(transaction)
+        except BaseException:
+            self._agreement.withdraw(turn)
+            raise
         with self.phase("agree"):
-            self._transport.vote(True, f"the agreement on step {transaction - 1}")
+            self._agreement.vote(turn, f"the agreement on step {transaction - 1}")
         with self.phase("apply"):
             self._memory.apply(transaction)
         self._memory.commit(transaction)
         self._commits += 1
-
-    def _attempt(self, transaction: int, attempt: int) -> Agreed:
-        """Does everything before the exchange: states, deltas, status. All ranks."""
-        messages: dict[int, Words] = {}
-        if not self.aborting:
-            with self.phase("state"):
-                self._memory.capture_rank_state()
-                write_(self._memory.rank_state, self._rank_state.pack())
-                self._replicated.save(self._memory.slots, transaction)
-            with self.phase("delta"):
-                messages = self._memory.outgoing()
-        return self._exchange_status(transaction, attempt, messages)
 
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and announces the failure to the others.
 
         Rows and rank state are as when the transaction began, at the first step of its window. So is
         replicated state if steps can be aborted; if not, it is undefined in this process. The other ranks
-        notice at their exchange. The job needs a restart: this rank may have left collectives half-way.
+        notice at the transaction's end. The job needs a restart, as this rank may have left collectives.
 
         A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). A transaction before
         it that is still being decided comes first: it commits, or is undone like this one.
@@ -362,21 +387,20 @@ class Transactions:
         logger.log(
             level, "rank %d: step %d failed (%s); undoing it%s", self.rank, transaction - 1, text, dense
         )
-        if self._pending is not None:
-            if not self._pending.cancel():
-                wait([self._pending])
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.cancel():
+            wait([pending])  # it owes rounds of the vote
         if self._is_undecided:
             self._exit_undecided(transaction, error)
         if isinstance(error, NotEnoughSpace):
             self._window.run_out()
+        self._agreement.leave(transaction)
         try:
             self._restore()
         finally:
             self.in_flight = None
             self.aborting = False
             self._steps = 0
-            self._transport.announce_failure(status(self._transport.world_size, transaction, 0, FAILED))
 
     def _restore(self) -> None:
         """Restores rows and rank state, and replicated state if all of it is in this rank's arena."""
@@ -392,6 +416,7 @@ class Transactions:
         self._replicated.back(self._memory.slots, self._savepoint, transaction - 1, self._began)
         if self._taken is not None:
             self._rank_state.put(self._taken)
+        self.aborting = False
 
     @property
     def _is_undecided(self) -> bool:
@@ -403,43 +428,8 @@ class Transactions:
             raise UsageError("no step is open: use `with guard.step():`")
         return self.in_flight
 
-    def _exchange_status(self, transaction: int, attempt: int, messages: dict[int, Words] | None) -> Agreed:
-        """Exchanges how the step ended with all ranks.
-
-        Args:
-            transaction: The one in flight.
-            attempt: 1, or 2 after an abort.
-            messages: Deltas to send; None if the transaction continues with another step.
-        """
-        flag, digest = ABORTED if self.aborting else FINE, 0
-        if messages is not None and flag == FINE and self._commits % self._compare_every == 0:
-            digest = self._replicated.digest()
-        wish = self._window.size if messages is None else self._window.wish()
-        sent = status(self._transport.world_size, transaction, attempt, flag, messages, digest, wish)
-        with self.phase("heads"):
-            return exchange_status(
-                self._transport,
-                sent,
-                messages or {},
-                self._memory.committed,
-                lambda: replica_check.compare(self._replicated.whole(), self._transport),
-            )
-
     def _exit_undecided(self, transaction: int, error: BaseException) -> NoReturn:
-        """Ends the process, because only recovery may decide a prepared step (docs/protocol.md, 1.1)."""
-        logger.critical(
-            "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
-            "recovery decides from the arenas",
-            transaction - 1,
-            type(error).__name__,
-            short(error),
-        )
-        with suppress(OSError):
-            stack = "".join(traceback.format_exception(error))
-            error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_UNDECIDED)
+        undecided.end_process(transaction, error)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ecemb.group.collectives import Transport
 from ecemb.local.journal import RowJournal
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import execute
 from ecemb.state.rank_state import RankState
 from ecemb.state.replicated import ReplicatedState
+from ecemb.step.agreement import Agreement
 from ecemb.step.transaction import Transactions
 from failures.plan import Sabotage
 
@@ -77,14 +77,9 @@ def _no_rebuild() -> None:
     execute._verify = lambda *args: None
 
 
-def no_agreement(transport: type[Transport] = Transport) -> list[Patch]:
+def no_agreement() -> list[Patch]:
     """Parity is changed without knowing that all ranks have prepared."""
-    vote = transport.vote
-
-    def not_asked(self: Transport, yes: bool, what: str) -> list[bool]:
-        return [yes] * self.world_size if what.startswith("the agreement") else vote(self, yes, what)
-
-    return [(transport, "vote", not_asked)]
+    return [(Agreement, "vote", lambda self, turn, what: None)]
 
 
 def label_first() -> list[Patch]:

@@ -21,9 +21,10 @@ from ecemb.arena.arena import Arena
 from ecemb.errors import InconsistentArenas
 from ecemb.local.journal import RowJournal
 from ecemb.local.rank_memory import RankMemory
+from ecemb.step.agreement import Agreement
 from failures import sabotage
 from failures.sabotage import Patch
-from support.simulation import Killed, Machines, Rank, Wires, job_of
+from support.simulation import Killed, Machines, Rank, job_of
 
 DONE = 2  # steps before the one in which rank VICTIM dies
 VICTIM = 2
@@ -86,7 +87,7 @@ def test_nobody_commits_what_another_has_not_prepared(machines: Machines) -> Non
 def test_without_the_agreement_some_commit_what_another_has_not_prepared(machines: Machines) -> None:
     """The others are a step ahead of what survives: recovery can only stop."""
     with pytest.raises(InconsistentArenas, match="ahead of the smallest prepared"):
-        one_dies_before_it_has_prepared(machines, sabotage.no_agreement(Wires))
+        one_dies_before_it_has_prepared(machines, sabotage.no_agreement())
 
 
 def all_die_before_they_commit_and_one_is_lost(machines: Machines, without: Sequence[Patch] = ()) -> None:
@@ -108,7 +109,7 @@ def test_parity_is_never_ahead_of_what_is_decided(machines: Machines) -> None:
 def test_without_the_agreement_parity_is_ahead(machines: Machines) -> None:
     """Rows go back, and the parity that was changed for them does not: what it rebuilds doesn't fit."""
     with pytest.raises(AssertionError, match="parity and rows differ|rows of rank|state of rank"):
-        all_die_before_they_commit_and_one_is_lost(machines, sabotage.no_agreement(Wires))
+        all_die_before_they_commit_and_one_is_lost(machines, sabotage.no_agreement())
 
 
 # --- the journal --------------------------------------------------------------------------------
@@ -176,16 +177,16 @@ def test_rows_that_change_before_the_journal_counts_them_stay_changed(machines: 
 def one_dies_before_a_step_is_decided_beside_the_next_one(
     machines: Machines, without: Sequence[Patch] = ()
 ) -> None:
-    exchange: Callable[..., Any] = Wires.exchange
+    exchange: Callable[..., Any] = Agreement.exchange
 
-    def dies(self: Wires, *args: Any) -> Any:
-        if self.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
+    def dies(self: Agreement, *args: Any) -> Any:
+        if self._transport.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
             raise Killed
         return exchange(self, *args)
 
     machines.job = dataclasses.replace(machines.job, overlap=True)
     with patched(without):
-        with patched([(Wires, "exchange", dies)]):
+        with patched([(Agreement, "exchange", dies)]):
             machines.run(DONE + 2)
         assert machines.plan().transaction == DONE
         goes_on(machines)
@@ -207,14 +208,14 @@ def test_two_steps_are_not_undone_otherwise(without: Callable[[], list[Patch]], 
 
 
 def one_dies_before_its_deltas_are_sent(machines: Machines, without: Sequence[Patch] = ()) -> None:
-    exchange: Callable[..., Any] = Wires.exchange
+    exchange: Callable[..., Any] = Agreement.exchange
 
-    def dies(self: Wires, *args: Any) -> Any:
-        if self.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
+    def dies(self: Agreement, *args: Any) -> Any:
+        if self._transport.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
             raise Killed
         return exchange(self, *args)
 
-    with patched(without), patched([(Wires, "exchange", dies)]):
+    with patched(without), patched([(Agreement, "exchange", dies)]):
         machines.run(DONE + 2)
     machines.lose(VICTIM)
     goes_on(machines)

@@ -1,4 +1,4 @@
-"""The next protocol: what is searched, what each rule says, and the smallest job that shows its use."""
+"""Chapter 10 of the protocol: what is searched, what each rule says, and the smallest job to show its use."""
 
 from __future__ import annotations
 
@@ -270,4 +270,4 @@ NEXT = (
         _three(crashes=1),
     ),
 )
-"""The rules of the next protocol, and those of today's that its searches look at again."""
+"""The rules of chapter 10, and those of today's that its searches look at again."""

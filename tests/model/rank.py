@@ -139,7 +139,7 @@ class Rank(NamedTuple):
     wave: Wave | None = None
     armed: int = 0
     behind: Thread = Thread()
-    # What only a process has that follows the next protocol: the number of statuses that have ended, what it
+    # What only a process has that follows chapter 10: the number of statuses that have ended, what it
     # has said, dense state, the window's size, rows and dense state when the step began, and whether it ended
     # by a peer's death.
     number: int = 0

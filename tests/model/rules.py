@@ -63,7 +63,7 @@ class Rules:
     fill_of_donor: bool = True
     other_format_stops: bool = True
     kept_until_superseded: bool = True
-    # the next protocol's: agreement
+    # of chapter 10: agreement
     failed_before_first_round: bool = True
     rounds_finished_first: bool = True
     failed_to_all_rounds: bool = True
@@ -115,7 +115,7 @@ HEARD = (
     "window_in_fold",
     "halved_window_kept",
 )
-"""Rules of the next protocol without which a start reads no more of an arena than with them."""
+"""Rules of chapter 10 without which a start reads no more of an arena than with them."""
 
 BUDGETS = ("crashes", "losses", "cuts", "aborts", "relaunches", "fails", "shortages", "choices")
 """What may happen so often in a search, by the fields of its `Config`."""
@@ -139,7 +139,7 @@ class Config:
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
-        rounds: whether ranks agree by dissemination, as in the next protocol; what follows is of that one.
+        rounds: whether ranks agree by dissemination, as in chapter 10; what follows is of that one.
         abortable: whether each step has a status, and each rank all of dense state; else slices.
         window: steps of a transaction at most.
         saves: steps after which all ranks drain an open window.

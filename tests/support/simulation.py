@@ -196,7 +196,9 @@ class Wires(Transport):
     def __init__(self, hub: Hub, rank: int, size: int) -> None:
         self.rank = rank
         self.world_size = size
-        self.sent_bytes = 0
+        self.fabric = None
+        self.sent_bytes = self.sent_messages = 0
+        self._last_words, self._exchanges, self._barriers = [], 0, 0
         self._hub = hub
         self._calls = 0
 
@@ -213,40 +215,29 @@ class Wires(Transport):
     def all_to_all(self, send: Any, what: str) -> Any:
         return np.stack(self._swap([row.copy() for row in send], self._next()))
 
-    def exchange_status(self, send: Any, what: str) -> Any:
-        return np.stack(self._swap([row.copy() for row in send], "status"))
-
-    def announce_failure(self, send: Any) -> None:
-        for to, row in enumerate(send):
-            moment()
-            self._hub.put("status", self.rank, to, row.copy())
-
-    def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
-        call = self._next()
-        for to, words in send.items():
-            moment()
-            self._hub.put(call, self.rank, to, words.copy())
-        for source, words in out.items():
-            got = self._hub.take(call, source, self.rank)
-            assert len(got) == len(words)
-            for part in halves(words):
-                words[part] = got[part]
-
     def vote(self, yes: bool, what: str) -> list[bool]:
         return self._swap([yes] * self.world_size, self._next())
 
     def gather(self, data: bytes, what: str) -> list[bytes]:
         return self._swap([data] * self.world_size, self._next())
 
-    def send(self, words: Words, to: int, what: str) -> Callable[[], None]:
+    def _sent(self, words: Words, to: int, what: str, tag: int) -> Any:
         moment()
-        self._hub.put("words", self.rank, to, words.copy())
-        return lambda: None
+        self.sent_bytes, self.sent_messages = self.sent_bytes + words.nbytes, self.sent_messages + 1
+        self._hub.put(tag, self.rank, to, words.copy())
 
-    def expect(self, out: Words, source: int, what: str) -> Callable[[], None]:
+    def _finish(self, work: Any, what: str) -> None:
+        """Waits for no receiver: it may have ended."""
+
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
+        taken: list[Words] = []
+
         def wait() -> None:
-            out[:] = self._hub.take("words", source, self.rank)
-            moment()
+            if not taken:  # or this is called again, after an interruption
+                taken.append(self._hub.take(tag, source, self.rank))
+            assert len(taken[0]) == len(out)
+            for part in halves(out):
+                out[part] = taken[0][part]
 
         return wait
 
@@ -604,6 +595,7 @@ class Machines:
         arenas: dict[int, Arena] = {}
 
         def worker(rank: int) -> None:
+            stays = False
             try:
                 arenas[rank] = self._open(rank, plan, judged)
                 memory = RankMemory(arenas[rank], self.job.layouts(rank), geometry, Torn())
@@ -621,8 +613,10 @@ class Machines:
                 failures[rank] = error
             except BaseException as error:  # noqa: BLE001 - the test looks at it
                 failures[rank] = error
+                stays = rank in ranks and not isinstance(error, PeerFailure)
             finally:
-                hub.end(rank)
+                if not stays:  # else the process goes on: it has told all others, and none may wait for it
+                    hub.end(rank)
 
         threads = [
             threading.Thread(target=worker, args=(rank,), name=str(rank), daemon=True)

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from ecemb.errors import PeerFailure, UsageError
+from ecemb.group.failure_detector import EXIT_UNDECIDED
 from ecemb.local.rank_memory import RankMemory
-from ecemb.step.transaction import EXIT_UNDECIDED, Transactions
+from ecemb.step.agreement import Agreement
+from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
 from support.simulation import SMALL, WAIT_S, Hub, Wires, alone, begun
 
@@ -29,7 +31,7 @@ class Held(Wires):
         self.go = threading.Event()
         self.error: Exception | None = None
 
-    def exchange(self, *args: object) -> None:
+    def hold(self, *args: object) -> None:
         assert self.go.wait(WAIT_S)
         if self.error is not None:
             raise self.error
@@ -49,6 +51,7 @@ def wires() -> Held:
 @pytest.fixture
 def transactions(memory: RankMemory, wires: Held) -> Iterator[Transactions]:
     found = begun(memory, wires, overlap=True)
+    found._agreement.exchange = wires.hold
     yield found
     wires.go.set()
     found.close()
@@ -221,7 +224,7 @@ def test_what_is_prepared_beside_the_next_step_ends_the_process(
 
     with (
         mock.patch.object(os, "_exit", side_effect=Ended) as ended,
-        mock.patch.object(wires, "vote", side_effect=PeerFailure("a deadline")),
+        mock.patch.object(Agreement, "vote", side_effect=PeerFailure("a deadline")),
     ):
         begin_two(transactions, memory)
         wires.go.set()

@@ -1,0 +1,288 @@
+"""What all ranks agree on in a transaction: how its last step ended, what is sent, and that all prepared.
+
+The rules are those of docs/protocol.md, 10.1 and 10.2: two disseminations, the status and the vote, and
+between them the sizes of deltas, to the n - 1 ranks that keep parity of this one. Messages carry their kind
+and the number of the status, counted on all ranks alike since the start.
+
+Must not know what a step does, and what a rank restores when it has failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..coding.placement import Placement
+from ..errors import StepFailed
+from ..group.collectives import Kind, Transport
+from ..group.dissemination import Rounds, say
+from ..group.error_file import follows
+from ..kernels.contract import Words
+
+Ints = NDArray[np.int64]
+
+FINE, ABORTED, FAILED = range(3)
+_YES, _NO = 1, 0
+_MARK = -1  # in the place of a size: there will be no deltas
+
+_FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _MARKED = range(7)
+_RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
+_MASK_BITS = 63  # of each word from _MARKED on
+
+
+@dataclasses.dataclass
+class Turn:
+    """One status, and what follows it.
+
+    Attributes:
+        number: statuses before it since the start.
+        sized: the keepers that this rank has sent deltas and their size to.
+        voted: whether this rank has begun to vote, or there is no vote.
+        sending: wait for what it has sent to keepers; called when all have voted, for a rank that has failed
+            before may never receive it.
+    """
+
+    number: int
+    sized: set[int] = dataclasses.field(default_factory=set[int])
+    voted: bool = False
+    sending: list[Callable[[], None]] = dataclasses.field(default_factory=list[Callable[[], None]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The conclusion from the statuses of all ranks, the same on all of them.
+
+    Attributes:
+        turn: what follows belongs to it.
+        aborted: the ranks that abort the step.
+        window: the smallest number of steps that a rank can take in its next window.
+    """
+
+    turn: Turn
+    aborted: list[int]
+    window: int
+
+
+class Agreement:
+    """This rank's part in the agreement on each transaction.
+
+    Args:
+        transport: the control group.
+        placement: who keeps whose parity; None for a world of one rank.
+    """
+
+    def __init__(self, transport: Transport, placement: Placement | None) -> None:
+        self._turn: Turn | None = None  # of the last verdict
+        self._transport = transport
+        self._keepers: tuple[int, ...] = ()
+        self._senders: tuple[int, ...] = ()
+        if placement is not None:
+            rank, size = transport.rank, transport.world_size
+            position = placement.positions[rank]
+            self._keepers = tuple(placement.recipients(rank))
+            self._senders = tuple(placement.order[(position + d) % size] for d in range(1, placement.n))
+        self._number = 0
+        self._is_between = False  # a round of the status is sent, and there is no verdict
+
+    def conclude(
+        self,
+        transaction: int,
+        flag: int,
+        *,
+        whole: bool,
+        window: int,
+        digest: int,
+        committed: int,
+        differs: Callable[[], str],
+    ) -> Verdict:
+        """Says how the step ended on this rank, and learns how it ended on all. All ranks.
+
+        Args:
+            transaction: The one in flight.
+            flag: FINE or ABORTED.
+            whole: Whether the transaction ends with this step.
+            window: Steps that this rank can take in the next window.
+            digest: Of the replicated state; 0 if it is not compared this time.
+            committed: The last transaction that this rank committed.
+            differs: Finds what of the replicated state differs; collective, called when digests do.
+
+        Raises:
+            StepFailed: Another rank's step failed, the ranks are not in the same step, or their replicated
+                state differs.
+            PeerFailure: A rank died.
+        """
+        step = transaction - 1
+        rounds = Rounds(
+            self._transport,
+            self._tag(Kind.STATUS),
+            self._status(transaction, flag, window, digest),
+            _folded,
+            lambda told: int(told[_FLAG]) == FAILED,
+            f"the status of step {step}",
+        )
+        turn, self._is_between = Turn(self._number, voted=not whole), True
+        try:
+            rounds.run()
+        finally:
+            if rounds.is_over and int(rounds.value[_FLAG]) != FAILED:
+                self._turn, self._number, self._is_between = turn, self._number + 1, False
+        return self._verdict(rounds.value, turn, step, committed, differs)
+
+    def leave(self, transaction: int) -> None:
+        """Says that the step in flight failed on this rank, to all that may wait for it. Its last message.
+
+        In the middle of a status nothing is said: only another rank's failure or end ends it there.
+        """
+        if self._turn is not None:
+            self.withdraw(self._turn)
+        if not self._is_between:
+            failed = self._status(transaction, FAILED, 0, 0)
+            say(self._transport, self._tag(Kind.STATUS), failed)
+
+    def exchange(
+        self,
+        turn: Turn,
+        messages: Mapping[int, Words],
+        receive: Callable[[Sequence[int]], Mapping[int, Words]],
+        what: str,
+    ) -> None:
+        """Sends sizes and deltas to the keepers, and receives those of the deltas that are kept here.
+
+        All is sent before anything is waited for: a rank that fails meanwhile leaves none waiting. (Over a
+        fabric deltas are sent when all sizes are there; then the end of its process tells the others.)
+
+        Args:
+            turn: That of the verdict.
+            messages: The deltas, by keeper.
+            receive: Makes room: the words that each rank will send -> memory by sender.
+            what: Names the wait in errors.
+
+        Raises:
+            StepFailed: A rank has failed since the verdict.
+            PeerFailure: A rank died.
+        """
+        transport, tag, deltas = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
+        rooms = {rank: np.zeros(1, np.uint64) for rank in self._senders}
+        waits = [transport.expect(room, rank, what, tag) for rank, room in rooms.items()]
+        for rank in self._keepers:
+            words = messages.get(rank)
+            if words is not None and transport.fabric is None:  # before their size, which is waited for first
+                turn.sending.append(transport.send(words, rank, what, deltas))
+            size = np.array([0 if words is None else len(words)], np.uint64)
+            turn.sending.append(transport.send(size, rank, what, tag))
+            turn.sized.add(rank)
+        for wait in waits:
+            wait()
+        incoming = [0] * transport.world_size
+        for rank, room in rooms.items():
+            incoming[rank] = int(room.view(np.int64)[0])
+        if failed := [rank for rank, words in enumerate(incoming) if words == _MARK]:
+            raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
+        inbox = receive(incoming)
+        if transport.fabric is not None:
+            transport.exchange(messages, inbox, what)
+            return
+        for wait in [transport.expect(words, rank, what, deltas) for rank, words in inbox.items()]:
+            wait()
+
+    def vote(self, turn: Turn, what: str) -> None:
+        """Says that this rank has prepared; returns when all have. All ranks.
+
+        Raises:
+            StepFailed: A rank has failed before it prepared.
+            PeerFailure: A rank died.
+        """
+        value, tag = np.array([_YES], np.int64), self._tag(Kind.VOTE, turn)
+        rounds = Rounds(self._transport, tag, value, np.minimum, lambda told: int(told[0]) == _NO, what)
+        turn.voted = True
+        rounds.run()
+        if int(rounds.value[0]) == _NO:
+            raise follows(StepFailed(f"{what}: another rank failed before it had prepared"), "StepFailed")
+        for wait in turn.sending:
+            wait()
+
+    def withdraw(self, turn: Turn) -> None:
+        """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
+        if turn.voted:
+            return
+        for rank in self._keepers:
+            if rank not in turn.sized:
+                self._transport.say(
+                    np.array([_MARK], np.int64).view(np.uint64), rank, self._tag(Kind.SIZE, turn)
+                )
+        say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
+        turn.voted = True  # if it was interrupted before, it is said again
+
+    def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
+        return self._transport.tag(kind, self._number if turn is None else turn.number)
+
+    def _status(self, transaction: int, flag: int, window: int, digest: int) -> Ints:
+        rank, size = self._transport.rank, self._transport.world_size
+        value = np.zeros(_MARKED + -(-size // _MASK_BITS), np.int64)
+        value[_FLAG], value[_WINDOW] = flag, window
+        value[_LOWEST] = value[_HIGHEST] = transaction << _RANK_BITS | rank
+        value[_LEAST_DIGEST] = value[_MOST_DIGEST] = digest
+        if flag != FINE:
+            value[_MARKED + rank // _MASK_BITS] = 1 << rank % _MASK_BITS
+        return value
+
+    def _verdict(
+        self, value: Ints, turn: Turn, step: int, committed: int, differs: Callable[[], str]
+    ) -> Verdict:
+        """Reads the value that all ranks have.
+
+        Raises:
+            StepFailed: As of `conclude`.
+        """
+        flag, marked = int(value[_FLAG]), _marked(value)
+        (lowest, first), (highest, last) = (_place(value[i]) for i in (_LOWEST, _HIGHEST))
+        if flag == FAILED:
+            raise follows(
+                StepFailed(
+                    f"step {lowest - 1} failed on ranks {marked} and is undone here: see their logs, then "
+                    f"restart the job; it goes on from step {committed}"
+                ),
+                "StepFailed",
+            )
+        if lowest != highest:
+            raise StepFailed(
+                f"the ranks are not in the same step: rank {first} ends step {lowest - 1}, and rank {last} "
+                f"step {highest - 1}; every rank must run every step from guard.next_step on"
+            )
+        if value[_LEAST_DIGEST] != value[_MOST_DIGEST] and flag == FINE:
+            raise StepFailed(
+                f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
+                f"in step {step}: {differs()}; inside the step, average the dense "
+                f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
+                f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
+            )
+        return Verdict(turn, marked, int(value[_WINDOW]))
+
+
+def _folded(own: Ints, told: Ints) -> Ints:
+    """The worst flag with the ranks that have it, and the extremes of the rest."""
+    out = own.copy()
+    out[_LOWEST] = min(own[_LOWEST], told[_LOWEST])
+    out[_HIGHEST] = max(own[_HIGHEST], told[_HIGHEST])
+    out[_WINDOW] = min(own[_WINDOW], told[_WINDOW])
+    out[_LEAST_DIGEST] = min(own[_LEAST_DIGEST], told[_LEAST_DIGEST])
+    out[_MOST_DIGEST] = max(own[_MOST_DIGEST], told[_MOST_DIGEST])
+    if told[_FLAG] > own[_FLAG]:
+        out[_FLAG], out[_MARKED:] = told[_FLAG], told[_MARKED:]
+    elif told[_FLAG] == own[_FLAG]:
+        out[_MARKED:] |= told[_MARKED:]
+    return out
+
+
+def _place(value: np.int64) -> tuple[int, int]:
+    """A transaction, and a rank that is there."""
+    return int(value) >> _RANK_BITS, int(value) & ((1 << _RANK_BITS) - 1)
+
+
+def _marked(value: Ints) -> list[int]:
+    """The ranks that said the flag."""
+    masks: Sequence[int] = value[_MARKED:].tolist()
+    return [at * _MASK_BITS + i for at, mask in enumerate(masks) for i in range(_MASK_BITS) if mask >> i & 1]

@@ -1,0 +1,115 @@
+"""What a rank says when it fails, by how far it has come: no rank waits for one that has left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ecemb.coding.placement import Placement
+from ecemb.errors import StepFailed
+from ecemb.group.dissemination import rounds
+from ecemb.local.rank_memory import RankMemory
+from ecemb.state.replicated import ReplicatedState
+from ecemb.step.agreement import FINE, Agreement
+from support.simulation import Hub, Killed, Machines, Rank, Wires, job_of
+
+DONE = 2
+SHAPES = [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 5), (2, 1, 6)]
+"""n, k and the number of ranks."""
+
+
+def failing(owner: Any, name: str, ranks: frozenset[int]) -> Any:
+    """Some ranks raise where they call a method of the first step to come."""
+    method = getattr(owner, name)
+
+    def fails(self: Any, *args: Any, **more: Any) -> Any:
+        if threading.current_thread().name in {str(rank) for rank in ranks}:
+            raise ValueError("on purpose")
+        return method(self, *args, **more)
+
+    return mock.patch.object(owner, name, fails)
+
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "the body": (Rank, "_train"),
+    "state": (ReplicatedState, "save"),
+    "delta": (RankMemory, "outgoing"),
+    "after the verdict": (Agreement, "exchange"),
+    "after the sizes": (RankMemory, "receive"),
+    "before prepared": (RankMemory, "prepare"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nobody_waits_for_ranks_that_failed(
+    shape: tuple[int, int, int], stage: str, tmp_path: Path, seed: int
+) -> None:
+    """One rank, or two, stay alive and take no part any more; the next start loses nothing."""
+    rng = random.Random(seed)
+    machines = Machines(tmp_path / "job", job_of(*shape, rng))
+    assert not machines.run(DONE).failures
+    for count in (1, min(2, shape[2] - 1)):
+        ranks = frozenset(rng.sample(range(shape[2]), count))
+        with failing(*STAGES[stage], ranks):
+            life = machines.run(DONE + 1)
+        assert {type(life.failures[rank]) for rank in ranks} <= {ValueError, StepFailed, Killed}
+        assert any(isinstance(life.failures[rank], ValueError) for rank in ranks)
+        others = {type(error) for rank, error in life.failures.items() if rank not in ranks}
+        assert len(life.failures) == shape[2] and others <= {StepFailed, Killed}, life.failures
+    life = machines.run(DONE + 2)
+    assert not life.failures and life.plan.transaction == DONE
+    machines.check(DONE + 2)
+
+
+@pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (3, 2, 3), (4, 2, 4), (4, 3, 9), (3, 1, 16)])
+def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
+    """Two disseminations, and a size to each keeper; deltas come to n - 1 more at most."""
+    hub, placement = Hub(size), Placement.ranks(n, k, size)
+    sent: dict[int, list[int]] = {}
+
+    def run(rank: int) -> None:
+        wires = Wires(hub, rank, size)
+        agreement, counts = Agreement(wires, placement), [0]
+        for transaction in range(1, 4):
+            verdict = conclude(agreement, transaction)
+            agreement.exchange(verdict.turn, {}, lambda lengths: {}, "the exchange")
+            agreement.vote(verdict.turn, "the vote")
+            counts.append(wires.sent_messages)
+        sent[rank] = [b - a for a, b in itertools.pairwise(counts)]
+
+    together(size, run)
+    assert sent == {rank: [2 * rounds(size) + n - 1] * 3 for rank in range(size)}
+
+
+def conclude(agreement: Agreement, transaction: int, **more: Any) -> Any:
+    given = {"whole": True, "window": 1, "digest": 0, "committed": 0, "differs": str, **more}
+    return agreement.conclude(transaction, given.pop("flag", FINE), **given)
+
+
+def together(size: int, run: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_smallest_window_and_the_ranks_that_aborted_are_known_to_all() -> None:
+    size, hub = 70, Hub(70)  # more ranks than bits in a word
+    placement, found = Placement.ranks(2, 1, size), dict[int, tuple[int, list[int]]]()
+
+    def run(rank: int) -> None:
+        agreement = Agreement(Wires(hub, rank, size), placement)
+        verdict = conclude(agreement, 1, flag=int(rank in (3, 69)), window=5 + abs(rank - 40), digest=rank)
+        found[rank] = verdict.window, verdict.aborted
+
+    together(size, run)
+    assert found == {rank: (5, [3, 69]) for rank in range(size)}
