@@ -32,8 +32,6 @@ BURST_SIZES = {2: 39 / 56, 3: 9 / 56, 4: 3 / 56, 5: 2 / 56, 6: 1 / 56, 9: 1 / 56
 """Number of hosts that fail together -> share of such failures; from the same trace."""
 ROW_HEAD_BYTES = 8
 """The bytes of a row's number in a delta."""
-MESSAGE_ROUNDS = 3
-"""Rounds of messages in a step: step status, deltas, votes."""
 CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8), Code(8, 5))
 """The codes that are compared by default."""
 _SHOWN_CODES = 4
@@ -58,7 +56,7 @@ class Job:
         step_s: Seconds of a step without protection.
         network_bytes_per_s: Speed of a host's network, each way.
         memory_bytes_per_s: Speed of a rank's memory while it gathers rows and updates parity (chosen).
-        latency_s: Seconds of a round of small messages among all ranks (chosen).
+        latency_s: Seconds of a small message between two ranks (chosen).
         restart_s: Seconds from a process's death until all processes train again, without data to move
             (chosen).
         replace_s: Seconds until another host replaces a lost one (chosen).
@@ -82,7 +80,7 @@ class Job:
     step_s: float
     network_bytes_per_s: float
     memory_bytes_per_s: float = 5e9
-    latency_s: float = 2e-4
+    latency_s: float = 5e-5
     restart_s: float = 30.0
     replace_s: float = 120.0
     rebuild_over_network: float = 0.45
@@ -228,6 +226,11 @@ def placed(job: Job, code: Code, spread: str) -> tuple[Placement, list[int]]:
     return placement, hosts
 
 
+def message_rounds(ranks: int) -> int:
+    """Messages of a step that wait for each other: status and vote, ceil(log2 N) each; sizes; deltas."""
+    return 2 * (ranks - 1).bit_length() + 2
+
+
 def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
@@ -236,9 +239,9 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
       as there are ranks (`abortable=True`, with two copies of all of it on each rank, is not considered).
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
-      rows and 3 times the bytes that keepers receive; and `MESSAGE_ROUNDS` rounds of messages. Nothing
-      overlaps. The wait for slower ranks is not included; where ranks share cores, it is the largest part
-      (docs/performance.md).
+      rows and 3 times the bytes that keepers receive; and `message_rounds` messages, one after the other.
+      Nothing overlaps. The wait for slower ranks is not included; where ranks share cores, it is the largest
+      part (docs/performance.md).
     - recovery: a restart; for a host also its replacement, and the transfer of its tables and parity, each
       byte once (see `ecemb.recovery.rebuild`), at `rebuild_over_network` of the network's speed.
     - probability of loss: hosts are lost at the job's rate, one or several at once. A host that is lost
@@ -261,7 +264,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     step_s = (
         step_bytes * job.ranks_per_host / job.network_bytes_per_s
         + (5 + 3 * code.r) * touched / job.memory_bytes_per_s
-        + MESSAGE_ROUNDS * job.latency_s
+        + message_rounds(job.ranks) * job.latency_s
     )
     host_s = host_recovery_s(job, code)
     alone, bursts = losses_per_month(job, odds, host_s / 3600)
