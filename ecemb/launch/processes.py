@@ -51,6 +51,11 @@ def is_launcher(parent: int) -> bool:
         return parent != 1
 
 
+def drop_pending(number: int) -> None:
+    """Discards a signal that is blocked and has come, so that it does nothing when it is unblocked."""
+    signal.signal(number, signal.signal(number, signal.SIG_IGN))  # the kernel discards what is ignored
+
+
 def leave_no_core() -> None:
     """From here on, no signal makes the kernel write this process's memory to a file."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -185,6 +185,7 @@ def _run(command: Command, numbers: list[int]) -> int:
                 return _ask(command, numbers, parent, ignored, blocked, heard)
         raise Cold("the fork server ended at every request; its log may say why")
     except Cold:
+        processes.drop_pending(signal.SIGIO)  # of a connection that is closed now
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         raise
 

@@ -46,10 +46,10 @@ def test_a_newcomer_receives_each_lost_word_once(
     received: Counter[int] = Counter()
     expect = Wires.expect
 
-    def counted(self: Wires, out: Any, source: int, what: str) -> Any:
+    def counted(self: Wires, out: Any, source: int, what: str, tag: int = 0) -> Any:
         if what.startswith("the rebuild"):
             received[self.rank] += out.nbytes
-        return expect(self, out, source, what)
+        return expect(self, out, source, what, tag)
 
     monkeypatch.setattr(Wires, "expect", counted)
     life = machines.run(DONE)
