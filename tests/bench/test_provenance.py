@@ -18,7 +18,6 @@ REFUSED = {
     "compare.json": "2297c9618645",
     "cpr.json": "d42387787e75",
     "drift.json": "6d3e55214fc4",
-    "failures.json": "bf36c96f60f8",
     "kernels.json": "73287ee941f6",
     "kills.json": "fe6b5811e53f",
     "memory.json": "8fa1023210e4",
