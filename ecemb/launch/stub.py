@@ -267,7 +267,7 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
     connection.setblocking(False)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-    accepted, deadline = False, time.monotonic() + _START_S
+    accepted, deadline, info = False, time.monotonic() + _START_S, None
     while True:
         alive = True
         with contextlib.suppress(BlockingIOError):
@@ -278,25 +278,33 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
                 for line in message["said"]:  # pyright: ignore
                     _say(line)
             elif message["what"] == "refused":
+                _heed(info)
                 raise Cold(str(message["reason"]))
             elif message["what"] == "ended":
                 return int(message["status"])  # pyright: ignore
         if not alive:
             if accepted:
                 _lost(place, name)
+            _heed(info)
             raise Gone
+        if not accepted:
+            _heed(info)
         if not accepted and time.monotonic() > deadline:
             raise Cold(f"the fork server didn't answer for {_START_S:.0f} s")
-        info = signal.sigtimedwait(heard, _LOOK_S)
-        if info is not None and info.si_signo != signal.SIGIO:
-            if not accepted:
-                if signal.getsignal(info.si_signo) == signal.SIG_IGN:
-                    continue
-                _die_by(info.si_signo)
+        if accepted and info is not None and info.si_signo != signal.SIGIO:
             # A launcher signals the process group of its child; the worker is in another group.
             group = info.si_pid == parent and "TORCHELASTIC_RUN_ID" in os.environ
             with contextlib.suppress(OSError):
                 wire.send(connection, {"what": "signal", "signal": info.si_signo, "group": group})
+        info = signal.sigtimedwait(heard, _LOOK_S)  # looked at after what the server has said before it
+
+
+def _heed(info: signal.struct_siginfo | None) -> None:
+    """Ends by a signal that has come while no worker could take it, unless it is ignored."""
+    if info is None or info.si_signo == signal.SIGIO:
+        return
+    if signal.getsignal(info.si_signo) != signal.SIG_IGN:
+        _die_by(info.si_signo)
 
 
 def _lost(place: int, name: str) -> NoReturn:
