@@ -156,6 +156,15 @@ class Placement:
             for d in range(1, self.n)
         }
 
+    def senders(self, rank: int) -> tuple[int, ...]:
+        """The n - 1 ranks of whose data blocks `rank` keeps parity: those that have it in `recipients`.
+
+        Raises:
+            PlacementError: No such rank.
+        """
+        position = self._position(rank)
+        return tuple(self.order[(position + d) % self.world_size] for d in range(1, self.n))
+
     def kept(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The r parity blocks that `rank` keeps, as (class, parity row) for row 0 .. r-1.
 

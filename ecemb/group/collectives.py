@@ -179,7 +179,6 @@ class Transport(_Waits):
     Attributes:
         fabric: carries exchanges; None: they use the control group.
         sent_bytes: in exchanges, and point to point.
-        sent_messages: point to point, or to each rank in a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -188,7 +187,6 @@ class Transport(_Waits):
         self._last_words: list[object] = []  # kept for receivers that may not come
         self._exchanges = self._barriers = 0
         self.sent_bytes: int = 0
-        self.sent_messages: int = 0
 
     def all_to_all(self, send: Ints, what: str) -> Ints:
         """Sends row p of `send` to rank p. All ranks.
@@ -227,7 +225,6 @@ class Transport(_Waits):
         """
         if self.fabric is not None:
             self.sent_bytes += sum(words.nbytes for words in send.values())
-            self.sent_messages += len(send)
             self.fabric.exchange(send, out, what)
             return
         self._exchanges += 1
@@ -325,7 +322,6 @@ class Transport(_Waits):
 
     def _sent(self, words: Words, to: int, what: str, tag: int) -> dist.Work:
         self.sent_bytes += words.nbytes
-        self.sent_messages += 1
         tensor = torch.from_numpy(words.view(np.int64))
         return self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag), what)
 
@@ -347,8 +343,7 @@ class Transport(_Waits):
         out_words: Sequence[int] | None,
         what: str,
     ) -> None:
-        self.sent_messages += self.world_size - 1
-        self._guarded(
+        work = self._started(
             lambda: dist.all_to_all_single(
                 torch.from_numpy(out),
                 torch.from_numpy(send),
@@ -359,6 +354,4 @@ class Transport(_Waits):
             ),
             what,
         )
-
-    def _guarded(self, start: Callable[[], dist.Work | None], what: str) -> None:
-        self._finish(self._started(start, what), what)
+        self._finish(work, what)

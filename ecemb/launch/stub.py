@@ -267,7 +267,7 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
     connection.setblocking(False)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-    accepted, deadline, info = False, time.monotonic() + _START_S, None
+    accepted, refused, deadline, info = False, None, time.monotonic() + _START_S, None
     while True:
         alive = True
         with contextlib.suppress(BlockingIOError):
@@ -278,20 +278,20 @@ def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int,
                 for line in message["said"]:  # pyright: ignore
                     _say(line)
             elif message["what"] == "refused":
-                _heed(info)
-                raise Cold(str(message["reason"]))
+                refused = str(message["reason"])
             elif message["what"] == "ended":
                 return int(message["status"])  # pyright: ignore
-        if not alive:
-            if accepted:
-                _lost(place, name)
-            _heed(info)
-            raise Gone
+        if not alive and accepted:
+            _lost(place, name)
         if not accepted:
             _heed(info)
-        if not accepted and time.monotonic() > deadline:
-            raise Cold(f"the fork server didn't answer for {_START_S:.0f} s")
-        if accepted and info is not None and info.si_signo != signal.SIGIO:
+            if refused is not None:
+                raise Cold(refused)
+            if not alive:
+                raise Gone
+            if time.monotonic() > deadline:
+                raise Cold(f"the fork server didn't answer for {_START_S:.0f} s")
+        elif info is not None and info.si_signo != signal.SIGIO:
             # A launcher signals the process group of its child; the worker is in another group.
             group = info.si_pid == parent and "TORCHELASTIC_RUN_ID" in os.environ
             with contextlib.suppress(OSError):

@@ -80,10 +80,8 @@ class Agreement:
         self._keepers: tuple[int, ...] = ()
         self._senders: tuple[int, ...] = ()
         if placement is not None:
-            rank, size = transport.rank, transport.world_size
-            position = placement.positions[rank]
-            self._keepers = tuple(placement.recipients(rank))
-            self._senders = tuple(placement.order[(position + d) % size] for d in range(1, placement.n))
+            self._keepers = tuple(placement.recipients(transport.rank))
+            self._senders = placement.senders(transport.rank)
         self._number = 0
         self._is_between = False  # a round of the status is sent, and there is no verdict
 

@@ -23,13 +23,20 @@ DONE = 3  # transactions before the life in which ranks are killed
 
 
 class Trial:
-    """One case; `history` tells what was done when it fails."""
+    """One case. As a context it prints, when it fails, its `history`: what was done."""
 
     def __init__(self, machines: Machines, rng: random.Random) -> None:
         self.machines = machines
         self.rng = rng
         self.history: list[object] = []
         self._longest, self._overlapping = machines.job.window, machines.job.overlap
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            print(f"kind, transaction, lost, window, ends, interrupts of each life: {self.history}")
 
     def live(self, until: int, ends: dict[int, int], interrupts: dict[int, int] | None = None) -> Life:
         if self.history and self._overlapping:  # every start may ask for another way to commit
@@ -88,8 +95,7 @@ def run_trial(
     machines: Machines, ends: dict[int, int], moments: dict[int, int], seed: int, goal: int
 ) -> None:
     rng = random.Random(seed)
-    trial = Trial(machines, rng)
-    try:
+    with Trial(machines, rng) as trial:
         life = trial.live(goal, ends)
         plan = trial.plan_after(life)
         if rng.random() < 0.7:
@@ -101,9 +107,6 @@ def run_trial(
             if rng.random() < 0.5:
                 trial.lose_some()
         trial.finish(goal + 1)
-    except BaseException:
-        print(f"seed of this trial: {seed}; kind, transaction, lost, window, ends: {trial.history}")
-        raise
 
 
 @pytest.fixture(scope="module")
@@ -190,16 +193,12 @@ def test_every_rank_interrupted_at_every_moment(
     moments = base.copy(tmp_path / "rehearsal").run(goal).moments
     main = {rank: count for rank, count in moments.items() if rank < BESIDE}  # no other thread is
     for rank, end in cases(main, share * (1 + 2 * overlap), rng):
-        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
-        try:
+        with Trial(base.copy(tmp_path / f"{rank}-{end}"), rng) as trial:
             life = trial.live(goal, some_ends(moments, 0.1, rng), {rank: end})
             trial.plan_after(life)
             if rng.random() < 0.5:
                 trial.lose_some()
             trial.finish(goal + 1)
-        except BaseException:
-            print(f"kind, transaction, lost, window, ends, interrupts: {trial.history}")
-            raise
 
 
 @pytest.mark.parametrize(
@@ -287,14 +286,10 @@ def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_pat
     job = job_of(*shape, rng, rows=5)
     moments = Machines(tmp_path / "rehearsal", job).run(0).moments
     for rank, end in cases(moments, 4 * shape[2], rng):
-        trial = Trial(Machines(tmp_path / f"{rank}-{end}", job), rng)
-        try:
+        with Trial(Machines(tmp_path / f"{rank}-{end}", job), rng) as trial:
             trial.plan_after(trial.live(0, {**some_ends(moments, 0.3, rng), rank: end}))
             trial.lose_some()
             trial.finish(1)
-        except BaseException:
-            print(f"kind, transaction, lost, window, ends: {trial.history}")
-            raise
 
 
 @pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 5, 9, 9, 12), strict=True)])
@@ -315,14 +310,10 @@ def test_every_rank_killed_during_a_rebuild(
     until = base.plan().transaction
     moments = base.copy(tmp_path / "rehearsal").run(until).moments
     for rank, end in cases(moments, share, rng):
-        trial = Trial(base.copy(tmp_path / f"{rank}-{end}"), rng)
-        try:
+        with Trial(base.copy(tmp_path / f"{rank}-{end}"), rng) as trial:
             trial.live(until, {**some_ends(moments, 0.3, rng), rank: end})
             trial.lose_some(0.3)
             trial.finish(until + 1)
-        except BaseException:
-            print(f"kind, transaction, lost, window, ends: {trial.history}")
-            raise
 
 
 def write_undeclared(rank: Rank, step: int) -> None:

@@ -191,7 +191,11 @@ class Hub:
 
 
 class Wires(Transport):
-    """`Transport` over a hub. A message to each rank is sent by itself: some may get it, some not."""
+    """`Transport` over a hub. A message to each rank is sent by itself: some may get it, some not.
+
+    Attributes:
+        sent_messages: point to point.
+    """
 
     def __init__(self, hub: Hub, rank: int, size: int) -> None:
         self.rank = rank

@@ -126,3 +126,11 @@ def test_recipients_are_the_keepers_of_neighbouring_blocks(placement: Placement)
         assert pairs == {(block, one) for block in blocks for one in placement.keepers(rank, block)}
         assert sum(map(len, found.values())) == placement.k * (placement.n - placement.k)
         assert all(a + 1 == b for run in found.values() for a, b in itertools.pairwise(run))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_senders_are_those_that_a_rank_is_a_recipient_of(placement: Placement) -> None:
+    ranks = range(placement.world_size)
+    for rank in ranks:
+        senders = placement.senders(rank)
+        assert sorted(senders) == [one for one in ranks if rank in placement.recipients(one)]

@@ -37,6 +37,17 @@ def worker_and_server(stub: subprocess.Popen[str]) -> tuple[int, int]:
     return int(worker), int(server)
 
 
+def launched(here: Home, command: list[str]) -> subprocess.Popen[str]:
+    """Starts a launcher, as torchrun is one, of a command."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(1000)"],
+        cwd=here.folder,
+        env={**here.environment, "TORCHELASTIC_RUN_ID": "x"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_killed_stub_takes_its_worker_along(here: Home) -> None:
     name = here.write("sleeps.py", SLEEPS)
     stub, other = here.start(name), here.start(name)
@@ -78,14 +89,7 @@ def test_a_killed_server_takes_its_workers_along_and_is_replaced(here: Home) -> 
 
 def test_a_stub_dies_with_its_launcher(here: Home) -> None:
     command = here.command(here.write("sleeps.py", SLEEPS))
-    code = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(1000)"
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=here.folder,
-        env={**here.environment, "TORCHELASTIC_RUN_ID": "x"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    launcher = launched(here, command)
     worker, server = worker_and_server(launcher)
     launcher.kill()
     launcher.communicate()
@@ -144,14 +148,7 @@ def test_a_server_whose_launcher_has_ended_does_not_wait_for_long(here: Home) ->
     """Not for its idle time, which is longer than this test waits."""
     idle = ("--idle", "300")
     command = here.command(here.write("sleeps.py", SLEEPS), options=(*LIGHT, *idle))
-    code = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(1000)"
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=here.folder,
-        env={**here.environment, "TORCHELASTIC_RUN_ID": "x"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    launcher = launched(here, command)
     _, server = worker_and_server(launcher)
     launcher.kill()
     launcher.communicate()
