@@ -28,10 +28,11 @@ _STEP = (
 )
 _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
 _WARM = (*_RESTART, "ecemb/launch")
+_TRAINED = ("bench/harness/messages.py", "bench/workloads/table_training.py")
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 
 CODE: Mapping[str, tuple[str, ...]] = {
-    "agreement": ("bench/questions/agreement", "bench/questions/scaling/rank.py", *_STEP),
+    "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
     "check_n_run": ("bench/questions/check_n_run", "baselines/check_n_run"),
     "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
     "cpr": ("bench/questions/cpr", "baselines/cpr"),
@@ -46,13 +47,13 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
     "recovery": ("bench/questions/recovery", *_WARM),
-    "scaling": ("bench/questions/scaling", *_STEP),
+    "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
     "simulate": (
         *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
         *("bench/results/overhead.json", "bench/results/recovery.json"),
     ),
     "soak": ("tests/failures", *_WARM),
-    "start": ("bench/questions/start", *_RESTART),
+    "start": ("bench/questions/start", _TRAINED[1], *_RESTART),
 }
 """Question -> paths from the repository's root; a change in one of them makes its numbers old."""
 _PICTURES = ":(exclude,glob)bench/questions/*/picture.py"

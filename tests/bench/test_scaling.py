@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.harness.messages import AGREEMENT, DELTAS, EMPTY, counting
 from bench.harness.result import Row, WrongResult
 from bench.questions.scaling import question as scaling
 from bench.questions.scaling.question import CODE, Scale
-from bench.questions.scaling.rank import AGREEMENT, DELTAS, EMPTY, counting
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from support.processes import run_ranks

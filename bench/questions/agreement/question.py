@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, summary
 from bench.questions.agreement.rank import Order, work
+from bench.workloads.table_training import answers_of
 from ecemb.coding.code import Code
 
 CODE = Code(4, 3)
@@ -103,11 +103,9 @@ def count(scale: Scale, ranks: int, seed: int) -> list[dict[str, Any]]:
         seed=seed,
         timeout_s=scale.timeout_s,
     )
-    with order.leaving_nothing(), Ranks(ranks, work, order, deadline_s=order.timeout_s) as running:
-        answers = sorted(running.answers(), key=lambda answer: answer["rank"])
-        running.finished()
-    check(answers)
-    return answers
+    found = answers_of(ranks, work, order)
+    check(found)
+    return found
 
 
 def check(answers: Sequence[Mapping[str, Any]]) -> None:

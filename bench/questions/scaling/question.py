@@ -29,9 +29,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.harness.ranks import Ranks
+from bench.harness.messages import DELTAS, KINDS
 from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, summary
-from bench.questions.scaling.rank import DELTAS, KINDS, RECORD_BYTES, Order, work
+from bench.questions.scaling.rank import RECORD_BYTES, Order, work
+from bench.workloads.table_training import answers_of
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 
@@ -107,11 +108,9 @@ def count(scale: Scale, ranks: int, seed: int) -> list[dict[str, Any]]:
         seed=seed,
         timeout_s=scale.timeout_s,
     )
-    with order.leaving_nothing(), Ranks(ranks, work, order, deadline_s=order.timeout_s) as running:
-        answers = sorted(running.answers(), key=lambda answer: answer["rank"])
-        running.finished()
-    check(Placement.ranks(CODE.n, CODE.k, ranks), answers)
-    return answers
+    found = answers_of(ranks, work, order)
+    check(Placement.ranks(CODE.n, CODE.k, ranks), found)
+    return found
 
 
 def check(placement: Placement, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,142 @@
+"""The messages that a process sends for protection, counted where ecemb calls torch.distributed.
+
+These are the ones on groups other than the default one, which is the training's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+MARK_BYTES = 64
+"""A message of at most this many bytes says how things stand; a longer one may carry deltas."""
+CARRIES = "exchange"
+"""The phase of a commit in which deltas are sent."""
+KINDS = DELTAS, AGREEMENT, EMPTY = "deltas", "agreement", "empty"
+OTHERS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+"""Collectives that ecemb doesn't use, so that the number of their messages is not known here."""
+
+
+@dataclass
+class Sent:
+    """Messages that this rank has sent.
+
+    Attributes:
+        sizes: Peer -> the bytes of each message to it.
+        kinds: Peer -> what each of them is.
+        unknown: Names of collectives that were called and are not counted.
+        phase: Says in which phase of the protection the process is.
+        by_phase: phase -> the messages with anything in them, and their bytes.
+    """
+
+    sizes: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    kinds: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    unknown: set[str] = field(default_factory=set[str])
+    phase: Callable[[], str] = str
+    by_phase: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def add(self, peer: int, size: int) -> None:
+        phase = self.phase()
+        self.sizes.setdefault(peer, []).append(size)
+        self.kinds.setdefault(peer, []).append(kind_of(size, phase))
+        if size:
+            messages, total = self.by_phase.get(phase, (0, 0))
+            self.by_phase[phase] = messages + 1, total + size
+
+    def of_kind(self, kind: str) -> dict[str, int]:
+        """Of messages of a kind: how many, to how many peers, and their bytes."""
+        chosen = {
+            peer: [size for size, one in zip(sizes, self.kinds[peer], strict=True) if one == kind]
+            for peer, sizes in self.sizes.items()
+        }
+        return {
+            "messages": sum(map(len, chosen.values())),
+            "peers": sum(1 for sizes in chosen.values() if sizes),
+            "bytes": sum(map(sum, chosen.values())),
+        }
+
+
+def kind_of(size: int, phase: str) -> str:
+    """What a message of this size in this phase is: deltas, agreement, or an empty part of a collective."""
+    return DELTAS if size > MARK_BYTES and phase == CARRIES else AGREEMENT if size else EMPTY
+
+
+@contextmanager
+def counting() -> Iterator[Sent]:
+    """Counts what this process sends on groups other than the default one, while the block lasts."""
+    sent = Sent()
+    replaced = {"all_to_all_single": _all_to_all_single, "isend": _send, "send": _send}
+    originals = {name: getattr(dist, name) for name in (*replaced, *OTHERS)}
+    for name, original in originals.items():
+        note = replaced.get(name, functools.partial(_unknown, name))
+        setattr(dist, name, functools.partial(_noted, sent, original, note))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _noted(
+    sent: Sent, original: Callable[..., Any], note: Callable[..., None], *args: Any, **kwargs: Any
+) -> Any:
+    if kwargs.get("group") not in (None, dist.group.WORLD):
+        note(sent, *args, **kwargs)
+    return original(*args, **kwargs)
+
+
+def _all_to_all_single(
+    sent: Sent,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+    **_: object,
+) -> None:
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    of_row = input.nbytes // max(len(input), 1)
+    splits = input_split_sizes or [len(input) // ranks] * ranks
+    for peer, rows in enumerate(splits):
+        if peer != own:
+            sent.add(peer, rows * of_row)
+
+
+def _send(
+    sent: Sent,
+    tensor: Tensor,
+    dst: int | None = None,
+    *,
+    group: dist.ProcessGroup,
+    group_dst: int | None = None,
+    **_: object,
+) -> None:
+    sent.add(dist.get_group_rank(group, dst) if group_dst is None else group_dst, tensor.nbytes)
+
+
+def _unknown(name: str, sent: Sent, *_: object, **__: object) -> None:
+    sent.unknown.add(name)
