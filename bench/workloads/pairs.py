@@ -4,9 +4,9 @@ Other load on the machine, which changes within seconds, so meets all models ali
 processor time of all threads is taken. Threads that the protection has made may work on while another model
 trains: their own clocks say how much, so that it can be counted where it belongs.
 
-A window of more steps than are measured is filled with *quiet* steps: a quiet step declares the rows that a
-batch would change, and trains nothing. It costs a hundredth of a step, and captures what a step would
-capture. Its time is not measured. Commits are always measured.
+A window of more steps than are measured is filled with *quiet* steps: a quiet step captures the rows that a
+batch would change, by as many calls, and trains nothing. It costs a hundredth of a step. Its time is not
+measured. Commits are always measured.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 import ecemb
-from baselines.live_copies import joined
+from baselines import live_copies
 from bench.harness.devices import begin, settle
 from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
@@ -49,6 +50,7 @@ from bench.workloads.training_rank import (
     protect,
     run,
 )
+from ecemb.coding.rows import TableLayout, joined
 from ecemb.step.window import MEASURED
 from ecemb.step.window import WARM_UP as SKIPPED
 
@@ -96,7 +98,9 @@ class Clocked(Protected):
 
 
 class Quiet:
-    """Steps that change nothing, and declare as many rows, as popular, as those that a step would change.
+    """Steps that change nothing, and capture as many rows, as popular, as those that a step would change.
+
+    A step's hooks capture the rows of tables that share a buffer in one call; so does a quiet step.
 
     Args:
         order: What the ranks do; rows are sharded in blocks of equally many.
@@ -111,21 +115,40 @@ class Quiet:
         share = -(-order.rows // ranks)
         weights, popular = popularity(order)
         self._lookups = ranks * order.batch * order.lookups
-        self._of_tables: list[tuple[str, Any]] = []
+        places = places_in_groups([table.layout for table in protected.guard._tables.tables])
+        of_groups: dict[int, list[tuple[int, Any]]] = {}
         for name, rows in zip(by_number(protected.guard.tables, order.tables), popular, strict=True):
             of_row = np.empty(order.rows)
             of_row[rows] = weights
             local = of_row[rank * share : (rank + 1) * share]
             if len(local):
-                self._of_tables.append((name, np.cumsum(local)))
+                group, first = places[name]
+                of_groups.setdefault(group, []).append((first, np.cumsum(local)))
+        self._of_groups = of_groups
 
     def step(self) -> None:
         """One step. All ranks."""
         with self._protected.step():
-            for name, heaped in self._of_tables:
-                drawn = self._rng.random(round(self._lookups * heaped[-1])) * heaped[-1]
-                rows = np.unique(np.minimum(np.searchsorted(heaped, drawn), len(heaped) - 1))
-                self._protected.guard.touch(name, torch.from_numpy(rows))
+            for group, tables in self._of_groups.items():
+                rows = np.concatenate([first + self._drawn(heaped) for first, heaped in tables])
+                self._protected.guard._transactions.capture(group, rows)
+
+    def _drawn(self, heaped: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Rows of a table's shard that a batch looks up, some of them several times."""
+        drawn = self._rng.random(round(self._lookups * heaped[-1])) * heaped[-1]
+        return np.minimum(np.searchsorted(heaped, drawn), len(heaped) - 1)
+
+
+def places_in_groups(layouts: Sequence[TableLayout]) -> dict[str, tuple[int, int]]:
+    """Table -> the number of the first table that it shares a buffer with, and its first row in there."""
+    found: dict[str, tuple[int, int]] = {}
+    head = first = end = 0
+    for number, (layout, whole) in enumerate(zip(layouts, joined(layouts), strict=True)):
+        if first == end:
+            head, first, end = number, 0, whole.rows
+        found[layout.name] = head, first
+        first += layout.rows
+    return found
 
 
 def by_number(names: Sequence[str], count: int) -> list[str]:
@@ -247,7 +270,7 @@ def work(line: Line, order: Order) -> None:
     }
     if isinstance(replicated := methods.get(REPLICATION), Replicated):
         replicas = replicated.replication.replicas
-        answer["columns"] = by_columns(joined(twins[REPLICATION].tables()))
+        answer["columns"] = by_columns(live_copies.joined(twins[REPLICATION].tables()))
         answer["replicas"] = {source: by_columns(shards) for source, shards in replicas.items()}
     if protected is not None:
         report = protected.guard.scrub() if dist.get_world_size() > 1 else None  # one rank keeps no parity

@@ -21,6 +21,7 @@ from bench.questions.overhead.question import QUICK, Scale, Steps, sparse_heavy
 from bench.workloads import pairs, training_rank
 from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED, REPLICATION, RIVALS, Order
 from ecemb.coding.code import Code
+from ecemb.coding.rows import Column, TableLayout
 
 CODE = Code(4, 3)
 ORDER = Order(
@@ -140,6 +141,22 @@ def test_tables_are_known_by_their_numbers() -> None:
     assert pairs.by_number(names, 12) == [f"tables.{i}" for i in range(12)]
     with pytest.raises(ValueError, match="from 0 on"):
         pairs.by_number(names[1:], 11)
+
+
+def test_tables_of_a_buffer_are_captured_by_one_call() -> None:
+    weight, other = (Column("weight", "float32", size) for size in (64, 32))
+    layouts = [
+        TableLayout(name, rows, (column,), group)
+        for name, rows, column, group in [
+            ("alone", 5, weight, ""),
+            ("first", 3, weight, "a"),
+            ("second", 4, weight, "a"),
+            ("third", 2, other, "b"),
+            ("unlike", 2, weight, "b"),
+        ]
+    ]
+    expected = {"alone": (0, 0), "first": (1, 0), "second": (1, 3), "third": (3, 0), "unlike": (4, 0)}
+    assert pairs.places_in_groups(layouts) == expected
 
 
 def test_a_threads_clock_counts_its_work_alone() -> None:

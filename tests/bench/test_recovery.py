@@ -21,7 +21,7 @@ from ecemb.arena.header import Constants, Header, State
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 
-CASE = Case("memory", Code(4, 3), 2 * MIB, 1, alone=True)
+CASE = Case("memory", Code(4, 3), 2 * MIB, 1, alone=True, launches=1)
 SCALE = dataclasses.replace(QUICK, cases=(CASE,), device=APART)
 
 

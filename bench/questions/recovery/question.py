@@ -80,6 +80,7 @@ class Case:
         victims: How many ranks are killed at once.
         engine: Of the tables.
         alone: Whether the same script without ecemb is killed as well; only with the engine `SPARSE`.
+        launches: Of each method, taking turns.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Case:
     victims: int
     engine: str = SPARSE
     alone: bool = False
+    launches: int = 4
 
     @property
     def labels(self) -> dict[str, Label]:
@@ -106,7 +108,6 @@ class Scale:
 
     Attributes:
         cases: One after the other.
-        launches: Of each method, taking turns.
         kills: In each launch.
         batch: Samples a rank takes in a step.
         steps: Before a kill, and after the last one.
@@ -117,16 +118,15 @@ class Scale:
 
     cases: tuple[Case, ...] = (
         Case("process", Code(4, 3), 64 * MIB, 1),
-        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 64 * MIB, 1),
+        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=2),
+        Case("memory", Code(4, 3), 64 * MIB, 1, launches=2),
         Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 1024 * MIB, 1),
-        Case("memory", Code(4, 2), 256 * MIB, 2),
-        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC),
+        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=2),
+        Case("memory", Code(4, 2), 256 * MIB, 2, launches=2),
+        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC, launches=2),
         Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC),
         Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC),
     )
-    launches: int = 4
     kills: int = 5
     batch: int = 256
     steps: int = 4
@@ -139,11 +139,10 @@ FULL = Scale()
 QUICK = dataclasses.replace(
     FULL,
     cases=(
-        Case("process", Code(4, 3), 8 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 8 * MIB, 1),
-        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC),
+        Case("process", Code(4, 3), 8 * MIB, 1, alone=True, launches=1),
+        Case("memory", Code(4, 3), 8 * MIB, 1, launches=1),
+        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC, launches=1),
     ),
-    launches=1,
     kills=1,
 )
 
@@ -225,7 +224,7 @@ def measure(scale: Scale, case: Case, seed: int) -> list[Row]:
     expected = launch(scale, case, PROTECTED, 0, seed).digests
     alone: list[Life] = []
     starts: dict[str, list[Launch]] = {COLD: [], WARM: []}
-    for _ in range(scale.launches):
+    for _ in range(case.launches):
         if case.alone:
             alone += launch(scale, case, BARE, scale.kills, seed).restarts
         for start, found in starts.items():
