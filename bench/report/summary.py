@@ -263,16 +263,19 @@ def of_memory(documents: Documents) -> str:
 
 
 def of_recovery(documents: Documents) -> str:
-    rows = of(documents, "recovery")
+    rows = [row for row in of(documents, "recovery") if row["metric"] == "kill_to_step_s"]
 
-    def added(kind: str) -> str:
-        row = next((row for row in rows if row["metric"] == "added_recovery_s" and row["kind"] == kind), None)
-        if row is None:
-            raise Unknown("added_recovery_s")
-        size = row["table_bytes"] / 2**20
-        return f"{row['value']:.1f} s ({row['low']:.1f} to {row['high']:.1f}; {size:,.0f} MiB a rank)"
+    def seconds(kind: str, size: int, start: str) -> str:
+        of_kind = {"kind": kind, "killed": 1, "engine": "sparse", "table_bytes": size, "start": start}
+        return f"{value(rows, 'kill_to_step_s', **of_kind):.1f} s"
 
-    return f"added to a restart: {added('process')} after a crash, {added('memory')} after lost memory"
+    def both(kind: str, size: int) -> str:
+        return f"{seconds(kind, size, 'warm')} (started cold: {seconds(kind, size, 'cold')})"
+
+    return (
+        f"from a kill to the next step {both('process', 64 << 20)}; "
+        f"with 256 MiB of lost memory to rebuild {both('memory', 256 << 20)}"
+    )
 
 
 def of_kernels(documents: Documents) -> str:

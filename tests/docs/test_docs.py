@@ -294,6 +294,21 @@ def test_the_page_on_operations_explains_each_line_of_the_log() -> None:
     assert len(log_lines()) > 20 and not unexplained
 
 
+def test_the_seconds_of_a_restart_are_those_of_a_run() -> None:
+    document = json.loads((ROOT / "bench" / "results" / "recovery.json").read_text())
+    found = {
+        (row["start"], row["kind"], row["table_bytes"] >> 20): f"{row['value']:.1f} s"
+        for row in document["rows"]
+        if row["metric"] == "kill_to_step_s" and row["engine"] == "sparse" and row["killed"] == 1
+    }
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    warm, cold = ([found[start, "process", 64], found[start, "memory", 256]] for start in ("warm", "cold"))
+    assert (
+        f"next step it takes {warm[0]}" in readme and f"and {warm[1]} with 256 MiB of lost memory" in readme
+    )
+    assert f"takes {cold[0]} and {cold[1]}." in readme
+
+
 def test_the_claim_of_the_readme_has_its_numbers_from_a_run() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "soak.json").read_text())["rows"]
     values = [(row["metric"], row["value"]) for row in rows]
