@@ -55,6 +55,7 @@ site: $(READY)  ## build the site of docs/ into build/site; a warning is an erro
 pages: $(READY)  ## write the pages and pictures that are made of the source and of bench/results
 	$(BIN)/python docs/scripts/errors.py
 	$(BIN)/python docs/scripts/api.py
+	$(BIN)/python docs/scripts/torchrec.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python -m bench report
 

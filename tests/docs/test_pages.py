@@ -24,6 +24,7 @@ def script(name: str) -> ModuleType:
 
 
 errors_page, api_page, pictures = script("errors"), script("api"), script("pictures")
+torchrec_page = script("torchrec")
 
 
 def test_the_page_is_current() -> None:
@@ -43,6 +44,13 @@ def test_each_message_is_in_one_section() -> None:
 
 def test_the_api_is_current() -> None:
     assert api_page.PAGE.read_text(encoding="utf-8") == api_page.render(), "run `make pages`"
+
+
+def test_the_table_of_torchrecs_members_is_current() -> None:
+    shown = torchrec_page.PAGE.read_text(encoding="utf-8")
+    assert shown == torchrec_page.render(shown), "run `make pages`"
+    for family in torchrec_page.families().values():
+        assert all(f"`{name}`" in shown for name in family)
 
 
 def test_the_api_has_every_public_name() -> None:

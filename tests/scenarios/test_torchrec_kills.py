@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.torchrec.runs import Kill, Setting, differences, every_table, recoveries, run
+from support.torchrec.runs import Kill, Setting, differences, every_table, recoveries, run, varied_tables
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchrec") is None, reason="needs torchrec (CONTRIBUTING.md)"),
@@ -37,6 +37,25 @@ def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
     process = Kill(1, (2,), "backward", part=0.5)
     memory = Kill(4, (0, 3), wipe=True)
     assert check(tmp_path, setting, (process, memory)) == ["fresh 0", "process 1", "memory 4 0 3"]
+
+
+WEIGHTED = ("weighted", "variable")
+"""Bags with weights, and with a number of bags for each feature."""
+R1, R2 = (4, 3), (4, 2)
+
+
+@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tuple[int, int]) -> None:
+    check_of(tmp_path, WEIGHTED, code)
+
+
+def check_of(folder: Path, collections: tuple[str, ...], code: tuple[int, int]) -> None:
+    """Kills a process, then the memory of as many ranks as the code survives."""
+    setting = Setting(varied_tables(*collections), code=code, steps=7, load=2, aborts=(3,))
+    lost = (0, 3)[: code[0] - code[1]]
+    kills = (Kill(1, (2,), "backward", part=0.5), Kill(4, lost, "backward", part=0.2, wipe=True))
+    names = " ".join(map(str, lost))
+    assert check(folder, setting, kills) == ["fresh 0", "process 1", f"memory 4 {names}"]
 
 
 def test_a_pipeline_survives(tmp_path: Path) -> None:

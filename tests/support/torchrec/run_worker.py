@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,16 @@ from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed import sharding_plan as plans  # noqa: E402
 from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
+    FeatureProcessedEmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
 from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
+from torchrec.modules.feature_processor_ import PositionWeightedModule  # noqa: E402
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection  # noqa: E402
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
@@ -68,9 +75,22 @@ def shardings(number: int, ranks: int) -> dict[str, Any]:
         "table_wise": plans.table_wise(rank=number % ranks),
         "column_wise": plans.column_wise(ranks=[number % ranks, (number + 1) % ranks]),
         "table_row_wise": plans.table_row_wise(host_index=number % hosts),
+        "table_column_wise": table_column_wise(number % hosts),
         "grid_shard": grid(hosts),
         "data_parallel": plans.data_parallel(),
     }
+
+
+def table_column_wise(host: int) -> Any:
+    """Columns split over the ranks of one host; torchrec's sharding plans have no function for it."""
+
+    def sharding(parameter: Any, local_size: int, _: int, device_type: str, sharder: Any) -> Any:
+        rows, width = parameter.shape[0], parameter.shape[1] // local_size
+        shards = [([rows, width], [0, i * width], host * local_size + i) for i in range(local_size)]
+        kind = plans.ShardingType.TABLE_COLUMN_WISE.value
+        return plans._get_parameter_sharding(parameter, kind, shards, local_size, device_type, sharder)
+
+    return sharding
 
 
 def grid(hosts: int) -> Any:
@@ -91,24 +111,117 @@ def grid(hosts: int) -> Any:
     return sharding
 
 
+class Collections:
+    """The collections of a model, before they are sharded.
+
+    Attributes:
+        modules: by the first word of their tables' names, and by more where tables of one must share that.
+        features: by the same.
+        plan: by path in the model.
+        rows: by table.
+    """
+
+    def __init__(self, tables: list[str], ranks: int) -> None:
+        self.modules, self.features = nn.ModuleDict(), dict[str, list[str]]()
+        self.plan: dict[str, Any] = {}
+        self.rows: dict[str, int] = {}
+        for name in tables:
+            kind, dtype, optimizer, _ = name.split("/")
+            shared = {"fused": [optimizer], "variable": [dtype, optimizer]}.get(kind, [])
+            self.features.setdefault("-".join([kind, *shared]), []).append(name)
+        for key, names in self.features.items():
+            self._add(key, names, ranks)
+
+    def _add(self, key: str, names: list[str], ranks: int) -> None:
+        kind = key.partition("-")[0]
+        config = EmbeddingConfig if kind == "sequences" else EmbeddingBagConfig
+        configs: list[Any] = []
+        per_table: dict[str, Any] = {}
+        for number, name in enumerate(names):
+            self.rows[name] = 37 + len(self.rows) % 5  # not too few: FBGEMM needs rows on every rank
+            _, dtype, _, sharding = name.split("/")
+            table = name.replace("/", "_")
+            per_table[table] = shardings(number, ranks)[sharding]
+            configs.append(
+                config(
+                    name=table,
+                    embedding_dim=WIDTH,
+                    num_embeddings=self.rows[name],
+                    feature_names=[name],
+                    data_type=DTYPES[dtype],
+                )
+            )
+        module = _collection(kind, configs, names)
+        self.modules[key] = module
+        plan = plans.construct_module_sharding_plan(
+            module,
+            per_table,
+            sharder=SHARDERS[kind],
+            local_size=ranks // 2,
+            world_size=ranks,
+            device_type="cpu",
+        )
+        if kind == "fused":
+            for one in plan.values():
+                one.compute_kernel = (
+                    "fused"  # by default, TorchRec takes the kernel that ignores the optimizer
+                )
+        self.plan[f"collections.{key}"] = plan
+
+
+SHARDERS: dict[str, Any] = {
+    "bags": (_bags := EmbeddingBagCollectionSharder()),
+    "weighted": _bags,
+    "variable": _bags,
+    "sequences": EmbeddingCollectionSharder(),
+    "processed": FeatureProcessedEmbeddingBagCollectionSharder(),
+    "fused": FusedEmbeddingBagCollectionSharder(),
+}
+OTHERS = {"weighted", "variable"}  # have batches of their own
+LONGEST = 3  # ids of a bag
+
+
+def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
+    meta = torch.device("meta")
+    optimizers = [OPTIMIZERS[name.split("/")[2]] for name in names]
+    if kind == "fused":
+        return FusedEmbeddingBagCollection(configs, optimizers[0], {"lr": 0.1}, device=meta)
+    if kind == "sequences":
+        module: Any = EmbeddingCollection(device=meta, tables=configs)
+        inner = module.embeddings
+    else:
+        weighted = kind in ("weighted", "processed")
+        module = EmbeddingBagCollection(device=meta, tables=configs, is_weighted=weighted)
+        inner = module.embedding_bags
+    for number, (one, optimizer) in enumerate(zip(configs, optimizers, strict=True)):
+        lr = 0.1 if kind == "variable" else 0.1 + 0.01 * number  # FBGEMM looks the former up at once
+        apply_optimizer_in_backward(optimizer, inner[one.name].parameters(), {"lr": lr})
+    if kind == "processed":
+        processors: Any = {name: PositionWeightedModule(LONGEST) for name in names}
+        return FeatureProcessedEmbeddingBagCollection(module, processors)
+    return module
+
+
 class Model(nn.Module):
-    """Bags and sequences of embeddings, under a dense layer."""
+    """Collections of embeddings under a dense layer."""
 
-    def __init__(self, bags: list[str], sequences: list[str], make: Callable[..., Any]) -> None:
+    def __init__(self, collections: Collections) -> None:
         super().__init__()
-        self.features = sequences
-        self.bags = make(EmbeddingBagCollection, EmbeddingBagConfig, bags) if bags else None
-        self.sequences = make(EmbeddingCollection, EmbeddingConfig, sequences) if sequences else None
-        self.over = nn.Linear(WIDTH * (len(bags) + len(sequences)), 1)
+        self.features = collections.features
+        self.collections = collections.modules
+        self.over = nn.Linear(WIDTH * len(collections.rows), 1)
 
-    def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: KeyedJaggedTensor, others: dict[str, KeyedJaggedTensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         parts: list[Tensor] = []
-        if self.bags is not None:
-            parts.append(self.bags(batch).values().float())
-        if self.sequences is not None:
-            found = self.sequences(batch)
-            for key in self.features:
-                jagged = found[key]
+        for key, collection in self.collections.items():
+            found = collection((others or {}).get(key, batch))
+            if key != "sequences":
+                parts.append(found.values().float())
+                continue
+            for name in self.features[key]:
+                jagged = found[name]
                 parts.append(
                     torch.segment_reduce(jagged.values().float(), "sum", lengths=jagged.lengths(), axis=0)
                 )
@@ -124,55 +237,13 @@ class Training:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks // 2)
         torch.manual_seed(5)
-        self.rows: dict[str, int] = {}
-        kinds: dict[str, list[str]] = {}
-        classes: dict[str, Any] = {}
-        plan: dict[str, Any] = {}
-
-        def make(kind: Any, config: Any, names: list[str]) -> nn.Module:
-            tables: list[Any] = []
-            for name in names:
-                self.rows[name] = 37 + len(self.rows) % 5  # not too few: FBGEMM needs rows on every rank
-                dtype = DTYPES[name.split("/")[1]]
-                tables.append(
-                    config(
-                        name=name.replace("/", "_"),
-                        embedding_dim=WIDTH,
-                        num_embeddings=self.rows[name],
-                        feature_names=[name],
-                        data_type=dtype,
-                    )
-                )
-            return kind(device=torch.device("meta"), tables=tables)
-
-        for key in ("bags", "sequences"):
-            kinds[key] = [name for name in setting["tables"] if name.startswith(key)]
-        model = Model(kinds["bags"], kinds["sequences"], make)
-        sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-        for key, sharder in zip(("bags", "sequences"), sharders, strict=True):
-            collection: Any = getattr(model, key)
-            if collection is None:
-                continue
-            per_table: dict[str, Any] = {}
-            for number, name in enumerate(kinds[key]):
-                _, _, optimizer, sharding = name.split("/")
-                table = name.replace("/", "_")
-                per_table[table] = shardings(number, ranks)[sharding]
-                classes[f"{key}.{table}"] = OPTIMIZERS[optimizer]
-                inner = collection.embedding_bags if key == "bags" else collection.embeddings
-                apply_optimizer_in_backward(
-                    OPTIMIZERS[optimizer], inner[table].parameters(), {"lr": 0.1 + 0.01 * number}
-                )
-            plan[key] = plans.construct_module_sharding_plan(
-                collection,
-                per_table,
-                sharder=sharder,
-                local_size=ranks // 2,
-                world_size=ranks,
-                device_type="cpu",
-            )
+        collections = Collections(setting["tables"], ranks)
+        self.features, self.rows = collections.features, collections.rows
         self.model = DistributedModelParallel(
-            model, plan=ShardingPlan(plan), sharders=sharders, device=torch.device("cpu")
+            Model(collections),
+            plan=ShardingPlan(collections.plan),
+            sharders=list(dict.fromkeys(SHARDERS.values())),
+            device=torch.device("cpu"),
         )
         fused: Any = self.model.fused_optimizer
         if setting["warmup"]:
@@ -193,11 +264,40 @@ class Training:
     def batch(self, step: int, part: int = 0) -> KeyedJaggedTensor:
         """Empty bags, repeated ids, and ids that no other batch has."""
         draw = torch.Generator().manual_seed(1_000_003 * step + 101 * part + self.rank)
-        lengths = torch.randint(0, 4, (len(self.rows) * BATCH,), generator=draw)
+        names = [name for name in self.rows if name.split("/")[0] not in OTHERS]
+        return self._drawn(names, [BATCH] * len(names), draw)
+
+    def others(self, step: int, part: int = 0) -> dict[str, KeyedJaggedTensor]:
+        """Batches with weights, and with a number of bags for each feature, by collection."""
+        draw = torch.Generator().manual_seed(1_000_003 * step + 101 * part + self.rank + 50)
+        found: dict[str, KeyedJaggedTensor] = {}
+        for key, names in self.features.items():
+            if (kind := key.partition("-")[0]) not in OTHERS:
+                continue
+            if kind == "weighted":
+                found[key] = self._drawn(names, [BATCH] * len(names), draw, weighted=True)
+                continue
+            sizes = [1 + (step + number) % BATCH for number in range(len(names))]
+            bags = torch.stack([torch.arange(BATCH) % size for size in sizes])
+            found[key] = self._drawn(
+                names,
+                sizes,
+                draw,
+                stride_per_key_per_rank=[[size] for size in sizes],
+                inverse_indices=(names, bags),
+            )
+        return found
+
+    def _drawn(
+        self, names: list[str], sizes: list[int], draw: torch.Generator, weighted: bool = False, **more: Any
+    ) -> KeyedJaggedTensor:
+        lengths = torch.randint(0, LONGEST + 1, (sum(sizes),), generator=draw)
         ids: list[Tensor] = []
-        for rows, of_feature in zip(self.rows.values(), lengths.view(-1, BATCH), strict=True):
-            ids.append(torch.randint(0, rows, (int(of_feature.sum()),), generator=draw))
-        return KeyedJaggedTensor(list(self.rows), torch.cat(ids), lengths=lengths)
+        for name, of_feature in zip(names, lengths.split(sizes), strict=True):
+            ids.append(torch.randint(0, self.rows[name], (int(of_feature.sum()),), generator=draw))
+        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+        weights = torch.rand(len(values), generator=draw) if weighted else None
+        return KeyedJaggedTensor(names, values, weights, lengths=lengths, **more)
 
     def batches(self, steps: Iterable[int]) -> Iterator[KeyedJaggedTensor]:
         return (self.batch(step) for step in steps)
@@ -214,7 +314,7 @@ class Training:
             self.model.load_state_dict(state)
         self.optimizer.zero_grad()
         for part in range(2 if step % 4 == 1 else 1):  # gradients accumulate in some steps
-            loss, _ = self.model(self.batch(step, part))
+            loss, _ = self.model(self.batch(step, part), self.others(step, part))
             loss.backward()
             self.losses.append(loss.item())
         self.optimizer.step()
@@ -224,7 +324,7 @@ class Training:
         if self.pipeline is None:
             self.model.eval()
             with torch.no_grad():
-                self.model(self.batch(step, 7))
+                self.model(self.batch(step, 7), self.others(step, 7))
             self.model.train()
 
     def end(self) -> dict[str, Any]:

@@ -15,8 +15,25 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1]
-SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "grid_shard", "data_parallel")
+SHARDINGS = (
+    "row_wise",
+    "table_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+    "data_parallel",
+)
 SEQUENCE_SHARDINGS = ("row_wise", "table_wise", "column_wise")  # FBGEMM pools data-parallel ones on CPU
+OFFERED = {
+    "bags": SHARDINGS,
+    "sequences": SEQUENCE_SHARDINGS,
+    "weighted": SHARDINGS,
+    "variable": SHARDINGS[:5],  # others fail without ecemb
+    "processed": SHARDINGS,
+    "fused": SHARDINGS[:-1],  # DistributedDataParallel refuses the data-parallel ones on CPU
+}
+"""The sharding types of each kind of collection that run on CPUs."""
 OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad")
 DTYPES = ("fp32", "fp16")
 
@@ -45,7 +62,7 @@ class Setting:
     """What ranks train, and what happens to them.
 
     Attributes:
-        tables: "bags" or "sequences" / dtype / optimizer / sharding, each one.
+        tables: kind of collection (`OFFERED`) / dtype / optimizer / sharding, each one.
         warmup: learning rates change, by a WarmupOptimizer over the fused optimizer.
         load: the step that begins with load_state_dict() of the model, halved.
         aborts: steps that one rank aborts; unprotected, they are left out.
@@ -64,18 +81,29 @@ class Setting:
     job: str = "torchrec-kills"
 
 
-def every_table(
-    shardings: Sequence[str] = SHARDINGS, optimizers: Sequence[str] = OPTIMIZERS
-) -> tuple[str, ...]:
-    """Bags and sequences of every kind."""
+def every_table(*collections: str) -> tuple[str, ...]:
+    """Tables of these kinds of collections, by default of plain bags and sequences, in every combination."""
     return tuple(
         f"{collection}/{dtype}/{optimizer}/{sharding}"
-        for collection, offered in (("bags", SHARDINGS), ("sequences", SEQUENCE_SHARDINGS))
+        for collection in collections or ("bags", "sequences")
         for dtype in DTYPES
-        for optimizer in optimizers
-        for sharding in offered
-        if sharding in shardings
+        for optimizer in OPTIMIZERS
+        for sharding in OFFERED[collection]
+        if (collection, optimizer) != ("variable", "adagrad")  # FBGEMM refuses it
     )
+
+
+def varied_tables(*collections: str) -> tuple[str, ...]:
+    """Tables of these kinds, with every sharding type, optimizer and precision, but not every combination."""
+    tables: list[str] = []
+    for collection in collections:
+        of_one = [table.split("/", 3) for table in every_table(collection)]
+        trained = list(dict.fromkeys((dtype, optimizer) for _, dtype, optimizer, _ in of_one))
+        offered = OFFERED[collection]
+        for number in range(max(len(offered), len(trained))):
+            dtype, optimizer = trained[number % len(trained)]
+            tables.append(f"{collection}/{dtype}/{optimizer}/{offered[number % len(offered)]}")
+    return tuple(tables)
 
 
 def run(folder: Path, setting: Setting, deadline_s: float = 900) -> list[dict[str, Any]]:

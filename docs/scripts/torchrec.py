@@ -1,0 +1,49 @@
+"""`python docs/scripts/torchrec.py`: writes the table of members into docs/torchrec.md.
+
+The decisions are those of `tests/support/torchrec/members.py`; `tests/contracts/test_torchrec_members.py`
+compares them with the installed versions of TorchRec and FBGEMM. Nothing of these is imported.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "torchrec.md"
+DECISIONS = ROOT / "tests" / "support" / "torchrec" / "members.py"
+BEGIN = "<!-- Written by `python docs/scripts/torchrec.py`: change nothing from here to the end mark. -->\n"
+END = "<!-- end -->\n"
+
+
+def main() -> None:
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def render(page: str) -> str:
+    """Returns the page with the present table."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def table() -> str:
+    """A row for the protected members of a family, then one for each reason of a refusal."""
+    lines = ["| kind | members | protected |", "|---|---|---|"]
+    for title, family in families().items():
+        rows: dict[str, list[str]] = {}
+        for name, decision in family.items():
+            said = f"no: {decision.reason}" if hasattr(decision, "reason") else "yes"
+            rows.setdefault(said, []).append(f"`{name}`")
+        lines += [f"| {title} | {', '.join(names)} | {said} |" for said, names in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def families() -> dict[str, dict[str, Any]]:
+    """The decisions, by kind and by name."""
+    return runpy.run_path(str(DECISIONS))["FAMILIES"]
+
+
+if __name__ == "__main__":
+    main()

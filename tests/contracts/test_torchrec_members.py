@@ -1,0 +1,224 @@
+"""Each class, kernel, optimizer and type that TorchRec and FBGEMM offer is protected, or refused by name.
+
+`support/torchrec/members.py` decides. A version of TorchRec or FBGEMM with a member that is not there fails
+these tests until it is added. Kill tests (`tests/scenarios/test_torchrec_kills.py`) train the protected ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.torchrec import members
+from support.torchrec.models import Watched, build, one_rank
+from support.torchrec.runs import OFFERED, every_table
+
+import torchrec.distributed  # isort: skip  # after the models, which silence its warnings
+from fbgemm_gpu.tbe import ssd  # isort: skip
+from fbgemm_gpu import split_table_batched_embeddings_ops_inference as inference  # isort: skip
+from fbgemm_gpu import split_table_batched_embeddings_ops_training as training  # isort: skip
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType  # isort: skip
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # isort: skip
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # isort: skip
+from torchrec.distributed.types import ShardedModule, ShardingType  # isort: skip
+
+from ecemb.adapters import torchrec as adapter
+from ecemb.errors import UnsupportedOptimizer, UnsupportedTable
+from support.refusals import refused
+
+TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
+NOT_FOR_TRAINING = ("benchmark", "test_utils", "tests")
+pytestmark = [  # torch's, TorchRec's and FBGEMM's own
+    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def below(base: type) -> set[type]:
+    """The classes below one that can have instances, of torchrec's own."""
+    found = {one for child in base.__subclasses__() for one in (child, *below(child))}
+    return {one for one in found if one.__module__.startswith("torchrec.")}
+
+
+def load_all() -> None:
+    """Imports all of torchrec.distributed, so that its classes can be found."""
+    for module in pkgutil.walk_packages(torchrec.distributed.__path__, "torchrec.distributed."):
+        if not any(part in NOT_FOR_TRAINING for part in module.name.split(".")):
+            importlib.import_module(module.name)
+
+
+def sharded_modules() -> dict[str, type]:
+    load_all()
+    return {one.__name__: one for one in below(ShardedModule) if not inspect.isabstract(one)}
+
+
+def refusals(family: dict[str, members.Decision]) -> list[str]:
+    return [name for name, decision in family.items() if isinstance(decision, members.Refused)]
+
+
+# --- each has a decision ------------------------------------------------------------------------
+
+
+def offered(family: str) -> set[str]:
+    """The members that the installed TorchRec and FBGEMM have."""
+    return {
+        "sharded module": lambda: set(sharded_modules()),
+        "sharding type": lambda: {one.value for one in ShardingType},
+        "compute kernel": lambda: {one.value for one in EmbeddingComputeKernel},
+        "optimizer of tables": lambda: set(EmbOptimType.__members__),
+        "type of weights": lambda: set(SparseType.__members__),
+    }[family]()
+
+
+@pytest.mark.parametrize("family", members.FAMILIES)
+def test_each_member_has_a_decision(family: str) -> None:
+    assert offered(family) == set(members.FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", members.FAMILIES)
+def test_a_new_member_has_none(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = next(iter(members.FAMILIES[family]))
+    monkeypatch.delitem(members.FAMILIES[family], first)
+    assert offered(family) - set(members.FAMILIES[family]) == {first}
+
+
+def test_a_new_sharded_module_is_found() -> None:
+    kind = type("ShardedNovelty", (members_base(),), {"__module__": "torchrec.distributed.novelty"})
+    assert sharded_modules()["ShardedNovelty"] is kind
+
+
+def members_base() -> type:
+    return sharded_modules()["ShardedEmbeddingBagCollection"]
+
+
+@pytest.mark.parametrize("family", members.FAMILIES)
+def test_kill_tests_train_each_protected_member(family: str) -> None:
+    tables = every_table(*OFFERED)
+    for name, decision in members.FAMILIES[family].items():
+        if isinstance(decision, members.Protected) and decision.part:
+            assert any(decision.part in table.split("/") for table in tables), name
+
+
+# --- refused by name ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", refusals(members.MODULES))
+def test_a_sharded_module_is_refused(name: str) -> None:
+    kind = sharded_modules()[name]
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    with refused(UnsupportedTable, f"place is a {name}", "docs/torchrec.md"):
+        adapter.find(nn.ModuleDict({"place": module}))
+
+
+def kernel_of(model: Any) -> Any:
+    """TorchRec's module around FBGEMM's."""
+    return model.module.collection._lookups[0]._emb_modules[0]
+
+
+def in_uvm(model: Any) -> None:
+    module = copy.copy(kernel_of(model)._emb_module)
+    module._buffers = module._buffers | {"weights_uvm": torch.ones(3)}
+    kernel_of(model)._emb_module = module
+
+
+def by_another_module(kind: type) -> Any:
+    def put(model: Any) -> None:
+        module = kind.__new__(kind)
+        nn.Module.__init__(module)
+        kernel_of(model)._emb_module = module
+
+    return put
+
+
+_SSD = by_another_module(ssd.SSDTableBatchedEmbeddingBags)
+_QUANT = by_another_module(inference.IntNBitTableBatchedEmbeddingBagsCodegen)
+_OTHER = by_another_module(nn.EmbeddingBag)
+STAND_INS = {  # where CPUs lack the kernel: what FBGEMM's module would be
+    "dense": by_another_module(training.DenseTableBatchedEmbeddingBagsCodegen),
+    "fused_uvm": in_uvm,
+    "fused_uvm_caching": in_uvm,
+    "fused_triton": _OTHER,
+    "customized_kernel": _OTHER,
+    **dict.fromkeys(("key_value", "ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"), _SSD),
+    **dict.fromkeys(("quant", "quant_uvm", "quant_uvm_caching"), _QUANT),
+}
+
+
+@pytest.mark.parametrize("name", refusals(members.KERNELS))
+def test_a_compute_kernel_is_refused(name: str) -> None:
+    model = build(TABLES, "rowwise-adagrad")
+    STAND_INS[name](model)
+    with refused(UnsupportedTable, "user", "item", "'fused'"):
+        adapter.find(model)
+
+
+def fbgemm(**options: Any) -> Any:
+    """FBGEMM's module with one table on the CPU."""
+    spec = (7, 4, EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+    defaults = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    return training.SplitTableBatchedEmbeddingBagsCodegen([spec], **defaults | options)
+
+
+def trains(**options: Any) -> bool:
+    try:
+        module = fbgemm(**options)
+        module(torch.tensor([1, 2, 2]), torch.tensor([0, 2, 3])).sum().backward()
+    except (AssertionError, NotImplementedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", members.OPTIMIZERS)
+def test_what_is_said_of_an_optimizer_is_so(name: str) -> None:
+    decision = members.OPTIMIZERS[name]
+    by_fbgemm = isinstance(decision, members.Refused) and decision.by_fbgemm
+    assert trains(optimizer=EmbOptimType[name]) is not by_fbgemm
+
+
+@pytest.mark.parametrize("name", refusals(members.OPTIMIZERS))
+def test_an_optimizer_is_refused(name: str) -> None:
+    model = build(TABLES, "rowwise-adagrad")
+    kernel_of(model)._emb_module.optimizer = EmbOptimType[name]
+    with refused(UnsupportedOptimizer, f"FBGEMM's {name}", "user", "docs/torchrec.md"):
+        adapter.find(model)
+
+
+@pytest.mark.parametrize("name", members.WEIGHTS)
+def test_what_is_said_of_a_type_is_so(name: str) -> None:
+    decision = members.WEIGHTS[name]
+    by_fbgemm = isinstance(decision, members.Refused) and decision.by_fbgemm
+    assert trains(weights_precision=SparseType[name]) is not by_fbgemm
+
+
+@pytest.mark.parametrize("name", refusals(members.WEIGHTS))
+def test_a_type_of_weights_is_refused(name: str) -> None:
+    model = build(TABLES)
+    module = kernel_of(model)._emb_module
+    try:
+        weights = torch.empty(module.weights_host.numel(), dtype=SparseType[name].as_dtype())
+    except (NotImplementedError, RuntimeError):  # of a type without tensors on CPUs
+        weights = torch.empty(module.weights_host.numel(), dtype=torch.uint8)
+    module.weights_host = nn.Parameter(weights, requires_grad=False)
+    with refused(UnsupportedTable, str(weights.dtype), "user", "float32 and float16"):
+        adapter.find(model)
+
+
+def test_the_fused_model_itself_is_protected() -> None:
+    assert len(Watched(build(TABLES, "rowwise-adagrad")).names) == len(TABLES)

@@ -1,0 +1,158 @@
+"""What ecemb does with each class, kernel, optimizer and type that TorchRec and FBGEMM offer.
+
+A decision names the tables of the kill tests that show protection (their first part that `Protected.tables`
+has to match), or the reason of the refusal. `tests/contracts/test_torchrec_members.py` looks for members
+without a decision; `docs/scripts/torchrec.py` writes them into docs/torchrec.md. Needs no TorchRec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Protected:
+    """A member with which tables are protected.
+
+    Attributes:
+        part: of the names of tables in the kill tests (`runs.every_table`); tables with it have the member.
+    """
+
+    part: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A member that `ecemb.protect` refuses, or that FBGEMM refuses itself.
+
+    Attributes:
+        reason: follows "because".
+        by_fbgemm: whether FBGEMM refuses to train with it on CPUs.
+    """
+
+    reason: str
+    by_fbgemm: bool = False
+
+
+Decision = Protected | Refused
+
+_MAPPED = (
+    "its map from raw ids to rows is state that ecemb would lose; evictions re-draw rows outside of lookups"
+)
+_INFERENCE = "it is for inference, and trains nothing"
+_POOL = "its rows are written by the script, and not by an optimizer"
+_TOWER = "TorchRec doesn't shard it on CPUs, so that ecemb hasn't tried it"
+_PRUNED = "pruning moves rows outside of lookups, and its address map is state that ecemb would lose"
+
+MODULES: dict[str, Decision] = {
+    "ShardedEmbeddingBagCollection": Protected("bags"),
+    "ShardedEmbeddingCollection": Protected("sequences"),
+    "ShardedFeatureProcessedEmbeddingBagCollection": Refused("ecemb hasn't tried it"),
+    "ShardedFusedEmbeddingBagCollection": Refused("ecemb hasn't tried it"),
+    "ShardedFusedEmbeddingCollection": Refused(
+        "TorchRec can't look it up on CPUs, so that ecemb hasn't tried it"
+    ),
+    "ShardedEmbeddingBag": Refused("ecemb hasn't tried it; use an EmbeddingBagCollection"),
+    "ShardedManagedCollisionEmbeddingBagCollection": Refused(_MAPPED),
+    "ShardedManagedCollisionEmbeddingCollection": Refused(_MAPPED),
+    "ShardedManagedCollisionCollection": Refused(_MAPPED),
+    "ShardedITEPEmbeddingBagCollection": Refused(_PRUNED),
+    "ShardedITEPEmbeddingCollection": Refused(_PRUNED),
+    "ShardedPECEmbeddingCollection": Refused("it trains with values that earlier batches looked up"),
+    "ShardedEmbeddingTower": Refused(_TOWER),
+    "ShardedEmbeddingTowerCollection": Refused(_TOWER),
+    "ShardedKeyedJaggedTensorPool": Refused(_POOL),
+    "ShardedTensorPool": Refused(_POOL),
+    "ShardedInferenceKeyedJaggedTensorPool": Refused(_INFERENCE),
+    "ShardedInferenceTensorPool": Refused(_INFERENCE),
+    "ShardedQuantEmbeddingBagCollection": Refused(_INFERENCE),
+    "ShardedQuantEmbeddingCollection": Refused(_INFERENCE),
+    "ShardedQuantFeatureProcessedEmbeddingBagCollection": Refused(_INFERENCE),
+    "ShardedQuantManagedCollisionCollection": Refused(_INFERENCE),
+    "ShardedQuantManagedCollisionEmbeddingBagCollection": Refused(_INFERENCE),
+    "ShardedQuantManagedCollisionEmbeddingCollection": Refused(_INFERENCE),
+}
+"""Classes below TorchRec's `ShardedModule`."""
+
+SHARDINGS: dict[str, Decision] = {
+    "row_wise": Protected("row_wise"),
+    "table_wise": Protected("table_wise"),
+    "column_wise": Protected("column_wise"),
+    "table_row_wise": Protected("table_row_wise"),
+    "table_column_wise": Protected("table_column_wise"),
+    "grid_shard": Protected("grid_shard"),
+    "data_parallel": Protected("data_parallel"),
+}
+"""Values of TorchRec's `ShardingType`."""
+
+_UVM = (
+    "a row's last value may be in the cache or in the memory behind it, so that an image of either may be old"
+)
+_STORE = "rows are in a store outside of the process's memory"
+
+KERNELS: dict[str, Decision] = {
+    "fused": Protected(""),
+    "dense": Refused(
+        "its optimizer is torch's, and covers the whole table (data-parallel tables have this kernel)"
+    ),
+    "fused_uvm": Refused(_UVM),
+    "fused_uvm_caching": Refused(_UVM),
+    "fused_triton": Refused("it needs CUDA and a module that isn't public, so that ecemb hasn't tried it"),
+    "key_value": Refused(_STORE),
+    "ssd_virtual_table": Refused(_STORE),
+    "dram_virtual_table": Refused(_STORE),
+    "dram_ssd_virtual_table": Refused(_STORE),
+    "quant": Refused(_INFERENCE),
+    "quant_uvm": Refused(_INFERENCE),
+    "quant_uvm_caching": Refused(_INFERENCE),
+    "customized_kernel": Refused("ecemb can't know how it changes rows"),
+}
+"""Values of TorchRec's `EmbeddingComputeKernel`."""
+
+_CUDA_ONLY = Refused("FBGEMM refuses it on CPUs, and ecemb hasn't tried it with CUDA", by_fbgemm=True)
+_DEPRECATED = Refused("FBGEMM offers it neither on CPUs nor with CUDA", by_fbgemm=True)
+
+OPTIMIZERS: dict[str, Decision] = {
+    "EXACT_SGD": Protected("sgd"),
+    "EXACT_ADAGRAD": Protected("adagrad"),
+    "EXACT_ROWWISE_ADAGRAD": Protected("rowwise-adagrad"),
+    "EMAINPLACE_ROWWISE_ADAGRAD": Refused("it changes rows that a step doesn't look up"),
+    "ADAM": _CUDA_ONLY,
+    "LAMB": _CUDA_ONLY,
+    "LARS_SGD": _CUDA_ONLY,
+    "PARTIAL_ROWWISE_ADAM": _CUDA_ONLY,
+    "PARTIAL_ROWWISE_LAMB": _CUDA_ONLY,
+    "ENSEMBLE_ROWWISE_ADAGRAD": _CUDA_ONLY,
+    "NONE": _CUDA_ONLY,
+    "SGD": _DEPRECATED,
+    "ROWWISE_ADAGRAD": _DEPRECATED,
+    "EXACT_ROWWISE_WEIGHTED_ADAGRAD": _DEPRECATED,
+    "SHAMPOO": _DEPRECATED,
+    "SHAMPOO_V2": _DEPRECATED,
+    "MADGRAD": _DEPRECATED,
+}
+"""Names of FBGEMM's `EmbOptimType`."""
+
+_UNTRAINED = Refused("FBGEMM doesn't train it on CPUs, and ecemb hasn't tried it with CUDA", by_fbgemm=True)
+
+WEIGHTS: dict[str, Decision] = {
+    "FP32": Protected("fp32"),
+    "FP16": Protected("fp16"),
+    "BF16": _UNTRAINED,
+    "FP8": _UNTRAINED,
+    "NFP8": _UNTRAINED,
+    "INT8": _UNTRAINED,
+    "INT4": _UNTRAINED,
+    "INT2": _UNTRAINED,
+    "MX4": _UNTRAINED,
+}
+"""Names of FBGEMM's `SparseType`, as the type of a table's weights."""
+
+FAMILIES: dict[str, dict[str, Decision]] = {
+    "sharded module": MODULES,
+    "sharding type": SHARDINGS,
+    "compute kernel": KERNELS,
+    "optimizer of tables": OPTIMIZERS,
+    "type of weights": WEIGHTS,
+}
+"""By their titles in docs/torchrec.md."""
