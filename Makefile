@@ -12,10 +12,10 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
@@ -76,6 +76,9 @@ failures: $(READY)  ## the failure matrix: real processes killed in every phase 
 
 kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
 	PYTHONPATH=.:tests $(BIN)/python tests/support/check_n_run/kills.py --json bench/results/kills.json $(ARGS)
+
+follower-kills: $(READY)  ## kill 100 followers, and the trainings that they follow (ARGS="--kills 100")
+	PYTHONPATH=.:tests $(BIN)/python tests/support/follower/kills.py --json bench/results/follower_kills.json $(ARGS)
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)

@@ -37,6 +37,7 @@ QUESTIONS = {
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
+    "publish": "how fresh the rows are that a follower serves, and what an interval writes",
     "quality": "what quality a model ends with after failures, under each way of surviving them (--data)",
     "quantization": "what rows lose in being stored in a few bits, and how fast they are",
     "recovery": "how long a failure stops the training, started cold and warm, and how fast a rebuild is",

@@ -24,6 +24,9 @@ from baselines.pace import Pace
 
 _PARTIAL: Final = ".partial"
 _LOCAL: Final = "file://"
+_FILE_MODE: Final = 0o644
+_FOLDER_MODE: Final = 0o755
+"""No user but the writer may change what is there, whatever the umask is: followers refuse it otherwise."""
 
 
 class Store(ABC):
@@ -65,7 +68,7 @@ class Folder(Store):
         final = self._root / path
         self._make(final.parent)
         partial = final.with_name(f"{final.name}{_PARTIAL}")
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=_closed_to_others) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -97,9 +100,14 @@ class Folder(Store):
                     place.rmdir()
 
     def _make(self, folder: Path) -> None:
-        if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            sync(folder.parent)
+        for place in (self._root, folder):
+            if not place.exists():
+                place.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+                sync(place.parent)
+
+
+def _closed_to_others(path: str, flags: int) -> int:
+    return os.open(path, flags, _FILE_MODE)
 
 
 class Remote(Store):

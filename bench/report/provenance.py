@@ -29,6 +29,10 @@ _STEP = (
 _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
 _WARM = (*_RESTART, "ecemb/launch")
 _TRAINED = ("bench/harness/messages.py", "bench/workloads/table_training.py")
+_FOLLOWER = (
+    *("ecemb/checkpoint/follower.py", "ecemb/checkpoint/increments.py", "ecemb/checkpoint/folder_store.py"),
+    *("ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
+)
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 
 CODE: Mapping[str, tuple[str, ...]] = {
@@ -38,12 +42,14 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "cpr": ("bench/questions/cpr", "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
     "failures": ("tests/failures", *_WARM),
+    "follower_kills": ("tests/support/follower", *_FOLLOWER),
     "gpu": ("bench/questions/gpu", *_STEP),
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
     "memory": ("bench/questions/memory", *_STEP),
     "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
     "profile": ("bench/questions/profile", *_STEP),
+    "publish": ("bench/questions/publish", *_FOLLOWER),
     "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
     "recovery": ("bench/questions/recovery", *_WARM),

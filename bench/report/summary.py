@@ -14,6 +14,7 @@ from bench.report.headlines import Documents, Unknown, cpr_base, of, value
 from bench.report.tables import grid
 
 OURS = "ecemb (4, 3)"
+FULL_SAVES = "torch.distributed.checkpoint"
 UNKNOWN = "cannot tell"
 """For an overhead that is smaller than the difference between the control and itself."""
 
@@ -346,6 +347,21 @@ def of_check_n_run(documents: Documents) -> str:
     return f"with 4 bits, {written:.2g} times less written and {kept:.2g} times less kept"
 
 
+def of_publish(documents: Documents) -> str:
+    rows = of(documents, "publish")
+
+    def said(writer: str, bits: str) -> str:
+        seconds, size = (
+            value(rows, metric, writer=writer, bits=bits) for metric in ("freshness_s", "written_mb")
+        )
+        return f"{seconds:.2g} s and {size:.3g} MB"
+
+    return (
+        f"from a commit to served rows, and written in an interval: full saves {said(FULL_SAVES, 'exact')}, "
+        f"consecutive increments {said('consecutive', 'exact')}, with 4 bits {said('consecutive', '4')}"
+    )
+
+
 def of_drift(documents: Documents) -> str:
     rows = of(documents, "drift")
     floats, bits = (most(rows, "rebuilt_error_worst", method=method)[1] for method in ("float32", "bits"))
@@ -382,6 +398,7 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "kernels": of_kernels,
     "cpr": of_cpr,
     "check_n_run": of_check_n_run,
+    "publish": of_publish,
     "quantization": of_quantization,
     "drift": of_drift,
 }

@@ -39,6 +39,12 @@ SHEETS = {
             "time_scale",
         ),
     ),
+    "publish": (
+        (
+            *("freshness_s", "step_to_served_s", "written_mb"),
+            *("first_read_s", "not_served", "changed_rows_pct"),
+        ),
+    ),
     "quality": (
         ("auc", "auc_lost", "log_loss", "loss_added", "bit_identical", "steps_run_again", "pls"),
         ("samples", "malformed_lines"),
@@ -61,8 +67,8 @@ _SHORT_HASH = 12
 
 PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics for a picture, with too many rows for a table."""
-ELSEWHERE = ("failures", "kills", "soak")
-"""What `make failures`, `kills` and `soak` write answers no question of bench/, and has no page."""
+ELSEWHERE = ("failures", "follower_kills", "kills", "soak")
+"""What `make failures`, `follower-kills`, `kills` and `soak` write answers no question of bench/: no page."""
 
 
 class BadResult(Exception):

@@ -38,6 +38,14 @@ PARTS = {
         "ecemb.checkpoint.Piece",
         "ecemb.checkpoint.Stored",
     ],
+    "Serving": [
+        "ecemb.checkpoint.Follower",
+        "ecemb.checkpoint.Snapshot",
+        "ecemb.checkpoint.IncrementReader",
+        "ecemb.checkpoint.Chain",
+        "ecemb.checkpoint.Link",
+        "ecemb.checkpoint.StoredTable",
+    ],
 }
 """Title -> public names, in the order of the page."""
 MEMBERS = {"ecemb.Code": ["r"], "ecemb.lightning.Protection": ["guard", "batches", "close"]}

@@ -1,11 +1,27 @@
-"""The durable tier: checkpoints in storage, for `guard.save` and `protect(resume=)`.
+"""The durable tier: checkpoints in storage, for `guard.save`, `protect(resume=)` and `Follower`.
 
 `interface` has the public protocols. `contents` names the saved tensors, `saver` has the collective part,
 `folder_store` is a folder of checkpoints, written and read by torch.distributed.checkpoint (`dcp`).
+`follower` serves rows of a training that goes on, from chains of checkpoints as `increments` describes them.
 """
 
 from __future__ import annotations
 
+from .follower import Follower, Snapshot
+from .increments import Chain, IncrementReader, Link, StoredTable
 from .interface import CheckpointReader, CheckpointWriter, DifferentialWriter, Piece, Stored, is_stored
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "DifferentialWriter", "Piece", "Stored", "is_stored"]
+__all__ = [
+    "Chain",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "DifferentialWriter",
+    "Follower",
+    "IncrementReader",
+    "Link",
+    "Piece",
+    "Snapshot",
+    "Stored",
+    "StoredTable",
+    "is_stored",
+]
