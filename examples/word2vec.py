@@ -4,7 +4,8 @@
 
 Kill any worker while it trains (`kill -9 PID`): training goes on from the step that was in flight,
 and ends with the same bits as if nothing had happened. The text is CPython's own language
-reference, or `--text FILE`.
+reference, or `--text FILE`. With `--checkpoints FOLDER`, examples/serve.py answers from the vectors
+while they are trained.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ OPTIMIZERS = {
     "adagrad": lambda tables: torch.optim.Adagrad(tables, lr=0.1),
     "sparse_adam": lambda tables: torch.optim.SparseAdam(tables, lr=0.005),
 }
+POLICIES = ("one_shot", "consecutive", "intermittent")  # of Check-N-Run
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--text", type=Path, help="a text to read instead of CPython's reference")
@@ -41,6 +43,11 @@ parser.add_argument("--job", default="word2vec", help="names the arenas: same jo
 parser.add_argument("--arena-dir", default="/dev/shm")
 parser.add_argument("--code", default="4,3", help="n,k: any n-k of n blocks may be lost")
 parser.add_argument("--save", type=Path, help="folder for every rank's final state")
+parser.add_argument("--checkpoints", type=Path, help="folder to save to, for examples/serve.py")
+parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+parser.add_argument(
+    "--changes", choices=POLICIES, help="save changed rows only (in a clone of the repository)"
+)
 parser.add_argument("--words", default="list,class,float,raise,import", help="neighbours to show")
 args = parser.parse_args()
 
@@ -106,7 +113,12 @@ dense = torch.optim.Adam(dense_parameters, lr=1e-3)
 torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its own luck
 
 n, k = map(int, args.code.split(","))
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k))
+durable = args.checkpoints
+if durable and args.changes:
+    from baselines.check_n_run.durable import DurableTier
+
+    durable = DurableTier(durable, f"{args.arena_dir}/{args.job}-copies", policy=args.changes)
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k), resume=durable)
 
 for _ in range(guard.next_step, args.steps):
     with guard.step() as step:
@@ -130,6 +142,8 @@ for _ in range(guard.next_step, args.steps):
         dense.step()
     if rank == 0 and (step.number % 50 == 0 or step.number == args.steps - 1):
         print(f"step {step.number}: loss {loss.item():.4f}", flush=True)
+    if durable and guard.next_step % args.every == 0:
+        guard.save(durable, asynchronous=True)
 
 # A lookup takes all ranks; rank 0 shows what came out.
 with torch.no_grad():
