@@ -21,6 +21,7 @@ last checkpoint alone, bit by bit, and where rows are stored exactly, those of t
 
 from __future__ import annotations
 
+import importlib
 import secrets
 import tempfile
 import time
@@ -31,8 +32,10 @@ from typing import Any
 
 import torch
 
+from baselines.check_n_run.codec import loaded, stored
 from baselines.check_n_run.following import Increments
 from baselines.check_n_run.manifest import manifest_path
+from baselines.check_n_run.quantize_scheme import Scheme
 from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
 from bench.questions.publish.rank import EXACT_BITS, FULL, KINDS, Kind, Order, Scale, work
@@ -40,6 +43,9 @@ from bench.workloads.training_rank import digest
 from ecemb.checkpoint import Follower, Snapshot
 
 POLL_S = 0.02
+FOUR = Scheme("adaptive", 4)
+IMPORTS = ("torch.distributed.checkpoint", "baselines.check_n_run.quantize")
+"""What ranks and the follower import when they save or read first."""
 MEGA = 1e6
 WHOLE = Scale()
 QUICK = Scale(
@@ -72,6 +78,10 @@ def run(arguments: Arguments) -> list[Row]:
         RankFailed: A rank failed.
     """
     scale = QUICK if arguments.quick else WHOLE
+    for module in IMPORTS:  # takes seconds, once in a process
+        importlib.import_module(module)
+    rows = torch.zeros(1, scale.dim)
+    loaded(stored(rows, FOUR), FOUR, rows)  # compiles
     return by_metric([row for kind in scale.kinds for row in of_kind(scale, kind, arguments.seed)])
 
 
@@ -119,7 +129,7 @@ def followed(order: Order) -> tuple[list[Served], Snapshot, list[dict[str, Any]]
         RankFailed: A rank failed.
     """
     found: list[Served] = []
-    with order.leaving_nothing(), Ranks(order.ranks, work, order, deadline_s=order.timeout_s) as ranks:
+    with order.leaving_nothing(), started(order) as ranks:
         follower = follower_of(order)
         while follower.step < order.last_step and follower.wait(order.timeout_s, poll_s=POLL_S):
             found.append(served(order, follower.snapshot))
@@ -130,6 +140,11 @@ def followed(order: Order) -> tuple[list[Served], Snapshot, list[dict[str, Any]]
             f"{order.kind}: step {order.last_step} was saved, and step {follower.step} is served"
         )
     return found, follower.snapshot, answers
+
+
+def started(order: Order) -> Ranks:
+    """The training."""
+    return Ranks(order.ranks, work, order, deadline_s=order.timeout_s, imports=IMPORTS)
 
 
 def follower_of(order: Order) -> Follower:
