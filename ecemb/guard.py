@@ -110,12 +110,16 @@ class Guard:
             self._fail(step.number, error)
             raise
 
-    def touch(self, table: str, rows: torch.Tensor) -> None:
+    def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Declares, inside a step, that rows of a table are about to be written by hand.
+
+        All rows at once take as much memory as the table, and 8 bytes a row, in the arena's journal, which
+        keeps it for later steps; they are copied in chunks of at most 16 MiB. The commit needs as much again
+        for their deltas, and r/k of it on the ranks that keep their parity.
 
         Args:
             table: the table's key, one of `tables`.
-            rows: integer tensor of any shape, row numbers of this rank's shard.
+            rows: integer tensor of any shape, row numbers of this rank's shard; None for all its rows.
 
         Raises:
             UsageError: no such table or row, no row numbers, or no step is open.

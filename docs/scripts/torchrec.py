@@ -1,7 +1,7 @@
 """`python docs/scripts/torchrec.py`: writes the table of members into docs/torchrec.md.
 
 The decisions are those of `tests/support/torchrec/members.py`; `tests/contracts/test_torchrec_members.py`
-compares them with the installed versions of TorchRec and FBGEMM. Nothing of these is imported.
+compares them with the installed versions of TorchRec and FBGEMM. These are not imported.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..coding.rows import RowSpace, Table
 from ..errors import ConfigurationError, LayoutMismatch, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
-from .engine import Engine, EngineTable, Hooks, Ids
+from .engine import Engine, EngineTable, Hooks, Ids, all_rows
 from .host_mirror import Fetcher, Image, Putter
 from .sparse import SparseTables
 from .sparse_checks import check_memory
@@ -310,8 +310,8 @@ class Tables:
                 yield index, ids[here]
             ids, index = ids[~here] - rows, index + 1
 
-    def touch(self, name: str, rows: torch.Tensor) -> None:
-        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor).
+    def touch(self, name: str, rows: torch.Tensor | None = None) -> None:
+        """Declares a write by hand, before it: captures the rows (local ids, any integer tensor), or all.
 
         Raises:
             UsageError: no such table, no open step, no row numbers, or a row that the shard doesn't have.
@@ -320,19 +320,22 @@ class Tables:
             raise UsageError(f"no protected table is named {name!r}; there are {list(self._by_name)}")
         if self._hooks is None or not self._hooks.is_open():
             raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
+        engine, number = self._of[index := self._by_name[name]]
+        layout = self.tables[index].layout
+        if rows is None:
+            for ids in all_rows(layout):
+                engine.touch(number, ids)
+            return
         if (kind := _no_row_numbers(rows)) is not None:
             raise UsageError(
                 f"guard.touch({name!r}, …) takes row numbers, an integer tensor; it got a {kind}"
             )
-        index = self._by_name[name]
         ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
-        count = self.tables[index].layout.rows
-        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < layout.rows):
             raise UsageError(
-                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() got "
+                f"table {name!r} has local rows 0..{layout.rows - 1} on this rank; guard.touch() got "
                 f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
             )
-        engine, number = self._of[index]
         engine.touch(number, ids)
 
     def check(self) -> None:

@@ -12,15 +12,29 @@ Must not know: journals, parity, other ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..coding.rows import Table, TableLayout
+from ..coding.rows import WORD_BYTES, Table, TableLayout
 from ..kernels.contract import Ids
+
+_CHUNK_BYTES = 16 << 20
+
+
+def all_rows(layout: TableLayout) -> Iterator[Ids]:
+    """The numbers of all rows of a table, for capture: int64, in chunks of at most 16 MiB of records.
+
+    So a write of a whole table needs a chunk's memory, besides the journal's, which is the table once and 8
+    bytes for each row.
+    """
+    step = max(1, _CHUNK_BYTES // (layout.record_words * WORD_BYTES))
+    for first in range(0, layout.rows, step):
+        yield np.arange(first, min(first + step, layout.rows))
 
 
 @dataclasses.dataclass

@@ -39,8 +39,14 @@ REPLACED = (
     "the tensors in training are not the protected ones. Shard, load with assign=True, and move the model "
     "before ecemb.protect()"
 )
-_STATES = {"EXACT_SGD": (), "EXACT_ROWWISE_ADAGRAD": ("momentum1",), "EXACT_ADAGRAD": ("momentum1",)}
-_BY_ROW = "EXACT_ROWWISE_ADAGRAD"  # one value of state per row, else one per value of the row
+_AVERAGING = "EMAINPLACE_ROWWISE_ADAGRAD"  # writes all rows in some lookups
+_STATES = {
+    "EXACT_SGD": (),
+    "EXACT_ROWWISE_ADAGRAD": ("momentum1",),
+    "EXACT_ADAGRAD": ("momentum1",),
+    _AVERAGING: ("momentum1",),
+}
+_BY_ROW = ("EXACT_ROWWISE_ADAGRAD", _AVERAGING)  # one value of state per row, else one per value of the row
 _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
 _UNSUPPORTED_MODES = (
@@ -165,6 +171,8 @@ class Batch:
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
         self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *self._rows])
+        self.averages: bool = self.module.optimizer.name == _AVERAGING
+        self._mode: Mapping[str, float] = own(self.module, "_emainplace_mode") if self.averages else {}
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
     def _check_buffers(self, kinds: Sequence[str], where: str) -> None:
@@ -196,7 +204,7 @@ class Batch:
         columns: list[Column] = []
         for buffer in self.buffers:
             kind = buffer.rpartition("_")[0]
-            by_row = kind != "weights" and self.module.optimizer.name == _BY_ROW
+            by_row = kind != "weights" and self.module.optimizer.name in _BY_ROW
             tensor = getattr(self.module, buffer)
             row_bytes = (1 if by_row else width) * tensor.element_size()
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -275,6 +283,12 @@ class Batch:
             numbers = numbers[rows > 0]
         if len(numbers):
             yield from self.named(numbers)
+
+    @property
+    def averages_next(self) -> bool:
+        """Whether the next lookup writes all rows, as FBGEMM's `ema_inplace` decides."""
+        count = int(self.module.iter_cpu) or int(self.module.iter)
+        return self.module.training and (count + 1) % int(self._mode["step_ema"]) == 0
 
     def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
         """Rows in the form for capture, by table of this batch (see `rows.joined`).

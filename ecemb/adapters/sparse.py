@@ -22,7 +22,7 @@ from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.composition import options
-from .engine import Hooks, Ids, Tied
+from .engine import Hooks, Ids, Tied, all_rows
 from .host_mirror import is_apart
 from .residence import Places
 from .sparse_checks import check_module, states_of
@@ -434,7 +434,7 @@ class SparseTables:
                     f"{type(optimizer).__name__}.load_state_dict() would replace the protected state of "
                     f"table {table.name!r}: load it before ecemb.protect()"
                 )
-            self.touch(index, np.arange(table.weight.shape[0]))
+            self._touch_all(index)
 
     def _before_load(self, index: int, *_: Any) -> None:
         table = self.tables[index]
@@ -443,4 +443,8 @@ class SparseTables:
                 f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
                 f"step: load before ecemb.protect(), or inside `with guard.step():`"
             )
-        self.touch(index, np.arange(table.weight.shape[0]))
+        self._touch_all(index)
+
+    def _touch_all(self, index: int) -> None:
+        for ids in all_rows(self.tables[index].layout):
+            self.touch(index, ids)

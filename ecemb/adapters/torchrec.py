@@ -17,19 +17,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..coding.rows import Table
-from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
-from .engine import Hooks, Ids, Tied
+from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from .engine import Hooks, Ids, Tied, all_rows
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
+from .members import AROUND, COLLECTIONS, KERNELS, check_model, check_module
 from .residence import Places
 
 Optimizer = torch.optim.Optimizer
-
-_COLLECTIONS = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
 
 
 def find(model: nn.Module) -> FusedTables | None:
@@ -42,7 +40,15 @@ def find(model: nn.Module) -> FusedTables | None:
     if "torchrec" not in sys.modules:
         return None
     sharded = need("torchrec.distributed.types", "ShardedModule")
-    collections = [Collection(path, module) for path, module in _walk(model) if isinstance(module, sharded)]
+    parallel = need("torchrec.distributed.model_parallel", "DistributedModelParallel")
+    for path, module in model.named_modules():
+        if isinstance(module, parallel):
+            check_model(path, module)
+    collections = [
+        Collection(path, module)
+        for path, module in _walk(model)
+        if isinstance(module, sharded) and type(module).__name__ not in AROUND
+    ]
     return FusedTables(collections) if collections else None
 
 
@@ -91,7 +97,7 @@ class _Added:
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their paths in the model's state_dict, each once, sharded modules as one."""
+    """All modules with their paths in the model's state_dict, each once, collections as one."""
     unwrapped = need("torchrec.distributed.model_parallel", "get_unwrapped_module")
     sharded = need("torchrec.distributed.types", "ShardedModule")
     seen: set[int] = set()
@@ -102,7 +108,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(id(module))
         yield path, module
-        if not isinstance(module, sharded):
+        if not isinstance(module, sharded) or type(module).__name__ in AROUND:
             for name, child in module.named_children():
                 yield from walk(child, f"{path}.{name}" if path else name)
 
@@ -110,7 +116,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Collection:
-    """One sharded EmbeddingBagCollection or EmbeddingCollection.
+    """One sharded module with tables, of those in `members.COLLECTIONS`.
 
     Args:
         path: of the module in the model.
@@ -123,17 +129,20 @@ class Collection:
     def __init__(self, path: str, module: Any) -> None:
         self.path: str = path
         self.module: Any = module
-        if (kind := type(module).__name__) not in _COLLECTIONS:
-            raise UnsupportedTable(
-                f"{path or 'the model'} is a {kind}: ecemb protects {' and '.join(_COLLECTIONS)}, and other "
-                f"sharded modules may hold state that it would lose (docs/torchrec.md)"
-            )
-        self._shown: Any = own(module, _COLLECTIONS[kind])
+        check_module(path, module)
+        shown = COLLECTIONS[type(module).__name__]
+        self._shown: Any = own(module, shown)
         self._sharding: Any = own(module, "module_sharding_plan")
-        prefix = f"{path}.{_COLLECTIONS[kind]}" if path else _COLLECTIONS[kind]
+        prefix = f"{path}.{shown}" if path else shown
         self._replicated = {
             name for name, sharding in self._sharding.items() if sharding.sharding_type == "data_parallel"
         }
+        if self._replicated and type(module).__name__ == "ShardedFusedEmbeddingBagCollection":
+            raise UnsupportedOptimizer(
+                f"data-parallel tables {sorted(self._replicated)} of {path or 'the model'}: their optimizer "
+                f"is inside of DistributedDataParallel, where its state can't be found, and would be lost. "
+                f"Use an EmbeddingBagCollection for them"
+            )
         self._places = Places()
         kernels = list(self._kernels())
         self._check_kernels(kernels)
@@ -151,7 +160,7 @@ class Collection:
         )
         for kernel in kernels:
             fbgemm = own(kernel, "emb_module")
-            if type(fbgemm) is not fused:
+            if type(fbgemm) is not fused or type(kernel).__name__ not in KERNELS:
                 names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
                 raise UnsupportedTable(
                     f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "
@@ -241,6 +250,9 @@ class FusedTables:
         for batch in self._batches:
             after = Tied(functools.partial(self._after_lookup, batch))
             self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
+            if batch.averages:
+                counted = Tied(functools.partial(self._before_lookup, batch))
+                self._handles.append(batch.module.register_forward_pre_hook(counted))
         for collection in self._collections:
             before = Tied(functools.partial(self._before_load, collection))
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
@@ -307,6 +319,17 @@ class FusedTables:
                 f"it computes parity again from the present rows"
             )
 
+    def _before_lookup(self, batch: Batch, *_: Any) -> None:
+        """Captures all rows of tables that this lookup averages."""
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"a lookup of {batch.what} outside of a step: FBGEMM counts lookups, and averages all rows "
+                f"in some of them. Call the model inside `with guard.step():`, also to evaluate it. No row "
+                f"was written"
+            )
+        if batch.averages_next:
+            self._touch_all(batch)
+
     def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Captures the rows of a lookup in training, before backward changes them."""
         if not output.requires_grad:
@@ -340,5 +363,9 @@ class FusedTables:
                 f"outside of a step: load before ecemb.protect(), or inside `with guard.step():`"
             )
         for batch in collection.batches:
-            for number, table in enumerate(batch.tables):
-                self.touch(batch.base + number, np.arange(table.layout.rows))
+            self._touch_all(batch)
+
+    def _touch_all(self, batch: Batch) -> None:
+        for number, table in enumerate(batch.tables):
+            for ids in all_rows(table.layout):
+                self.touch(batch.base + number, ids)

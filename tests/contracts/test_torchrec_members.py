@@ -27,10 +27,13 @@ from fbgemm_gpu import split_table_batched_embeddings_ops_inference as inference
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as training  # isort: skip
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType  # isort: skip
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # isort: skip
+from torchrec.distributed.embedding_kernel import BaseEmbedding  # isort: skip
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # isort: skip
+from torchrec.distributed.model_parallel import DistributedModelParallel  # isort: skip
 from torchrec.distributed.types import ShardedModule, ShardingType  # isort: skip
 
 from ecemb.adapters import torchrec as adapter
+from ecemb.adapters.members import KERNELS
 from ecemb.errors import UnsupportedOptimizer, UnsupportedTable
 from support.refusals import refused
 
@@ -68,6 +71,17 @@ def sharded_modules() -> dict[str, type]:
     return {one.__name__: one for one in below(ShardedModule) if not inspect.isabstract(one)}
 
 
+def models() -> dict[str, type]:
+    load_all()
+    return {one.__name__: one for one in below(DistributedModelParallel)}
+
+
+def kernels() -> dict[str, type]:
+    """TorchRec's modules around FBGEMM's."""
+    load_all()
+    return {one.__name__: one for one in below(BaseEmbedding) if hasattr(one, "emb_module")}
+
+
 def refusals(family: dict[str, members.Decision]) -> list[str]:
     return [name for name, decision in family.items() if isinstance(decision, members.Refused)]
 
@@ -78,6 +92,7 @@ def refusals(family: dict[str, members.Decision]) -> list[str]:
 def offered(family: str) -> set[str]:
     """The members that the installed TorchRec and FBGEMM have."""
     return {
+        "model": lambda: {DistributedModelParallel.__name__, *models()},
         "sharded module": lambda: set(sharded_modules()),
         "sharding type": lambda: {one.value for one in ShardingType},
         "compute kernel": lambda: {one.value for one in EmbeddingComputeKernel},
@@ -123,8 +138,40 @@ def test_a_sharded_module_is_refused(name: str) -> None:
     kind = sharded_modules()[name]
     module = kind.__new__(kind)
     nn.Module.__init__(module)
-    with refused(UnsupportedTable, f"place is a {name}", "docs/torchrec.md"):
+    decision = members.MODULES[name]
+    assert isinstance(decision, members.Refused)
+    with refused(UnsupportedTable, f"place is a {name}", decision.reason, "docs/torchrec.md"):
         adapter.find(nn.ModuleDict({"place": module}))
+
+
+@pytest.mark.parametrize("name", refusals(members.MODELS))
+def test_a_kind_of_model_is_refused(name: str) -> None:
+    kind = models()[name]
+    for one in (kind, type("Mine", (kind,), {})):
+        model = one.__new__(one)
+        nn.Module.__init__(model)
+        with refused(UnsupportedTable, f"the model is a {name}", "docs/torchrec.md"):
+            adapter.find(model)
+
+
+def test_kernels_are_refused_by_the_class_around_fbgemms_module() -> None:
+    """Also those with FBGEMM's protected module, which they use in another way."""
+    found = kernels()
+    assert set(KERNELS) < set(found)
+    for name, kind in found.items():
+        model = build(TABLES, "rowwise-adagrad")
+        real = kernel_of(model)
+        if inspect.isabstract(kind):
+            continue
+        kernel = kind.__new__(kind)
+        nn.Module.__init__(kernel)
+        kernel._config, kernel._emb_module, kernel._optim = real._config, real._emb_module, real._optim
+        model.module.collection._lookups[0]._emb_modules[0] = kernel
+        if name in KERNELS:
+            assert adapter.find(model) is not None
+        else:
+            with refused(UnsupportedTable, f"use {name} with", "user", "item", "'fused'"):
+                adapter.find(model)
 
 
 def kernel_of(model: Any) -> Any:

@@ -49,6 +49,26 @@ def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tu
     check_of(tmp_path, WEIGHTED, code)
 
 
+@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+def test_feature_processors_and_fused_collections_survive(tmp_path: Path, code: tuple[int, int]) -> None:
+    check_of(tmp_path, ("processed", "fused"), code)
+
+
+@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -> None:
+    """By load_state_dict() in step 2, by the script in step 4, and by FBGEMM's averages in other steps."""
+    setting = Setting(varied_tables("bags", "averaged"), code=code, steps=8, load=2, write=4, aborts=(5,))
+    lost = (0, 3)[: code[0] - code[1]]
+    kills = (
+        Kill(2, (1,), "backward", part=0.3),
+        Kill(3, (2,), "body"),
+        Kill(4, lost, "backward", part=0.5, wipe=True),
+        Kill(6, (1,), "body"),
+    )
+    memory = f"memory 4 {' '.join(map(str, lost))}"
+    assert check(tmp_path, setting, kills) == ["fresh 0", "process 2", "process 3", memory, "process 6"]
+
+
 def check_of(folder: Path, collections: tuple[str, ...], code: tuple[int, int]) -> None:
     """Kills a process, then the memory of as many ranks as the code survives."""
     setting = Setting(varied_tables(*collections), code=code, steps=7, load=2, aborts=(3,))

@@ -1,13 +1,16 @@
 """What ecemb does with each class, kernel, optimizer and type that TorchRec and FBGEMM offer.
 
-A decision names the tables of the kill tests that show protection (their first part that `Protected.tables`
-has to match), or the reason of the refusal. `tests/contracts/test_torchrec_members.py` looks for members
-without a decision; `docs/scripts/torchrec.py` writes them into docs/torchrec.md. Needs no TorchRec.
+A decision names the tables of the kill tests that show protection, or the reason of the refusal.
+`tests/contracts/test_torchrec_members.py` looks for members without a decision; `docs/scripts/torchrec.py`
+writes them into docs/torchrec.md. Needs no TorchRec.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+from ecemb.adapters import members
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Refused:
     """A member that `ecemb.protect` refuses, or that FBGEMM refuses itself.
 
     Attributes:
-        reason: follows "because".
+        reason: as the table of docs/torchrec.md says it.
         by_fbgemm: whether FBGEMM refuses to train with it on CPUs.
     """
 
@@ -36,41 +39,25 @@ class Refused:
 
 Decision = Protected | Refused
 
-_MAPPED = (
-    "its map from raw ids to rows is state that ecemb would lose; evictions re-draw rows outside of lookups"
-)
 _INFERENCE = "it is for inference, and trains nothing"
-_POOL = "its rows are written by the script, and not by an optimizer"
-_TOWER = "TorchRec doesn't shard it on CPUs, so that ecemb hasn't tried it"
-_PRUNED = "pruning moves rows outside of lookups, and its address map is state that ecemb would lose"
+
+
+def _refused(reasons: Mapping[str, str]) -> dict[str, Decision]:
+    return {name: Refused(reason) for name, reason in reasons.items()}
+
+
+MODELS: dict[str, Decision] = {
+    "DistributedModelParallel": Protected(""),
+    **_refused(members.REFUSED_MODELS),
+}
+"""TorchRec's `DistributedModelParallel` and the classes below it."""
 
 MODULES: dict[str, Decision] = {
     "ShardedEmbeddingBagCollection": Protected("bags"),
     "ShardedEmbeddingCollection": Protected("sequences"),
-    "ShardedFeatureProcessedEmbeddingBagCollection": Refused("ecemb hasn't tried it"),
-    "ShardedFusedEmbeddingBagCollection": Refused("ecemb hasn't tried it"),
-    "ShardedFusedEmbeddingCollection": Refused(
-        "TorchRec can't look it up on CPUs, so that ecemb hasn't tried it"
-    ),
-    "ShardedEmbeddingBag": Refused("ecemb hasn't tried it; use an EmbeddingBagCollection"),
-    "ShardedManagedCollisionEmbeddingBagCollection": Refused(_MAPPED),
-    "ShardedManagedCollisionEmbeddingCollection": Refused(_MAPPED),
-    "ShardedManagedCollisionCollection": Refused(_MAPPED),
-    "ShardedITEPEmbeddingBagCollection": Refused(_PRUNED),
-    "ShardedITEPEmbeddingCollection": Refused(_PRUNED),
-    "ShardedPECEmbeddingCollection": Refused("it trains with values that earlier batches looked up"),
-    "ShardedEmbeddingTower": Refused(_TOWER),
-    "ShardedEmbeddingTowerCollection": Refused(_TOWER),
-    "ShardedKeyedJaggedTensorPool": Refused(_POOL),
-    "ShardedTensorPool": Refused(_POOL),
-    "ShardedInferenceKeyedJaggedTensorPool": Refused(_INFERENCE),
-    "ShardedInferenceTensorPool": Refused(_INFERENCE),
-    "ShardedQuantEmbeddingBagCollection": Refused(_INFERENCE),
-    "ShardedQuantEmbeddingCollection": Refused(_INFERENCE),
-    "ShardedQuantFeatureProcessedEmbeddingBagCollection": Refused(_INFERENCE),
-    "ShardedQuantManagedCollisionCollection": Refused(_INFERENCE),
-    "ShardedQuantManagedCollisionEmbeddingBagCollection": Refused(_INFERENCE),
-    "ShardedQuantManagedCollisionEmbeddingCollection": Refused(_INFERENCE),
+    "ShardedFeatureProcessedEmbeddingBagCollection": Protected("processed"),
+    "ShardedFusedEmbeddingBagCollection": Protected("fused"),
+    **_refused(members.REFUSED),
 }
 """Classes below TorchRec's `ShardedModule`."""
 
@@ -116,7 +103,7 @@ OPTIMIZERS: dict[str, Decision] = {
     "EXACT_SGD": Protected("sgd"),
     "EXACT_ADAGRAD": Protected("adagrad"),
     "EXACT_ROWWISE_ADAGRAD": Protected("rowwise-adagrad"),
-    "EMAINPLACE_ROWWISE_ADAGRAD": Refused("it changes rows that a step doesn't look up"),
+    "EMAINPLACE_ROWWISE_ADAGRAD": Protected("averaging"),
     "ADAM": _CUDA_ONLY,
     "LAMB": _CUDA_ONLY,
     "LARS_SGD": _CUDA_ONLY,
@@ -149,6 +136,7 @@ WEIGHTS: dict[str, Decision] = {
 """Names of FBGEMM's `SparseType`, as the type of a table's weights."""
 
 FAMILIES: dict[str, dict[str, Decision]] = {
+    "model": MODELS,
     "sharded module": MODULES,
     "sharding type": SHARDINGS,
     "compute kernel": KERNELS,

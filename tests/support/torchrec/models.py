@@ -17,6 +17,8 @@ from torch import Tensor, nn
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FBGEMM's build for CPUs warns of what it lacks, and torchrec deprecates
     torchrec = pytest.importorskip("torchrec", reason="needs torchrec (CONTRIBUTING.md)")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
     from torch.distributed.optim import (
         _apply_optimizer_in_backward as apply_optimizer_in_backward,
     )
@@ -40,6 +42,11 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "rowwise-adagrad": torchrec.optim.RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
+}
+AVERAGING = {
+    "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    "learning_rate": 0.5,
+    "emainplace_mode": EmainplaceModeDefinition(step_ema=2),
 }
 KeyedJaggedTensor = torchrec.KeyedJaggedTensor
 
@@ -86,7 +93,7 @@ def build(
     fused: bool = True,
     **options: Any,
 ) -> DistributedModelParallel:
-    """A model; tables are rows and features by name."""
+    """A model; tables are rows and features by name. Of the kind "averaging", each second lookup averages."""
     config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
     configs = [
         config(
@@ -96,13 +103,16 @@ def build(
     ]
     make = torchrec.EmbeddingCollection if sequence else torchrec.EmbeddingBagCollection
     collection = make(device=torch.device("meta"), tables=configs)
-    if fused:
+    if fused and kind != "averaging":
         apply_optimizer_in_backward(OPTIMIZERS[kind], collection.parameters(), {"lr": 0.5} | options)
-    sharder: Any = EmbeddingCollectionSharder() if sequence else EmbeddingBagCollectionSharder()
+    fused_params = AVERAGING if kind == "averaging" else None
+    sharder: Any = (EmbeddingCollectionSharder if sequence else EmbeddingBagCollectionSharder)(fused_params)
     kinds = {name: plans.table_wise(rank=0) for name in tables} | dict(sharding or {})
     plan = plans.construct_module_sharding_plan(
         collection, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
     )
+    for one in plan.values() if fused_params else ():
+        one.compute_kernel = "fused"
     torch.manual_seed(3)
     return DistributedModelParallel(
         SequenceModel(collection) if sequence else Model(collection),
@@ -149,6 +159,7 @@ class Watched:
         self.names = [layout.name for layout in layouts]
         self.named = joined(layouts)
         self.captured: dict[str, set[int]] = {}
+        self.sizes: list[int] = []  # of each capture
         self.undeclared = 0
         self.is_open = False
         before()
@@ -183,6 +194,7 @@ class Watched:
 
     def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
         assert ids.dtype == np.int64 and ids.ndim == 1
+        self.sizes.append(len(ids))
         assert len(ids) and ids.min() >= 0 and ids.max() < self.named[table].rows
         while len(ids):  # rows of a group count on through its tables
             rows = self.stored[table].layout.rows

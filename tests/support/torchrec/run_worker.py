@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torchrec  # noqa: E402
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E402
+    EmainplaceModeDefinition,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn  # noqa: E402
@@ -56,6 +58,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
 
 import ecemb  # noqa: E402
+from ecemb.adapters import engine  # noqa: E402
 from ecemb.arena.scan import arenas  # noqa: E402
 
 WIDTH, BATCH = 8, 6
@@ -63,6 +66,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "rowwise-adagrad": torchrec.optim.RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
+    "averaging": None,  # by the sharder
 }
 DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
@@ -161,16 +165,20 @@ class Collections:
             world_size=ranks,
             device_type="cpu",
         )
-        if kind == "fused":
+        if kind in ("fused", "averaged"):  # their parameters don't say which optimizer they have
             for one in plan.values():
-                one.compute_kernel = (
-                    "fused"  # by default, TorchRec takes the kernel that ignores the optimizer
-                )
+                one.compute_kernel = "fused"
         self.plan[f"collections.{key}"] = plan
 
 
+_AVERAGING = {
+    "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    "learning_rate": 0.1,
+    "emainplace_mode": EmainplaceModeDefinition(step_ema=2),
+}
 SHARDERS: dict[str, Any] = {
-    "bags": (_bags := EmbeddingBagCollectionSharder()),
+    "bags": (_bags := EmbeddingBagCollectionSharder(_AVERAGING)),  # for tables without another optimizer
+    "averaged": _bags,
     "weighted": _bags,
     "variable": _bags,
     "sequences": EmbeddingCollectionSharder(),
@@ -194,6 +202,8 @@ def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
         module = EmbeddingBagCollection(device=meta, tables=configs, is_weighted=weighted)
         inner = module.embedding_bags
     for number, (one, optimizer) in enumerate(zip(configs, optimizers, strict=True)):
+        if optimizer is None:
+            continue
         lr = 0.1 if kind == "variable" else 0.1 + 0.01 * number  # FBGEMM looks the former up at once
         apply_optimizer_in_backward(optimizer, inner[one.name].parameters(), {"lr": lr})
     if kind == "processed":
@@ -255,6 +265,7 @@ class Training:
         )
         self.optimizer = CombinedOptimizer([("fused", fused), ("dense", dense)])
         self.losses: list[float] = []
+        self.declare: Callable[[], None] = lambda: None
         self.pipeline: Any = None
         if setting["pipeline"]:
             self.pipeline = TrainPipelineSparseDist(
@@ -312,6 +323,11 @@ class Training:
             for tensor in flat("", state).values():
                 tensor.mul_(0.5)
             self.model.load_state_dict(state)
+        if step == self.setting["write"]:
+            self.declare()
+            for key, value in self.model.state_dict().items():
+                for tensor in flat(key, value).values() if hasattr(value, "local_shards") else ():
+                    tensor.mul_(0.75)
         self.optimizer.zero_grad()
         for part in range(2 if step % 4 == 1 else 1):  # gradients accumulate in some steps
             loss, _ = self.model(self.batch(step, part), self.others(step, part))
@@ -321,7 +337,7 @@ class Training:
 
     def evaluate(self, step: int) -> None:
         """Between steps, which changes nothing."""
-        if self.pipeline is None:
+        if self.pipeline is None and "averaged" not in self.features:  # whose lookups count
             self.model.eval()
             with torch.no_grad():
                 self.model(self.batch(step, 7), self.others(step, 7))
@@ -399,6 +415,7 @@ def main() -> None:
     steps = setting["steps"]
     if setting["protected"]:
         n, k = setting["code"]
+        engine._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
         guard = ecemb.protect(
             training.model,
             optimizers=training.optimizer,
@@ -408,6 +425,7 @@ def main() -> None:
         )
         with (folder / f"recoveries.{training.rank}").open("a") as file:
             print(guard.recovery.kind, guard.next_step, *sorted(guard.recovery.lost), file=file)
+        training.declare = lambda: [guard.touch(table) for table in guard.tables] and None
         killer = Killer(folder, training, setting["kills"])
         batches = training.batches(range(guard.next_step, steps))
         for step in range(guard.next_step, steps):

@@ -31,10 +31,11 @@ OFFERED = {
     "weighted": SHARDINGS,
     "variable": SHARDINGS[:5],  # others fail without ecemb
     "processed": SHARDINGS,
+    "averaged": SHARDINGS[:-1],  # data-parallel ones have optimizers of torch
     "fused": SHARDINGS[:-1],  # DistributedDataParallel refuses the data-parallel ones on CPU
 }
 """The sharding types of each kind of collection that run on CPUs."""
-OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad")
+OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad", "averaging")
 DTYPES = ("fp32", "fp16")
 
 
@@ -65,6 +66,7 @@ class Setting:
         tables: kind of collection (`OFFERED`) / dtype / optimizer / sharding, each one.
         warmup: learning rates change, by a WarmupOptimizer over the fused optimizer.
         load: the step that begins with load_state_dict() of the model, halved.
+        write: the step in which the script writes all rows of all sharded tables.
         aborts: steps that one rank aborts; unprotected, they are left out.
     """
 
@@ -75,6 +77,7 @@ class Setting:
     warmup: bool = True
     pipeline: bool = False
     load: int = -1
+    write: int = -1
     aborts: tuple[int, ...] = ()
     kills: tuple[Kill, ...] = ()
     protected: bool = False
@@ -89,6 +92,7 @@ def every_table(*collections: str) -> tuple[str, ...]:
         for dtype in DTYPES
         for optimizer in OPTIMIZERS
         for sharding in OFFERED[collection]
+        if (collection == "averaged") == (optimizer == "averaging")
         if (collection, optimizer) != ("variable", "adagrad")  # FBGEMM refuses it
     )
 

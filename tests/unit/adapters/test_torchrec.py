@@ -356,6 +356,64 @@ def test_loading_belongs_into_a_step() -> None:
         train(model, SOME)
 
 
+def test_whole_tables_are_captured_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ecemb.adapters.engine._CHUNK_BYTES", 50)  # two rows
+    model = build(TABLES, "rowwise-adagrad")
+    watched = Watched(model)
+    every = {f"{BAGS}.user": set(range(7)), f"{BAGS}.item": set(range(5)), f"{BAGS}.one": {0}}
+    with watched.step():
+        for name in watched.names:
+            watched.tables.touch(name)
+        write_state_dict(model, watched)
+    assert watched.captured == every and watched.sizes == [2, 2, 2, 1, 2, 2, 1, 1]
+    with watched.step():
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert watched.captured == every and max(watched.sizes) == 2
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])
+def test_a_lookup_that_averages_captures_all_rows(sequence: bool) -> None:
+    model = build(TABLES, "averaging", sequence=sequence)
+    watched = Watched(model)
+    every = {f"{BAGS}.user": set(range(7)), f"{BAGS}.item": set(range(5)), f"{BAGS}.one": {0}}
+    if sequence:
+        every = {name.replace("embedding_bags", "embeddings"): rows for name, rows in every.items()}
+    for step in range(1, 6):
+        before = watched.rows()
+        with watched.step():
+            train(model, SOME)
+        assert watched.captured == watched.changed(before)
+        assert (watched.captured == every) is (step % 2 == 0)
+
+
+def test_a_lookup_that_averages_belongs_into_a_step() -> None:
+    model = build(TABLES, "averaging")
+    watched = Watched(model)
+    before = watched.rows()
+    for _ in range(2):  # the second would average
+        with refused(UndeclaredWrite, "outside of a step", "averages all rows", BAGS), torch.no_grad():
+            model(batch(SOME))
+    assert not watched.changed(before)
+    module_of(watched).eval()
+    with watched.step(), torch.no_grad():
+        model(batch(SOME))
+        model(batch(SOME))
+    assert not watched.captured and not watched.changed(before)
+
+
+def test_averages_come_back_at_the_same_lookups() -> None:
+    one, other = Watched(first := build(TABLES, "averaging")), Watched(second := build(TABLES, "averaging"))
+    with one.step():
+        train(first, SOME)
+    other.memory[:] = one.memory
+    other.tables.set_state(one.tables.state())
+    for model, watched in ((first, one), (second, other)):
+        with watched.step():
+            train(model, SOME)
+    assert one.memory.tobytes() == other.memory.tobytes()
+    assert len(other.captured[f"{BAGS}.user"]) == 7
+
+
 def test_replaced_modules_and_storages_are_noticed() -> None:
     def replace_module(watched: Watched) -> None:
         batch = watched.engine._batches[0]
@@ -622,6 +680,19 @@ def test_other_sharded_modules_are_refused() -> None:
     try:
         collection.__class__ = type("ShardedManagedCollisionEmbeddingBagCollection", (kind,), {})
         with refused(UnsupportedTable, "ShardedManagedCollision", "docs/torchrec.md"):
+            adapter.find(model)
+    finally:
+        collection.__class__ = kind
+
+
+def test_data_parallel_tables_of_a_fused_collection_are_refused() -> None:
+    """TorchRec can't build them on CPUs."""
+    model = build(TABLES, sharding={"user": plans.data_parallel()})
+    collection = model.module.collection
+    kind = type(collection)
+    try:
+        collection.__class__ = type("ShardedFusedEmbeddingBagCollection", (kind,), {})
+        with refused(UnsupportedOptimizer, "data-parallel", "user", "EmbeddingBagCollection"):
             adapter.find(model)
     finally:
         collection.__class__ = kind

@@ -1,0 +1,85 @@
+"""TorchRec's classes by name: those whose tables ecemb protects, and why it refuses the others.
+
+A class without a decision is refused as well. Needs no TorchRec: the classes of objects are compared by name.
+
+Must not know: how tables are found or protected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UnsupportedTable
+
+COLLECTIONS: dict[str, str] = {
+    "ShardedEmbeddingBagCollection": "embedding_bags",
+    "ShardedEmbeddingCollection": "embeddings",
+    "ShardedFusedEmbeddingBagCollection": "embedding_bags",
+}
+"""Sharded modules with tables, and the attribute in which each shows them."""
+
+AROUND: tuple[str, ...] = ("ShardedFeatureProcessedEmbeddingBagCollection",)
+"""Sharded modules around a collection, which is their child; the rest of them is dense."""
+
+KERNELS: tuple[str, ...] = ("BatchedFusedEmbedding", "BatchedFusedEmbeddingBag")
+"""TorchRec's modules around FBGEMM's, which have the compute kernel 'fused'."""
+
+_MAPPED = (
+    "its map from raw ids to rows is state of each rank that would be lost, and evictions draw rows again "
+    "outside of lookups"
+)
+_PRUNED = "pruning moves rows outside of lookups, and its map of addresses is state that would be lost"
+_INFERENCE = "it is for inference, and trains nothing"
+_POOL = "the script writes its rows, and no optimizer does"
+_UNTRIED = "TorchRec can't train it on CPUs, and ecemb hasn't tried it with CUDA"
+
+REFUSED: dict[str, str] = {
+    "ShardedManagedCollisionEmbeddingBagCollection": _MAPPED,
+    "ShardedManagedCollisionEmbeddingCollection": _MAPPED,
+    "ShardedManagedCollisionCollection": _MAPPED,
+    "ShardedITEPEmbeddingBagCollection": _PRUNED,
+    "ShardedITEPEmbeddingCollection": _PRUNED,
+    "ShardedPECEmbeddingCollection": "lookups overlap the updates of the batch before, which is untried",
+    "ShardedEmbeddingBag": "ecemb hasn't tried it; use an EmbeddingBagCollection with one table",
+    "ShardedEmbeddingTower": _UNTRIED,
+    "ShardedEmbeddingTowerCollection": _UNTRIED,
+    "ShardedFusedEmbeddingCollection": _UNTRIED,
+    "ShardedKeyedJaggedTensorPool": _POOL,
+    "ShardedTensorPool": _POOL,
+    "ShardedInferenceKeyedJaggedTensorPool": _INFERENCE,
+    "ShardedInferenceTensorPool": _INFERENCE,
+    "ShardedQuantEmbeddingBagCollection": _INFERENCE,
+    "ShardedQuantEmbeddingCollection": _INFERENCE,
+    "ShardedQuantFeatureProcessedEmbeddingBagCollection": _INFERENCE,
+    "ShardedQuantManagedCollisionCollection": _INFERENCE,
+    "ShardedQuantManagedCollisionEmbeddingBagCollection": _INFERENCE,
+    "ShardedQuantManagedCollisionEmbeddingCollection": _INFERENCE,
+}
+"""Sharded modules, and why they are refused."""
+
+REFUSED_MODELS: dict[str, str] = {
+    "DMPCollection": "its sync() averages whole tables over groups of ranks; it needs CUDA, and is untried",
+    "HybridEvalDMP": "it is for evaluation, and trains nothing",
+}
+"""Kinds of DistributedModelParallel, and why they are refused."""
+
+_UNKNOWN = "ecemb doesn't know it, so it may hold state that would be lost"
+
+
+def check_module(path: str, module: object) -> None:
+    """Raises UnsupportedTable unless a sharded module is one of `COLLECTIONS`."""
+    if (kind := type(module).__name__) not in COLLECTIONS:
+        raise UnsupportedTable(
+            f"{path or 'the model'} is a {kind}, which ecemb refuses: {REFUSED.get(kind, _UNKNOWN)}. It "
+            f"protects {', '.join((*COLLECTIONS, *AROUND))} (docs/torchrec.md)"
+        )
+
+
+def check_model(path: str, model: Any) -> None:
+    """Raises UnsupportedTable if a DistributedModelParallel is of a kind that is refused."""
+    for base in type(model).__mro__:
+        if (reason := REFUSED_MODELS.get(base.__name__)) is not None:
+            raise UnsupportedTable(
+                f"{path or 'the model'} is a {base.__name__}, which ecemb refuses: {reason}. Use "
+                f"DistributedModelParallel (docs/torchrec.md)"
+            )
