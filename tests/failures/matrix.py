@@ -301,7 +301,8 @@ def _fits(step: Cell, recovery: Cell) -> bool:
     """Whether a failure in a step leaves behind what one in recovery needs, and also takes away."""
     row, needs = ROW[recovery.row], ROW[recovery.row].needs
     if recovery.memory and _unmade(row):
-        most = recovery.setting.ranks if recovery.refused else recovery.setting.tolerated
+        # One arena has to be left: with none, a start refuses with StateLost, and says nothing of erasures.
+        most = recovery.setting.ranks - 1 if recovery.refused else recovery.setting.tolerated
         there = step.gone - (row.phase == "creating an arena")  # one of them has a file by then: the first
         return _leaves(step, needs) and max(there, 0) + recovery.victims <= most
     again = needs == "newcomer" and row.how != "torn"  # a newcomer runs no kernel
