@@ -42,27 +42,40 @@ before it measures them. A value is the median; in brackets are the smallest and
 Where a page says so, a value is a mean with its 95 % interval.
 """
 
-PICTURES: dict[str, tuple[str, str, Callable[[Sequence[Mapping[str, Any]]], str]]] = {
+Draw = Callable[[Sequence[Mapping[str, Any]]], str]
+
+PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
     "check_n_run": (
-        "check-n-run.svg",
-        "What checkpoints write and keep by policy, and what restores from a few bits cost",
-        check_n_run_picture.draw,
+        (
+            "check-n-run.svg",
+            "What checkpoints write and keep, by policy",
+            check_n_run_picture.draw,
+        ),
+        (
+            "check-n-run-quality.svg",
+            "What restores from a few bits cost",
+            check_n_run_picture.draw_quality,
+        ),
     ),
     "compare": (
-        "head-to-head.svg",
-        "What each family of methods costs in a step, and the steps that two failures take from it",
-        compare_picture.draw,
+        (
+            "head-to-head.svg",
+            "What each family of methods costs in a step, and the steps that a failure takes from it",
+            compare_picture.draw,
+        ),
     ),
-    "cpr": ("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),
-    "drift": ("drift.svg", "How far rows rebuilt from parity of floats are off", drift_picture.draw),
+    "cpr": (("quality-against-pls.svg", "Quality against the portion of lost samples", cpr_picture.draw),),
+    "drift": (("drift.svg", "How far rows rebuilt from parity of floats are off", drift_picture.draw),),
     "quantization": (
-        "quantization-error.svg",
-        "What rows lose by bits and method",
-        quantization_picture.draw,
+        (
+            "quantization-error.svg",
+            "What rows lose by bits and method",
+            quantization_picture.draw,
+        ),
     ),
-    "simulate": ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
+    "simulate": (("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),),
 }
-"""Question -> the file of its picture, beside its page; what it shows; what draws it from all its rows."""
+"""Question -> of each of its pictures the file, beside its page; what it shows; what draws it from rows."""
 
 Documents = Sequence[Mapping[str, Any]]
 
@@ -118,7 +131,7 @@ def summarized(order: Sequence[str], documents: Documents) -> str:
     """The summary of all questions, on one screen."""
     parts = [HEAD]
     if "compare" in order:
-        file, shown, _ = PICTURES["compare"]
+        ((file, shown, _),) = PICTURES["compare"]
         parts += ["## The methods side by side\n", summary.methods(documents) + "\n"]
         parts.append(f"![{shown}]({FOLDER}/{file})\n")
     lines = [
@@ -160,9 +173,7 @@ def of_question(question: str, documents: Documents) -> str:
     """
     title, explanation = asked(question)
     parts = [f"# {title}\n", MARK + "\n"]
-    if question in PICTURES:
-        file, shown, _ = PICTURES[question]
-        parts.append(f"![{shown}]({file})\n")
+    parts += [f"![{shown}]({file})\n" for file, shown, _ in PICTURES.get(question, ())]
     for document in documents:
         if document["question"] == question and "stale" in document:
             parts.append(f"**Stale**, of commit {document['commit'][:8]}: {document['stale']}.\n")
@@ -184,10 +195,10 @@ def of_question(question: str, documents: Documents) -> str:
 def drawn(documents: Documents) -> dict[str, str]:
     """Returns the pictures of the questions by name, as SVG."""
     found: dict[str, str] = {}
-    for question, (file, _, draw) in PICTURES.items():
+    for question, pictures in PICTURES.items():
         rows = [row for document in documents if document["question"] == question for row in document["rows"]]
         if rows:
-            found[f"{FOLDER}/{file}"] = draw(rows)
+            found |= {f"{FOLDER}/{file}": draw(rows) for file, _, draw in pictures}
     return found
 
 

@@ -108,7 +108,9 @@ def placement() -> Picture:
     """Four ranks, code (4, 3): the blocks of each rank, and how a lost block is rebuilt."""
     ranks, k = 4, 3
     picture = Picture(820, 330, "Placement of rows and parity on four ranks with the code (4, 3)")
-    picture.text(30, 34, "Four ranks, code (4, 3): a letter is a stripe", anchor="start", bold=True)
+    picture.text(
+        30, 34, "A letter is a stripe: any three of its blocks give the fourth", anchor="start", bold=True
+    )
     for rank in range(ranks):
         x = 30 + 112 * rank
         lost = rank == 2
@@ -143,7 +145,9 @@ def placement() -> Picture:
 def step() -> Picture:
     """A step as a transaction: what changes when, and the result of a failure."""
     picture = Picture(820, 360, "A step as a transaction")
-    picture.text(30, 34, "One step on one rank", anchor="start", bold=True)
+    picture.text(
+        30, 34, "A step is undone on every rank, or finished on every rank", anchor="start", bold=True
+    )
     phases = (
         ("capture, forward,", "backward, optimizer", 250, PLAIN),
         ("exchange", "of deltas", 130, "#cfe0f5"),
@@ -186,7 +190,7 @@ def step() -> Picture:
 def recovery() -> Picture:
     """Rank 2 dies in step 10 with its memory; four ranks continue from step 10."""
     picture = Picture(820, 300, "A recovery, from the loss of a rank to the next step")
-    words = "Rank 2 dies in the middle of step 10, and its memory is lost"
+    words = "Rank 2 and its memory are lost in step 10: step 10 alone runs again"
     picture.text(30, 34, words, anchor="start", bold=True)
     top, height = 56, 46
     for rank in range(4):

@@ -250,7 +250,9 @@ def test_the_picture_names_the_families_of_the_quietest_engine() -> None:
     assert families.noise_pct(rows, "none") == 0
     drawn = compare_picture.draw(rows)
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
-    assert {"ecemb", "full checkpoints", "too small"} <= set(texts) and "live copies" not in texts
+    assert {"ecemb", "full checkpoints"} <= set(texts) and "live copies" not in texts
+    assert any("too small to measure" in text for text in texts)
+    assert "from others; ecemb costs 10 % of each step" in drawn
     assert drawn == compare_picture.draw(rows)
 
 

@@ -95,7 +95,7 @@ def test_the_picture_shows_the_first_codes_spans() -> None:
     drawn = picture.draw(PROFILE["rows"])
     assert len(drawn) < 100_000
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
-    named = [text for text in texts if text.endswith(" ms") and "," in text]
+    named = [text for text in texts if text.endswith(" ms") and ", " in text and len(text) < 20]
     assert sorted(named) == [
         "backward, 20 ms",
         "capture, 2 ms",
@@ -104,4 +104,4 @@ def test_the_picture_shows_the_first_codes_spans() -> None:
         "forward, 9.9 ms",
         "optimizer, 1 ms",
     ]
-    assert texts.count("ms") == 2 and "e, code (4, 3), s" in texts
+    assert texts.count("ms") == 2 and any(text.startswith("e, code (4, 3), s; ") for text in texts)

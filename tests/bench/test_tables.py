@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,7 +11,8 @@ from bench import RESULTS
 from bench import __main__ as command
 from bench.harness.result import Arguments, document, once, write
 from bench.harness.result import summary as summarized
-from bench.report import pages, provenance, summary, tables
+from bench.questions.compare import families
+from bench.report import figures, pages, provenance, summary, tables
 from bench.report.html import html
 
 ROWS = [
@@ -37,9 +39,25 @@ def test_the_pages_are_what_the_results_give() -> None:
     there = {f"{pages.FOLDER}/{path.name}" for path in (pages.DOCS / pages.FOLDER).glob("*.md")}
     assert there == set(made) - {pages.SUMMARY}
     answered = {document["question"] for document in documents}
-    for question, (file, *_) in pages.PICTURES.items():
-        drawn = (pages.DOCS / pages.FOLDER / file).exists()
-        assert drawn == (question in answered), "run `python -m bench report`"
+    for question, pictures in pages.PICTURES.items():
+        for file, *_ in pictures:
+            drawn = (pages.DOCS / pages.FOLDER / file).exists()
+            assert drawn == (question in answered), "run `python -m bench report`"
+
+
+def test_each_picture_says_what_it_shows_in_its_title() -> None:
+    files = [pages.DOCS / pages.FOLDER / file for of in pages.PICTURES.values() for file, *_ in of]
+    for file in [*files, pages.DOCS / figures.PICTURE]:
+        drawn = ElementTree.fromstring(file.read_text(encoding="utf-8"))
+        title = next(drawn.iter("{http://purl.org/dc/elements/1.1/}title"))
+        shown = {element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")}
+        assert title.text and title.text.strip() in shown, file
+
+
+def test_the_picture_of_the_readme_is_of_rows_that_its_table_has() -> None:
+    methods = [choice.method for choice in summary.CHOICES]
+    assert [family for family in families.FAMILIES if family.shown not in methods] == []
+    assert len(methods) == 8 and summary.OURS == methods[0] == families.FAMILIES[0].shown
 
 
 def test_the_summary_is_one_screen_and_answers_each_question() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.harness.svg import FAMILIES as COLOURS
+
 Rows = Sequence[Mapping[str, Any]]
 
 CONTROL = "nothing"
@@ -29,12 +31,12 @@ class Family:
 
 
 FAMILIES = (
-    Family("ecemb", "ecemb (4, 3)", "#c2185b"),
-    Family("live copies", "ecemb copies x2", "#1f5fa8"),
-    Family("snapshots in memory", "snapshots x2", "#12807a"),
-    Family("full checkpoints", "full files", "#6b4fa0"),
-    Family("partial recovery (CPR)", "cpr vanilla", "#8a6d00"),
-    Family("Check-N-Run", "check-n-run intermittent", "#4d6b1f"),
+    Family("ecemb", "ecemb (4, 3)", COLOURS["ecemb"]),
+    Family("live copies", "ecemb copies x2", COLOURS["live copies"]),
+    Family("snapshots in memory", "snapshots x2", COLOURS["snapshots"]),
+    Family("full checkpoints", "full files", COLOURS["full"]),
+    Family("partial recovery (CPR)", "cpr vanilla", COLOURS["CPR"]),
+    Family("Check-N-Run", "check-n-run intermittent", COLOURS["Check-N-Run"]),
 )
 """ecemb first. Parity of floats is none of these: its rows may come back with rounding errors."""
 

@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.svg import svg
+from bench.harness.svg import LINES, MARKERS, label_ends, plain, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = {
-    "vanilla": ("0.0", "o", "-"),
-    "ssu": ("0.3", "s", "--"),
-    "mfu": ("0.45", "^", "-."),
-    "scar": ("0.6", "D", ":"),
-}
-"""Method -> grey, marker, line."""
+VANILLA = "vanilla"
+LOOKS = dict(zip((VANILLA, "mfu", "ssu", "scar"), zip(LINES, MARKERS, strict=True), strict=True))
+"""Method -> colour, marker."""
 APART = 0.012
 """Of the axis: how far methods' means are set apart, to be seen apart; they belong to the first one's PLS."""
 PANELS = (
@@ -45,28 +41,50 @@ def draw(rows: Rows) -> str:
             for axes, setting in zip(line, settings, strict=True):
                 panel(axes, [row for row in rows if row.get("setting") == setting], *metrics)
         for axes, setting in zip(grid[0], settings, strict=True):
-            axes.set_title(f"{setting} in 56 h", fontsize=8)
+            axes.set_title(f"{setting} in 56 h", fontsize=9)
         for axes in grid[-1]:
             axes.set_xlabel("PLS, the portion of lost samples")
-        grid[0][0].legend(frameon=False)
 
-    return svg(paint, 8, 5)
+    return svg(paint, 8, 5.4, title(rows))
+
+
+def title(rows: Rows) -> str:
+    """How much less saving by priority loses than saving everything, at the same PLS."""
+    slopes = [row for row in rows if row["metric"] == "loss_per_pls"]
+    by_setting = {row["setting"]: row["value"] for row in slopes if row["method"] == VANILLA}
+    found = [
+        row["value"] / by_setting[row["setting"]]
+        for row in slopes
+        if row["method"] != VANILLA and by_setting[row["setting"]] > 0
+    ]
+    if not found:
+        return ""
+    low, high = (f"{100 * one:.0f}" for one in (min(found), max(found)))
+    return (
+        f"At the same PLS, saves by priority lose {low}{'' if low == high else f' to {high}'} % of the "
+        f"quality that whole saves lose, on average"
+    )
 
 
 def panel(axes: Axes, rows: Rows, pairs: str, means: str, slopes: str) -> None:
     """Draws one metric in one setting."""
     specks = [row for row in rows if row["metric"] == pairs]
     longest = max(row["pls"] for row in specks)
+    ends: dict[str, tuple[float, float, str]] = {}
     for place, slope in enumerate(row for row in rows if row["metric"] == slopes):
-        grey, marker, line = LOOKS[slope["method"]]
+        colour, marker = LOOKS[slope["method"]]
         own = [row for row in specks if row["method"] == slope["method"]]
-        axes.plot([row["pls"] for row in own], [row["value"] for row in own], marker, color=grey, ms=1.5)
+        axes.plot(
+            [row["pls"] for row in own], [row["value"] for row in own], marker, color=colour, ms=2, alpha=0.6
+        )
         for found in (row for row in rows if row["metric"] == means and row["method"] == slope["method"]):
             pls = mean(row["pls"] for row in own if row["pls_target"] == found["pls_target"])
             pls += place * APART * longest
             reach = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
-            axes.errorbar(pls, found["value"], reach, fmt=marker, color=grey, ms=4, capsize=2, lw=0.8)
-        axes.plot([0, longest], [0, slope["value"] * longest], line, color=grey, lw=1)
-        axes.plot([], [], line + marker, color=grey, ms=4, lw=1, label=slope["method"])
+            axes.errorbar(pls, found["value"], reach, fmt=marker, color=colour, ms=5, capsize=2, lw=1)
+        axes.plot([0, longest], [0, slope["value"] * longest], color=colour, lw=1.2)
+        ends[slope["method"]] = (longest, slope["value"] * longest, colour)
     axes.axhline(0, color="0.8", linewidth=0.5, zorder=0)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.25 * longest)
+    plain(axes)
+    label_ends(axes, ends)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.svg import svg
+from bench.harness.svg import FAMILIES, LINES, label_ends, plain, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANELS = {"rebuilt_error": "the median row's error", "rebuilt_error_worst": "the worst row's error"}
-"""Metric -> the label of its row of panels."""
-MARKERS = {"float32": "o", "float64": "s", "bits": "D"}
-LINES = {"sgd": ("0.5", "-"), "adagrad": ("0.0", "--")}
-"""Optimizer -> grey, line."""
+METRIC = "rebuilt_error_worst"
+LOOKS = {"float32": (LINES[1], "o"), "float64": (LINES[0], "s"), "bits": (FAMILIES["ecemb"], "D")}
+"""Method -> colour, marker."""
+STYLES = {"sgd": "-", "adagrad": "--"}
 LEAST = 1e-16
 """Errors below it are drawn between it and 0, which a logarithm has no place for."""
 
@@ -23,38 +22,44 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(rows: Rows) -> str:
-    """Returns the picture as SVG: errors over steps, with the reach of the seeds; 0 is at the bottom.
+    """Returns the picture as SVG: the worst row's error over steps, with the reach of the seeds.
 
     Args:
-        rows: of the question; a column of panels is for each code.
+        rows: of the question; a panel is for each code.
     """
-    codes = list(dict.fromkeys(row["code"] for row in rows if row["metric"] in PANELS))
+    chosen = [row for row in rows if row["metric"] == METRIC]
+    codes = list(dict.fromkeys(row["code"] for row in chosen))
 
     def paint(figure: Figure) -> None:
-        grid = figure.subplots(len(PANELS), len(codes), squeeze=False, sharex=True, sharey=True)
-        for line, (metric, label) in zip(grid, PANELS.items(), strict=True):
-            line[0].set_ylabel(f"{label}, relative")
-            for axes, code in zip(line, codes, strict=True):
-                panel(axes, [row for row in rows if row["metric"] == metric and row["code"] == code])
-        for axes, code in zip(grid[0], codes, strict=True):
-            axes.set_title(f"code {code}", fontsize=8)
-        for axes in grid[-1]:
+        line = figure.subplots(1, len(codes), squeeze=False, sharex=True, sharey=True)[0]
+        line[0].set_ylabel("error of the worst row that is rebuilt, of its norm")
+        for axes, code in zip(line, codes, strict=True):
+            panel(axes, [row for row in chosen if row["code"] == code])
+            axes.set_title(f"code {code}", fontsize=9)
             axes.set_xlabel("steps")
-        figure.legend(
-            *grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-        )
 
-    return svg(paint, 8, 5.5)
+    return svg(paint, 8, 3.8, title(chosen))
+
+
+def title(chosen: Rows) -> str:
+    """The worst error of parity of floats, and of bits."""
+    worst = {
+        method: max(row["value"] for row in chosen if row["method"] == method)
+        for method in dict.fromkeys(row["method"] for row in chosen)
+    }
+    said = [f"of {method} up to {value:.1g}" for method, value in worst.items() if method != "bits"]
+    return f"Rows rebuilt from parity of bits are off by {worst.get('bits', 0):.1g}; {', '.join(said)}"
 
 
 def panel(axes: Axes, rows: Rows) -> None:
-    """Draws one metric of one code."""
+    """Draws one code."""
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LEAST)
+    ends: dict[str, tuple[float, float, str]] = {}
     for method in dict.fromkeys(row["method"] for row in rows):
         for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
             own = [row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)]
-            grey, line = LINES[optimizer]
+            colour, marker = LOOKS[method]
             values = [row["value"] for row in own]
             reach = [
                 [row["value"] - row["low"] for row in own],
@@ -64,12 +69,19 @@ def panel(axes: Axes, rows: Rows) -> None:
                 [row["steps"] for row in own],
                 values,
                 reach,
-                fmt=line + MARKERS[method],
-                color=grey,
+                fmt=STYLES[optimizer] + marker,
+                color=colour,
                 ms=4,
-                lw=0.8,
+                lw=1.2,
                 capsize=2,
-                label=f"{method}, {optimizer}",
             )
-    axes.grid(axis="y", color="0.9", linewidth=0.5)
+            ends[f"{method}, {optimizer}"] = (own[-1]["steps"], values[-1], colour)
+        if len({y for name, (_, y, _) in ends.items() if name.startswith(method)}) == 1:
+            (ends[method], *_) = [ends.pop(name) for name in list(ends) if name.startswith(method)]
+    axes.grid(axis="y", color="0.92", linewidth=0.5)
     axes.set_axisbelow(True)
+    plain(axes)
+    steps = [row["steps"] for row in rows]
+    axes.set_xlim(min(steps) / 1.3, max(steps) * (max(steps) / min(steps)) ** 0.35)
+    axes.set_xticks(sorted(set(steps)))
+    label_ends(axes, ends)

@@ -3,50 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.svg import svg
+from bench.harness.svg import FAINT, LINES, label_ends, plain, svg
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = {
-    "symmetric": ("0.65", "s", ":"),
-    "asymmetric": ("0.5", "^", "--"),
-    "adaptive": ("0.0", "o", "-"),
-    "k-means (scikit-learn)": ("0.35", "D", "-."),
-}
-"""Method -> grey, marker, line."""
+LEAST = "symmetric"
+"""The method that the others are compared with."""
+OURS = "adaptive"
+"""Check-N-Run's."""
+BEST = "k-means (scikit-learn)"
+LOOKS = {"asymmetric": (LINES[1], "^"), OURS: (LINES[0], "o"), BEST: (LINES[2], "D")}
+"""Method -> colour, marker."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 
-def draw(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the picture as SVG: a panel for each table and dimension; errors on a logarithmic scale."""
+def draw(rows: Rows) -> str:
+    """Returns the picture as SVG: errors beside those of symmetric ranges; a panel for each table.
+
+    Lines are medians over the dimensions; what is shaded goes from the smallest to the largest.
+    """
     chosen = [row for row in rows if row["metric"] == "l2_error"]
     tables = list(dict.fromkeys(row["table"] for row in chosen))
-    dims = sorted({row["dim"] for row in chosen})
-    bits = sorted({row["bits"] for row in chosen})
 
     def paint(figure: Figure) -> None:
-        grid = figure.subplots(len(tables), len(dims), squeeze=False, sharex=True, sharey="row")
-        for line, table in zip(grid, tables, strict=True):
-            line[0].set_ylabel(f"{table}: mean L2 error")
-            for axes, dim in zip(line, dims, strict=True):
-                for method, (grey, marker, style) in LOOKS.items():
-                    own = {
-                        row["bits"]: row["value"]
-                        for row in chosen
-                        if (row["table"], row["dim"], row["method"]) == (table, dim, method)
-                    }
-                    axes.plot(
-                        list(own), list(own.values()), style + marker, color=grey, ms=4, lw=1, label=method
-                    )
-                axes.set_yscale("log")
-                axes.set_xticks(bits)
-                axes.grid(color="0.9", linewidth=0.5)
-        for axes, dim in zip(grid[0], dims, strict=True):
-            axes.set_title(f"dim {dim}", fontsize=8)
-        for axes in grid[-1]:
+        line = figure.subplots(1, len(tables), squeeze=False, sharex=True, sharey=True)[0]
+        line[0].set_ylabel(f"mean L2 error, % of that with {LEAST} ranges")
+        for axes, table in zip(line, tables, strict=True):
+            panel(axes, [row for row in chosen if row["table"] == table])
+            axes.set_title(f"rows: {table}", fontsize=9)
             axes.set_xlabel("bits of a code")
-        grid[0][0].legend(frameon=False)
 
-    return svg(paint, 8, 2.2 * len(tables) + 0.4)
+    return svg(paint, 8, 3.4, title(chosen))
+
+
+def title(chosen: Rows) -> str:
+    """What Check-N-Run's search, and k-means, leave of the error at the fewest bits."""
+    fewest = min(row["bits"] for row in chosen)
+
+    def reach(method: str) -> str:
+        found = shares([row for row in chosen if row["bits"] == fewest], method).get(fewest, [])
+        return f"{min(found):.0f} to {max(found):.0f} %" if found else "none"
+
+    return (
+        f"With {fewest} bits, adaptive ranges leave {reach(OURS)} of symmetric ones' error, "
+        f"k-means {reach(BEST)}"
+    )
+
+
+def shares(rows: Rows, method: str) -> dict[int, list[float]]:
+    """Bits -> a method's errors in % of symmetric ranges', of each table and dimension."""
+    errors = {(row["table"], row["dim"], row["bits"], row["method"]): row["value"] for row in rows}
+    found: dict[int, list[float]] = {}
+    for (table, dim, bits, one), error in errors.items():
+        if one == method:
+            found.setdefault(bits, []).append(100 * error / errors[table, dim, bits, LEAST])
+    return found
+
+
+def panel(axes: Axes, rows: Rows) -> None:
+    """Draws one table."""
+    ends: dict[str, tuple[float, float, str]] = {}
+    for method, (colour, marker) in LOOKS.items():
+        found = shares(rows, method)
+        if not found:
+            continue
+        bits = list(found)
+        middle = [median(found[one]) for one in bits]
+        axes.fill_between(
+            bits,
+            [min(found[one]) for one in bits],
+            [max(found[one]) for one in bits],
+            color=colour,
+            alpha=0.2,
+        )
+        axes.plot(bits, middle, marker=marker, color=colour, ms=5, lw=1.2)
+        ends[method.partition(" ")[0]] = (bits[-1], middle[-1], colour)
+    axes.axhline(100, color=FAINT, linewidth=0.8, linestyle=":")
+    every = sorted({row["bits"] for row in rows})
+    axes.set_xticks(every)
+    axes.set_ylim(0, 110)
+    axes.set_xlim(every[0] - 0.3, every[-1] + 0.45 * (every[-1] - every[0]))
+    plain(axes)
+    label_ends(axes, ends)
