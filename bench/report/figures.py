@@ -2,8 +2,8 @@
 
 What lies between `<!-- table: QUESTION METRIC ... -->`, alone on its line, and `<!-- end -->` is replaced by
 these metrics' tables from bench/results; with `sheet` for `table`, by one table, a column for each metric;
-what follows `<!-- picture: QUESTION -->` by a step's picture; what follows `<!-- methods: compare -->` and
-`<!-- choices: compare -->` by the tables of `bench.report.summary`.
+what follows `<!-- picture: QUESTION -->` by a step's picture; what follows `<!-- methods: compare -->`,
+`<!-- choices: compare -->` and `<!-- shares: simulate -->` by the tables of `bench.report.summary`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "choosing.md", ROOT /
 PICTURE = "protected-step.svg"
 
 _BLOCK = re.compile(
-    r"(<!-- (table|sheet|picture|methods|choices): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (table|sheet|picture|methods|choices|shares): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 Documents = Sequence[Mapping[str, Any]]
+
+SHOWN = {"methods": summary.methods, "choices": summary.choices, "shares": summary.shares}
+"""Mark -> what makes its table."""
 
 
 def write(results: Path = RESULTS, pages: Sequence[Path] = PAGES) -> None:
@@ -57,8 +60,8 @@ def fill(text: str, documents: Documents) -> str:
             content = f"Not measured yet: `python -m bench {question}`."
         elif kind == "picture":
             content = f"![One step of one rank]({PICTURE})"
-        elif kind in ("methods", "choices"):
-            content = summary.methods(documents) if kind == "methods" else summary.choices(documents)
+        elif kind in SHOWN:
+            content = SHOWN[kind](documents)
         else:
             shown = figures if kind == "table" else in_one
             content = "\n\n".join(shown(document, metrics.split()) for document in found)

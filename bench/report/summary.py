@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.questions.compare.families import CONTROL, OVERHEAD, noise_pct, of_methods, quiet_engine
+from bench.questions.compare.families import (
+    CONTROL,
+    GIVEN_UP,
+    KILLS,
+    OVERHEAD,
+    noise_pct,
+    of_methods,
+    quiet_engine,
+)
 from bench.report.headlines import Documents, Unknown, cpr_base, of, value
 from bench.report.tables import grid
 
@@ -93,17 +101,48 @@ CHOICES = (
 HEADS = (
     "method",
     "a step takes longer by",
+    "a failure takes",
     "next new step after",
-    "steps run again or forgotten",
     "memory, over the tables'",
     "ranks that may be lost",
-    "same bits",
 )
+BITS, USE = "same bits", "use it if"
+"""Columns that one of the tables has."""
 UNPROTECTED = "no protection"
+SIZES = (16, 64, 256, 1024, 4096)
+"""Hosts of the simulation that are shown."""
 
 
 def methods(documents: Documents) -> str:
-    """The methods of the head to head side by side, and under them how to read the table.
+    """The methods of the head to head, the control last, and under them how to read the table.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+
+    def same_bits(_: str, values: Mapping[str, Row]) -> str:
+        return "yes" if values["bit_identical"]["value"] == 1 else "no"
+
+    return side_by_side(documents, BITS, same_bits)
+
+
+def choices(documents: Documents) -> str:
+    """The same with when to use which method.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    uses = {choice.method: choice.use for choice in CHOICES} | {CONTROL: "the job is short"}
+    return side_by_side(documents, USE, lambda method, _: uses[method])
+
+
+def side_by_side(documents: Documents, last: str, said: Callable[[str, Mapping[str, Row]], str]) -> str:
+    """The methods under `HEADS`, and one column more.
+
+    Args:
+        documents: All answers.
+        last: Its head.
+        said: Gives its cell for a method and its rows.
 
     Raises:
         Unknown: The head to head was not measured.
@@ -111,25 +150,29 @@ def methods(documents: Documents) -> str:
     rows, found, engine = measured(documents)
     noise = noise_pct(rows, engine)
     named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
-    lines = [[name, *cells(found[method], noise)] for name, method in named if method in found]
-    return f"{grid(HEADS, 1, lines)}\n\n{reading(engine, noise)}"
+    lines = [
+        [name, *cells(found[method], noise), said(method, found[method])]
+        for name, method in named
+        if method in found
+    ]
+    return f"{grid((*HEADS, last), 1, lines, words=1)}\n\n{reading(engine, noise)}"
 
 
-def choices(documents: Documents) -> str:
-    """When to use which method, beside its numbers.
+def shares(documents: Documents) -> str:
+    """The share of time that trains, by simulation, of the same methods by number of hosts.
 
     Raises:
-        Unknown: The head to head was not measured.
+        Unknown: Nothing was simulated.
     """
-    rows, found, engine = measured(documents)
-    noise = noise_pct(rows, engine)
+    rows = of(documents, "simulate")
     lines = [
-        [choice.name, choice.use, *cells(found[choice.method], noise), trained(documents, choice.simulated)]
-        for choice in CHOICES
-        if choice.method in found
+        [choice.name, *(trained(rows, choice.simulated, hosts) for hosts in SIZES)] for choice in CHOICES
     ]
-    heads = (HEADS[0], "use it if", *HEADS[1:], "share of time that trains, 16 / 4096 hosts")
-    return f"{grid(heads, 2, lines)}\n\n{reading(engine, noise)}"
+    heads = ("method", *(f"{hosts:,} hosts" for hosts in SIZES))
+    return (
+        f"{grid(heads, 1, lines)}\n\nOf the time of a month; in brackets, of the worst and of the best "
+        "month. By simulation: no cluster was used."
+    )
 
 
 def measured(documents: Documents) -> tuple[list[Row], dict[str, dict[str, Row]], str]:
@@ -150,44 +193,48 @@ def cells(values: Mapping[str, Row], noise: float) -> list[str]:
     protected = values[OVERHEAD]["method"] != CONTROL
     caught_up, lost = values["caught_up_s"], values["survives_ranks"]["value"]
     memory, ranks = values["memory_over_tables"]["value"], values[OVERHEAD]["ranks"]
+    steps = values[GIVEN_UP]["value"] / KILLS
     return [
-        overhead(values[OVERHEAD], noise) if protected else "0",
+        overhead(values[OVERHEAD], noise if protected else 0.0),
+        f"{steps:.3g} step{'s' * (steps != 1)}",
         f"{caught_up['value']:.1f} s",
-        f"{values['given_up_steps']['value']:.3g}",
         f"{memory:.2g}x" if memory else "none",
         f"any {lost:.0f} of {ranks}" if lost < ranks else "all" if protected else "all: back to step 0",
-        "yes" if values["bit_identical"]["value"] == 1 else "no",
     ]
 
 
 def overhead(row: Row, noise: float) -> str:
-    """An overhead with its spread, unless it is smaller than the noise."""
-    if abs(row["value"]) < noise:
-        return UNKNOWN
-    return f"{row['value']:.2g} % ({row['low']:.2g} to {row['high']:.2g})"
+    """An overhead with its interval; without its value, if it is smaller than the noise."""
+    interval = f"({row['low']:.2g} to {row['high']:.2g})"
+    return f"{UNKNOWN} {interval}" if abs(row["value"]) < noise else f"{row['value']:.2g} % {interval}"
 
 
 def reading(engine: str, noise: float) -> str:
     """How to read a table of the methods."""
     tables = {"sparse": "`ecemb.nn`", "torchrec": "TorchRec"}[engine]
     return (
-        f"All ranks on one machine, tables of {tables}, two failures that delete a rank's memory. "
-        f"*{UNKNOWN}*: a run without protection differs from itself by up to {noise:.2g} %. Seconds count "
-        "from the kill, and include torchrun's restart. Memory includes the buffers of a step, which do not "
-        "grow with the tables; these tables are small."
+        f"All ranks on one machine, tables of {tables}, two failures that delete a rank's memory. In "
+        f"brackets: of single lives. *{UNKNOWN}*: a run without protection differs from its twin by up to "
+        f"{noise:.2g} %. A failure takes steps that run again or are forgotten. Seconds count from the kill, "
+        "and include torchrun's restart. Memory includes the buffers of a step, which do not grow with the "
+        "tables; these tables are small."
     )
 
 
-def trained(documents: Documents, method: str) -> str:
-    """The effective training-time ratio of a method on few and on many hosts; "-" if it was not simulated."""
-    rows = of(documents, "simulate")
+def trained(rows: Sequence[Row], method: str, hosts: int) -> str:
+    """The effective training-time ratio of a method on some hosts; "-" if it was not simulated.
+
+    Raises:
+        Unknown: Nothing was.
+    """
+    if not rows:
+        raise Unknown("simulate")
+    labels = {"method": method, "hosts": hosts, "faults": "exponential"}
     try:
-        few, many = (
-            value(rows, "ettr", method=method, hosts=hosts, faults="exponential") for hosts in (16, 4096)
-        )
+        found, low, high = (value(rows, "ettr", key, **labels) for key in ("value", "low", "high"))
     except Unknown:
         return "-"
-    return f"{few:.2f} / {many:.2f}"
+    return f"{found:.2f} ({low:.2f} to {high:.2f})"
 
 
 def most(rows: Sequence[Row], metric: str, **labels: Any) -> tuple[float, float]:

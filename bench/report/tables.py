@@ -194,9 +194,9 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{said}:\n\n{grid(heads, len(down), shown)}"
 
 
-def grid(heads: Sequence[str], names: int, lines: Sequence[Sequence[str | None]]) -> str:
-    """Returns a table in Markdown; its first `names` columns are names, the others are numbers."""
-    ruler = [":--"] * names + ["--:"] * (len(heads) - names)
+def grid(heads: Sequence[str], names: int, lines: Sequence[Sequence[str | None]], words: int = 0) -> str:
+    """Returns a table in Markdown; its first `names` and last `words` columns are words, not numbers."""
+    ruler = [":--"] * names + ["--:"] * (len(heads) - names - words) + [":--"] * words
     return "\n".join(
         "| " + " | ".join(word or "" for word in words) + " |" for words in [heads, ruler, *lines]
     )

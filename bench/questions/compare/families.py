@@ -13,6 +13,9 @@ Rows = Sequence[Mapping[str, Any]]
 CONTROL = "nothing"
 """The method without protection: its overhead against its own twin is the noise of the measurement."""
 OVERHEAD = "overhead_wall_pct"
+GIVEN_UP = "given_up_steps"
+KILLS = 2
+"""Failures of each run."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bench.harness.svg import EDGE, FAINT, INK, plain, svg
 from bench.questions.compare.families import (
     FAMILIES,
+    GIVEN_UP,
+    KILLS,
     OVERHEAD,
     Family,
     Rows,
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GIVEN_UP = "given_up_steps"
-FAILURES = 2
-"""That the steps are of."""
 LEAST_STEPS = 0.25
 """Where a method stands that lost no step, on a logarithmic axis."""
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -66,7 +65,7 @@ def draw(rows: Rows) -> str:
         axes.set_yticks([tick for tick in TICKS if lowest <= tick <= highest * 2])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.set_xlabel("a training step takes longer by, %; the lines are intervals")
+        axes.set_xlabel("a training step takes longer by, %; the lines are the reach of single lives")
         axes.set_ylabel("steps run again or forgotten, a failure")
         plain(axes)
 
@@ -118,4 +117,4 @@ def one(axes: Axes, values: Values, family: Family) -> None:
 
 def point(values: Values) -> tuple[float, float]:
     """Where a method stands: the cost of a step in %, and steps that a failure takes."""
-    return values[OVERHEAD]["value"], max(values[GIVEN_UP]["value"] / FAILURES, LEAST_STEPS)
+    return values[OVERHEAD]["value"], max(values[GIVEN_UP]["value"] / KILLS, LEAST_STEPS)

@@ -15,9 +15,9 @@ from typing import Any
 from baselines.method import Costs
 from bench.harness.result import Label, Row, once, summary
 from bench.methods.ledger import Account, Done, Life
+from bench.questions.compare.families import KILLS
 from bench.questions.compare.rank import Order
 
-KILLS = 2
 SETTLED = 6
 """First steps of a life, which don't count: memory is touched for the first time in them."""
 
