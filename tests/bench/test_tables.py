@@ -135,7 +135,8 @@ def test_a_file_for_browsers_is_whole(tmp_path: Path) -> None:
     }
     browsed = html(made, tmp_path)
     assert "made" not in browsed and "one.md" not in browsed
-    assert '<a href="#s2">One &amp; two</a>' in browsed and '<h1 id="s2">One &amp; two</h1>' in browsed
+    assert '<a href="#s2">One &amp; two</a>' in browsed and '<a href="#s2">more</a>' in browsed
+    assert '<section id="s2">\n<h1>One &amp; two</h1>' in browsed
     assert browsed.count('src="data:image/svg+xml;base64,PHN2Zy8+"') == 2 and ".svg" not in browsed
 
 
