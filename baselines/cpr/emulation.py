@@ -78,12 +78,14 @@ class Summary:
         overhead: as in `Outcome`.
         pls: as in `Outcome`.
         failures: as in `Outcome`.
+        overhead_p90: what one run of ten exceeds.
         runs: how many.
     """
 
     overhead: Estimate
     pls: Estimate
     failures: Estimate
+    overhead_p90: float
     runs: int
 
 
@@ -236,6 +238,7 @@ def emulate_runs(
         overhead=_estimate(np.array([one.overhead for one in outcomes])),
         pls=_estimate(np.array([one.pls for one in outcomes])),
         failures=_estimate(np.array([one.failures for one in outcomes], dtype=np.float64)),
+        overhead_p90=float(np.percentile([one.overhead for one in outcomes], 90)),
         runs=runs,
     )
 

@@ -48,6 +48,14 @@ def test_calibrated_settings_are_called_so_and_agree(rows: list[Row]) -> None:
     assert others and not any(cpr_overhead.CALIBRATED in str(row.labels["why"]) for row in others)
 
 
+def test_what_failures_cost_jobs_is_beside_what_is_published(rows: list[Row]) -> None:
+    found = {(row.labels["statistic"], row.labels["mtbf_h"]): row.value for row in of(rows, "handling_pct")}
+    assert (found["mean", "14 to 30"], found["P90", "14 to 30"]) == (13.0, 30.0)
+    for mtbf_h in ("14", "30"):
+        assert 0 < found["mean", mtbf_h] < found["P90", mtbf_h] < 60
+    assert found["mean", "30"] < found["mean", "14"]
+
+
 def test_lines_that_differ_say_why(rows: list[Row]) -> None:
     lines: dict[tuple[object, ...], dict[object, float]] = {}
     for row in of(rows, "overhead_pct"):

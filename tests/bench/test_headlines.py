@@ -39,20 +39,48 @@ def emulated() -> dict[str, Any]:
     rows += [row("terabyte", "full", 8.0), row("terabyte", "partial", 0.6)]
     for setting, value in (("production, a", 58.4), ("production, b", 93.2), ("base", 3.0)):
         rows.append(once("overhead_removed_pct", "%", value, setting=setting, source="emulated"))
+    for statistic, costs in (("mean", (8.0, 12.0)), ("P90", (15.0, 25.0))):
+        labels = {"statistic": statistic, "source": "emulated on the clock"}
+        rows += [once("handling_pct", "%", cost, mtbf_h=str(cost), **labels) for cost in costs]
+        rows.append(once("handling_pct", "%", 99, statistic=statistic, source="published"))
     return document("cpr", Arguments(), rows)
 
 
+def checked() -> dict[str, Any]:
+    labels = {"pattern": "published", "policy": "intermittent", "state": headlines.ROW_WISE}
+    found = [
+        once("bandwidth_reduction", "ratio", value, bits=bits, **labels)
+        for bits, value in (("8", 7.5), ("4", 13.0), ("2", 20.0))
+    ]
+    return document("check_n_run", Arguments(), found)
+
+
+def simulated() -> dict[str, Any]:
+    found = [
+        once("hours_to_failure", "h", value, percent=percent, faults=faults, source="a trace")
+        for percent, value in ((90, 40.0), (99, 90.0))
+        for faults in ("hosts", "hosts and processes")
+    ]
+    return document("simulate", Arguments(), found)
+
+
 def test_lines_say_ours_and_why() -> None:
-    lines = headlines.lines([compared("torchrec", 2), emulated(), compared("sparse")])
+    lines = headlines.lines([compared("torchrec", 2), emulated(), compared("sparse"), checked(), simulated()])
     assert all(len(line) == len(headlines.HEADS) for line in lines)
     here = [line[2] for line in lines]
     read = "(nothing against itself: 1 %, -5 to 2 %"
     assert here[0] == f"4 % {read}: cannot tell) / 8 % {read})"
     assert here[1] == f"75 % {read}) / 75 % {read})"
-    assert here[3:5] == ["8.33 % -> 0.5 %, 8 % -> 0.6 %", "58 to 93 %"]
+    assert here[3:6] == [
+        "8.33 % -> 0.5 %, 8 % -> 0.6 %",
+        "58 to 93 %",
+        "8 to 12 % on average, 15 to 25 % for one of ten",
+    ]
+    assert "7.5 to 20x, with 4 bits 13x" in here
+    assert "40 h and 90 h (a trace)" in here
     assert "7x / 3.5x" in here
     assert here[-1] == "2x / 2x"
-    assert here.count(headlines.NOT_MEASURED) == len(lines) - 6
+    assert here.count(headlines.NOT_MEASURED) == len(lines) - 9
 
 
 def test_what_is_unknown_on_one_engine_does_not_hide_the_others_figure() -> None:

@@ -189,6 +189,17 @@ def test_lanls_systems(tmp_path: Path) -> None:
         read(path, "7,20")
 
 
+def test_how_soon_a_job_fails_on_a_trace(tmp_path: Path) -> None:
+    (trace,) = read(infinitehbd(tmp_path))
+    often = replace(trace, losses=tuple((hour, node) for hour in range(0, 200, 20) for node in range(400)))
+    found = list(simulate.hours_to_failure(simulate.JOB, [often], 2, 0))
+    hours = {(row.labels["faults"], row.labels["percent"]): row.value for row in found}
+    assert (hours["all", 90], hours["all", 99]) == (13.5, 53.9)
+    assert hours["hosts", 90] == hours["hosts", 99] == 20  # hosts that fail together are one failure
+    assert hours["hosts and processes", 90] < 20
+    assert list(simulate.hours_to_failure(simulate.JOB, [], 2, 0)) == []
+
+
 def test_methods_are_at_their_best_for_a_traces_rate(tmp_path: Path) -> None:
     (trace,) = read(infinitehbd(tmp_path))
     job = simulate.at_rate(replace(trace, losses=trace.losses * 200), simulate.JOB)
@@ -321,6 +332,7 @@ def test_the_answer(rows: list[Row]) -> None:
         "samples_lost_on_trace_pct",
         "data_lost_pct",
         "data_lost_on_trace_pct",
+        "hours_to_failure",
         "trace_faults",
         "best_ettr",
         "cells_ahead",

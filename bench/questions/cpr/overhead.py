@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from baselines.cpr.emulation import Estimate, emulate_runs
 from baselines.cpr.job import CprJob
-from baselines.cpr.overhead import Policy
+from baselines.cpr.overhead import Policy, best_full_interval_h
 from baselines.cpr.pls import expected_pls, expected_pls_of_job, interval_for_pls
 from baselines.cpr.setups import (
     EMULATED,
@@ -45,6 +45,11 @@ UNKNOWN = (
 )
 TIGHT = "4 servers lost keeps PLS at the target, and saves more often"
 LOOSE = "one server lost makes PLS 4 times the target, and saves less often"
+PRODUCTION_JOBS = {"mean": (13.0, 12.0, 13.0), "P90": (30.0, 30.0, 43.0)}
+"""Of production's jobs, what failures cost them: the poster's figure, and the range with secondary ones."""
+PRODUCTION_MTBF_H = (14.0, 30.0)
+"""Of these jobs (secondary), from the least to the most."""
+OF_JOBS = "production's costs and lengths of jobs are not published: ours are the base's"
 LAST = "after the last save less than an interval is left, of which the formula knows nothing"
 
 
@@ -149,6 +154,21 @@ def removed(setting: Setting, point: Point, clock: Point, labels: dict[str, Labe
     }
     for source, value in figures.items():
         yield once("overhead_removed_pct", "%", 100 * value, **said, source=source)
+
+
+def of_production_jobs(runs: int, seed: int) -> Iterator[Row]:
+    """What failures cost jobs under full recovery, on average and one of ten at least."""
+    for statistic, (value, low, high) in PRODUCTION_JOBS.items():
+        labels: dict[str, Label] = {"statistic": statistic, "mtbf_h": "14 to 30", "why": OF_JOBS}
+        yield Row("handling_pct", value, "%", low, high, 1, {**labels, "source": PUBLISHED})
+    for mtbf_h in PRODUCTION_MTBF_H:
+        job = replace(EMULATED, mtbf_h=mtbf_h)
+        policy = Policy("full", best_full_interval_h(KAGGLE.costs, job))
+        found = emulate_runs(KAGGLE.costs, job, policy, arrivals="clock", runs=runs, seed=seed)
+        labels = {"statistic": "mean", "mtbf_h": f"{mtbf_h:g}", "why": OF_JOBS}
+        yield estimated("handling_pct", "%", found.overhead, runs, 100, labels, CLOCK)
+        labels = {**labels, "statistic": "P90", "source": CLOCK}
+        yield once("handling_pct", "%", 100 * found.overhead_p90, **labels)
 
 
 def pls(failures: int, runs: int, seed: int) -> list[Row]:

@@ -32,6 +32,9 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   is the kind. CPR loses no samples where its controller chooses full recovery.
 - `cells_turned`: cells of the map where another kind is ahead if an input is halved or doubled;
   `cells_to_ecemb`: where ecemb is ahead then. At the likeliest values, with fewer faults.
+- `hours_to_failure`: what a percentage of the failures of a job on 16 hosts come within, since the start or
+  the failure before: by traces, of hosts alone and with dead processes as in the model; and of Check-N-Run's
+  jobs (its figure 3, as recalled), which fail of all causes.
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
 - `assumed`: the inputs of the simulation, and their sources; in brackets the interval of 95 %, or the range
   that is published. The cost of a step has a part per commit, one per touched row, and one per touched row
@@ -50,7 +53,16 @@ import numpy as np
 
 from bench.harness.result import Arguments, Label, Row, by_metric, once
 from bench.questions.simulate.checks import CLOSE, checks
-from bench.questions.simulate.faults import Fault, Trace, drawn, episodes, read, replayed, sets_by_size
+from bench.questions.simulate.faults import (
+    TOGETHER_H,
+    Fault,
+    Trace,
+    drawn,
+    episodes,
+    read,
+    replayed,
+    sets_by_size,
+)
 from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
 from bench.questions.simulate.picture import CANNOT_TELL, LOOKS, kind
 from bench.questions.simulate.training import Method, Outcome, train
@@ -66,6 +78,9 @@ FAULTS, QUICK_FAULTS = 40_000, 2000
 REPLAYED_H, QUICK_REPLAYED_H = 4e6, 1.6e5
 """Of a trace, again and again on other hosts."""
 TRACE_SIZES = (64, 400)
+FAILING_HOSTS = 16
+FAILED_WITHIN_H = {90: 13.5, 99: 53.9}
+"""% of the failures of Check-N-Run's jobs -> hours that they come within (its figure 3; recalled)."""
 RACK_HOSTS = 8
 SHAPES = {"exponential": 1.0, "gamma 0.5": 0.5}
 SHAPED = 256
@@ -123,6 +138,7 @@ def run(arguments: Arguments) -> list[Row]:
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
     rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)
     rows += on_traces(job, all_costs, traces, quick=quick, seed=arguments.seed)
+    rows += hours_to_failure(job, traces, QUICK_MONTHS if quick else MONTHS, arguments.seed)
     rows += losses(job, QUICK_SIZES if quick else SIZES)
     rows += map(said, traces)
     for trace in traces:
@@ -186,6 +202,31 @@ def on_traces(
             labels: dict[str, Label] = {"trace": trace.name, "hosts": hosts, "method": method.name}
             rows += _rows(method, job, outcomes, labels, "_on_trace")
     return by_metric(rows)
+
+
+def hours_to_failure(base: Job, traces: Sequence[Trace], draws: int, seed: int) -> Iterator[Row]:
+    """How soon jobs fail on the hosts of traces, beside Check-N-Run's. Failures within minutes are one."""
+    if not traces:
+        return
+    labels: dict[str, Label] = {"source": "Check-N-Run (recalled)", "faults": "all"}
+    for percent, hours in FAILED_WITHIN_H.items():
+        yield once("hours_to_failure", "h", hours, percent=percent, **labels)
+    for trace in traces:
+        job = at_rate(trace, sized(base, FAILING_HOSTS))
+        found: dict[str, list[float]] = {"hosts": [], "hosts and processes": []}
+        for draw in range(draws):
+            rng = np.random.default_rng((seed + draw, FAILING_HOSTS))
+            lost = [fault.hour for fault in replayed(trace, job, rng, by_rack=False)]
+            died = drawn(replace(job, mtbf_h=1 / job.process_faults_per_h, host_share=0), trace.hours, rng)
+            for name, struck in (("hosts", lost), ("hosts and processes", [*lost, *(f.hour for f in died)])):
+                gaps = np.diff([0.0, *sorted(struck)])
+                found[name] += gaps[gaps > TOGETHER_H].tolist()
+        for name, hours_ in found.items():
+            if hours_:
+                labels = {"source": trace.name, "faults": name}
+                for percent in FAILED_WITHIN_H:
+                    within = float(np.percentile(hours_, percent))
+                    yield once("hours_to_failure", "h", within, percent=percent, **labels)
 
 
 def at_rate(trace: Trace, job: Job) -> Job:
