@@ -38,6 +38,7 @@ from .background import Background
 from .buffer import Buffer, Rows
 from .codec import schemes_of
 from .manifest import OWN, SHARED, Facts, Manifest, drawn, number_of
+from .model_tracker import ModelTracker, last_name
 from .policy import policy_of
 from .quantize_scheme import EXACT, Scheme
 from .restoring import Shard, described, last_chain, rest, rows
@@ -75,6 +76,7 @@ class CheckNRun(Rollback):
         process: written by a process of its own, else by a thread; `memory://` needs a thread.
         bytes_per_s: a rank writes, or reads, at most this much, on average; None: as fast as it goes.
         chunk_bytes: rows of an object take at most this many, but for one row.
+        model_tracker: changes of TorchRec's tables are noted by its own `ModelDeltaTracker`, not by bits.
         patience: how long rank 0 waits until the other ranks have written, when it has.
         progress: progress bars on stderr.
         options: of fsspec's file system.
@@ -98,6 +100,7 @@ class CheckNRun(Rollback):
         process: bool = True,
         bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        model_tracker: bool = False,
         patience: timedelta = PATIENCE,
         progress: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -121,6 +124,8 @@ class CheckNRun(Rollback):
         }
         self._touching = Stopwatch()
         self._touched: dict[str, TouchedRows] = {}
+        self._wants_tracker = model_tracker
+        self._tracker: ModelTracker | None = None
         self._ends: list[Callable[[], None]] = []
         self._last: Facts | None = None
         self._own_bytes: dict[str, int] = {}
@@ -133,6 +138,7 @@ class CheckNRun(Rollback):
         """See `Rollback.prepare`."""
         self._buffer = Buffer(self._memory / f"rank-{dist.get_rank()}")
         self._background = Background(self._target, self._options, process=self._process)
+        self._tracker = ModelTracker.of(training.model) if self._wants_tracker else None
         return super().prepare(training)
 
     def memory(self) -> Sequence[Path]:
@@ -192,6 +198,7 @@ class CheckNRun(Rollback):
 
     def _store(self, step: int, state: TrainingState) -> None:
         self._finish()
+        self._memory_bytes = max(self._memory_bytes, self._read_tracker(state.tables))
         full = self._last is None or self._policy.takes_full(self._last.sizes)
         taken = [
             Rows(
@@ -263,8 +270,21 @@ class CheckNRun(Rollback):
         """From here on, follows the rows of all tables."""
         for table in state.tables:
             touched = self._touched[_key(table)] = TouchedRows(table.rows)
+            if self._tracker is not None and last_name(table.name) in self._tracker.tables:
+                continue
             with suppress(ConfigurationError):  # nothing trains it: no row of it ever changes
                 self._ends.append(table.on_touch(self._timed(touched.touch)))
+
+    def _read_tracker(self, tables: Sequence[ShardedTable]) -> int:
+        """Marks the rows that TorchRec has noted; returns the bytes that it took for them."""
+        if self._tracker is None:
+            return 0
+        memory_bytes = self._tracker.memory_bytes
+        found = self._tracker.read()
+        for table in tables:
+            if (rows := found.get(last_name(table.name))) is not None:
+                self._touched[_key(table)].touch(rows)
+        return memory_bytes
 
     def _timed(self, touch: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def hook(numbers: Tensor) -> None:

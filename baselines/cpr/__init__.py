@@ -20,6 +20,7 @@ What trains, on real ranks and files, but for the last one:
 - `living`: how a survivor's tables outlive the restart of its process.
 - `saved`: one rank's files, crash-safe.
 - `saving`: what a save takes, and when.
+- `accesses`: how often rows of ecemb.nn are looked up, which their owners don't see.
 - `saver`: what a shard has saved, and what it takes up of that.
 - `servers`: N servers in one process, which save and fail in a real training by the last two.
 

@@ -128,6 +128,8 @@ class Mfu(RowPriority):
     def __init__(self, weight: Tensor, share: float = SHARE) -> None:
         super().__init__(weight, share)
         self._counts = torch.zeros(self.rows, dtype=torch.int32)
+        self._room = 0  # accesses that no count can overflow by; found when it is used up
+        self._ones = torch.ones(0, dtype=torch.int32)
 
     @property
     def memory_bytes(self) -> int:
@@ -141,9 +143,42 @@ class Mfu(RowPriority):
 
     def touch(self, rows: Tensor) -> None:
         """Adds to the counts; they stop at the largest int32."""
-        distinct, times = torch.unique(self._checked(rows), return_counts=True)
-        counts = self._counts[distinct].to(torch.int64) + times
-        self._counts[distinct] = counts.clamp(max=_INT32_MAX).to(torch.int32)
+        flat = rows.reshape(-1)
+        accesses = flat.numel()
+        if accesses > len(self._ones):
+            self._ones = torch.ones(2 * accesses, dtype=torch.int32)
+        if not self._has_room(accesses):
+            self.add(*torch.unique(self._checked(flat), return_counts=True))
+            return
+        try:
+            self._counts.index_add_(0, flat, self._ones[:accesses])
+        except IndexError:
+            self._checked(flat)  # says which row there isn't
+            raise
+
+    def add(self, rows: Tensor, times: Tensor) -> None:
+        """Adds to the counts of rows that were looked up several times.
+
+        Args:
+            rows: integers [m], each once, read.
+            times: int64 [m], from 0, read.
+
+        Raises:
+            ValueError: no such row.
+        """
+        checked = self._checked(rows)
+        counts = self._counts[checked].to(torch.int64) + times
+        self._counts[checked] = counts.clamp(max=_INT32_MAX).to(torch.int32)
+        self._room = 0
+
+    def _has_room(self, accesses: int) -> bool:
+        """Whether this many more fit, whichever rows they are of."""
+        if accesses > self._room:
+            self._room = _INT32_MAX - int(self._counts.max())
+        if accesses > self._room:
+            return False
+        self._room -= accesses
+        return True
 
     def rows_to_save(self, weight: Tensor) -> Tensor:
         """Those with the highest counts."""

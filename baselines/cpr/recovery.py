@@ -31,6 +31,7 @@ from baselines.method import Costs, Promise, Training
 from baselines.slots import Slots, Stamp
 from baselines.state import TrainingState
 from baselines.stopwatch import Stopwatch
+from ecemb.nn import ShardedEmbeddingBag
 
 from .living import LivingTensors
 from .plan import Held, Plan, plan
@@ -136,6 +137,7 @@ class PartialRecovery:
                 self._living.move(state.rows, survived=False)
             self._keep()
             if self._saving.is_due(self._next):
+                self._saving.count_lookups()
                 self._save()
 
     @property
@@ -157,7 +159,7 @@ class PartialRecovery:
         return Costs(
             stalled_s=self._stalled.seconds + self._saving.touching.seconds,
             written_bytes=self._saved.written_bytes,
-            sent_bytes=self._sent_bytes,
+            sent_bytes=self._sent_bytes + self._saving.sent_bytes,
             stored_bytes=self._saved.stored_bytes,
             memory_bytes=self._memory_bytes,
             samples_lost=self._samples_lost,
@@ -165,6 +167,7 @@ class PartialRecovery:
 
     def close(self) -> None:
         """Gives the memory back. All ranks."""
+        self._saved.close()
         dist.barrier()
         self._saving.unwatch()
         self._slots.remove()
@@ -172,6 +175,11 @@ class PartialRecovery:
 
     def _open(self, training: Training) -> None:
         self._state, self._samples = TrainingState(training), training.samples
+        self._modules = {
+            name or "model": module
+            for name, module in training.model.named_modules()
+            if isinstance(module, ShardedEmbeddingBag)
+        }
         self._living, self._slots = LivingTensors(self._place()), Slots(self._place())
         self._saved = SavedRank(self._files, dist.get_rank(), self._bytes_per_s)
         self._saver = Saver(self._saved, self._saving)
@@ -190,7 +198,7 @@ class PartialRecovery:
         """From here on, state is where it outlives the process."""
         state = self._made()
         self._living.move(state.rows, survived=survived)
-        self._saving.watch(state.tables, _sizes(state.tables))
+        self._saving.watch(state.tables, _sizes(state.tables), self._modules)
         self._living.move(self._saving.lasting, survived=survived)
         self._keep()
 

@@ -7,17 +7,21 @@ is killed at any moment, each row of the image is as one save has seen it. Such 
 (chosen): the second time, from the record to the image, is taken for the storage's own work, as where a
 server keeps the image: it is neither slowed down nor counted.
 
-What is no row, and the step of the save, is in a small file of its own, written last: rows may be newer than
-it says by one save that was cut off.
+A thread changes the image while training goes on; the next save, or the next read, waits for it.
+
+What is no row, and the step of the save, is in a small file of its own, written after the record: rows may be
+newer than it says by one save that was cut off.
 
 Must not know: which rows are worth saving, other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -49,6 +53,33 @@ class Mark:
     since: int
 
 
+class _Storing:
+    """The storage's own work: runs beside the training from now on."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, name="cpr-storage")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits for its end; raises what it has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - raised by `finish`
+            self._error = error
+
+
+_storing: dict[Path, _Storing] = {}
+"""By record: of this process, whichever object has begun it."""
+os.register_at_fork(after_in_child=_storing.clear)  # its threads are the parent's
+
+
 class SavedRank:
     """What a rank has saved.
 
@@ -67,14 +98,15 @@ class SavedRank:
     def __init__(self, folder: Path, rank: int, bytes_per_s: float | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._image, self._record, self._rest = (
-            folder / f"rank-{rank}.{kind}" for kind in ("rows", "record", "rest")
+            folder.absolute() / f"rank-{rank}.{kind}" for kind in ("rows", "record", "rest")
         )
         self._bytes_per_s = bytes_per_s
         self.written_bytes = 0
 
     @property
     def stored_bytes(self) -> int:
-        """That the files take now."""
+        """That the files take, when the last save is in the image."""
+        self._settle()
         return sum(path.stat().st_size for path in (self._image, self._record, self._rest) if path.exists())
 
     def mark(self) -> Mark | None:
@@ -111,8 +143,8 @@ class SavedRank:
         """
         self._settle()
         self._write(self._record, some)
-        self._settle()
         self._write(self._rest, {**rest, _MARK: _packed(mark)})
+        _storing[self._record] = _Storing(self._apply)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """All rows and the rest as last saved; both lie in the files, to be read."""
@@ -132,7 +164,17 @@ class SavedRank:
         pace.wait(size)
         self.written_bytes += size
 
+    def close(self) -> None:
+        """Waits until the last save is in the image."""
+        self._settle()
+
     def _settle(self) -> None:
+        """Waits for the storage's work; or does it, if another life of the process has left it."""
+        if (storing := _storing.pop(self._record, None)) is not None:
+            storing.finish()
+        self._apply()
+
+    def _apply(self) -> None:
         """Changes the image by the record, if there is one, and takes it away."""
         if not self._record.exists():
             return

@@ -4,7 +4,8 @@ Small tables are saved whole each time: they are few bytes (chosen). What is lar
 whole tables, over all ranks. The interval r T_save is a whole number of steps, at least one (chosen).
 
 Rows count as used when they are about to change (`LiveTable.on_touch`): with TorchRec once for each lookup,
-with ecemb.nn once for each batch that has them, because its gradients name each row once.
+with ecemb.nn once for each batch that has them, because its gradients name each row once; `accesses` finds
+the other lookups, where `Saving` is given it.
 
 Must not know: files, other ranks.
 """
@@ -21,8 +22,10 @@ from torch import Tensor
 from baselines.state import Table, row_key
 from baselines.stopwatch import Stopwatch
 from ecemb.errors import ConfigurationError
+from ecemb.nn import ShardedEmbeddingBag
 
-from .priority import PRIORITIES, SHARE, RowPriority, large_tables
+from .accesses import Accesses
+from .priority import PRIORITIES, SHARE, Mfu, RowPriority, large_tables
 from .saved import ROWS
 
 
@@ -63,6 +66,7 @@ class Saving:
         self.interval = every if priority is None else max(1, round(share * every))
         self.touching = Stopwatch()
         self._ranked: dict[str, RowPriority] = {}
+        self._accesses: Accesses | None = None
         self._ends: list[Callable[[], None]] = []
 
     def lasting(self) -> dict[str, Tensor]:
@@ -76,36 +80,63 @@ class Saving:
     @property
     def memory_bytes(self) -> int:
         """What priorities take."""
-        return sum(one.memory_bytes for one in self._ranked.values())
+        followed = 0 if self._accesses is None else self._accesses.memory_bytes
+        return followed + sum(one.memory_bytes for one in self._ranked.values())
 
-    def watch(self, tables: Sequence[LiveTable], sizes: Mapping[str, int]) -> None:
+    def watch(
+        self,
+        tables: Sequence[LiveTable],
+        sizes: Mapping[str, int],
+        modules: Mapping[str, ShardedEmbeddingBag] | None = None,
+    ) -> None:
         """From here on, follows the rows of large tables, which stand as they are saved.
 
         Args:
             tables: this rank's.
             sizes: bytes of whole tables, over all ranks, by name.
+            modules: those of ecemb.nn by name, the same on all ranks: their lookups are counted, where a
+                priority counts them.
         """
         if self._priority is None:
             return
         names = sorted(sizes)
         large = {names[number] for number in large_tables([sizes[name] for name in names])}
+        if modules and PRIORITIES[self._priority] is Mfu:
+            self._accesses = Accesses({name: one for name, one in modules.items() if name in large})
         for table in tables:
             if table.name not in large or not table.rows:
                 continue
             ranked = PRIORITIES[self._priority](table.tensors["weight"], self._share)
             self._ranked[table.name] = ranked
             with suppress(ConfigurationError):  # nothing trains it: no row of it ever needs to be saved again
-                self._ends.append(table.on_touch(self._timed(ranked.touch)))
+                self._ends.append(table.on_touch(self._hook(table.name, ranked.touch)))
 
-    def _timed(self, touch: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def _hook(self, table: str, touch: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def hook(rows: Tensor) -> None:
             with self.touching.running():
                 touch(rows)
+                if self._accesses is not None and table in self._accesses:
+                    self._accesses.changed(table, rows)
 
         return hook
 
+    @property
+    def sent_bytes(self) -> int:
+        """To other ranks, to count lookups."""
+        return 0 if self._accesses is None else self._accesses.sent_bytes
+
+    def count_lookups(self) -> None:
+        """Before a save that is due: counts lookups of other ranks. All ranks."""
+        if self._accesses is None:
+            return
+        for name, (rows, times) in self._accesses.exchange().items():
+            if isinstance(ranked := self._ranked.get(name), Mfu):
+                ranked.add(rows, times)
+
     def unwatch(self) -> None:
         """Ends that."""
+        if self._accesses is not None:
+            self._accesses.end()
         for end in self._ends:
             end()
         self._ends.clear()

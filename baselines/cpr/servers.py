@@ -56,7 +56,7 @@ class Shard:
         """These rows are about to change.
 
         Args:
-            rows: int64 [any number], each once, read.
+            rows: int64 [any number], as often as they are looked up, read.
         """
         for hook in self._hooks:
             hook(rows)
@@ -214,7 +214,7 @@ class Servers:
 
         Args:
             table: which.
-            rows: int64 [any number], ascending, each once, read.
+            rows: int64 [any number], ascending, as often as they are looked up, read.
         """
         shards = self._of_table[table]
         if not any(shard.followed for shard in shards):

@@ -60,12 +60,12 @@ class Coded(Redundancy):
         """See `Redundancy.plan`."""
         return plan_coded(held, Ring(self.n, self.k, len(held)))
 
-    def spread(self, stamp: Stamp, slots: Slots) -> int:
+    def spread(self, stamp: Stamp, slots: Slots, group: dist.ProcessGroup | None = None) -> int:
         """See `Redundancy.spread`."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         ring = Ring(self.n, self.k, ranks)
         part = slots.read(own(rank), stamp)
-        lengths = sizes(len(part))
+        lengths = sizes(len(part), group)
         block_bytes = -(-max(lengths) // self.k)
         kept = slots.begin(parity(rank), 8 * ranks + ring.r * block_bytes)
         head, rows = _opened(kept, ranks, ring.r)
@@ -76,12 +76,12 @@ class Coded(Redundancy):
             for block in range(self.k):
                 piece = torch.from_numpy(_piece(part, block * block_bytes, start, stop))
                 for keeper in ring.keepers(rank, block):
-                    sending.append((dist.isend(piece, keeper, tag=block), piece))
+                    sending.append((dist.isend(piece, keeper, group=group, tag=block), piece))
                     sent_bytes += piece.numel()
             for row in range(ring.r):
                 data: list[bytes] = []
                 for block, source in enumerate(ring.members(rank, row)):
-                    data.append(_received(stop - start, source, block))
+                    data.append(_received(stop - start, source, block, group))
                 [coded] = encoder.encode(data, [self.k + row])
                 rows[row, start:stop] = np.frombuffer(coded, np.uint8)
             for work, _ in sending:
@@ -156,7 +156,7 @@ def _piece(part: Bytes, begin: int, start: int, stop: int) -> Bytes:
     return piece
 
 
-def _received(size: int, source: int, tag: int) -> bytes:
+def _received(size: int, source: int, tag: int, group: dist.ProcessGroup | None = None) -> bytes:
     into = torch.empty(size, dtype=torch.uint8)
-    dist.recv(into, source, tag=tag)
+    dist.recv(into, source, group=group, tag=tag)
     return into.numpy().tobytes()

@@ -48,16 +48,16 @@ class Copies(Redundancy):
         """See `Redundancy.fetch`."""
         return carry_out(plan, slots)
 
-    def spread(self, stamp: Stamp, slots: Slots) -> int:
+    def spread(self, stamp: Stamp, slots: Slots, group: dist.ProcessGroup | None = None) -> int:
         """See `Redundancy.spread`."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = torch.from_numpy(slots.read(own(rank), stamp))
-        lengths = sizes(mine.numel())
+        lengths = sizes(mine.numel(), group)
         partners = min(self.count, ranks - 1)
         for distance in range(1, partners + 1):
             source = (rank - distance) % ranks
-            sending = dist.isend(mine, (rank + distance) % ranks)
-            dist.recv(torch.from_numpy(slots.begin(own(source), lengths[source])), source)
+            sending = dist.isend(mine, (rank + distance) % ranks, group=group)
+            dist.recv(torch.from_numpy(slots.begin(own(source), lengths[source])), source, group=group)
             slots.seal(stamp)
             if sending is not None:
                 sending.wait()

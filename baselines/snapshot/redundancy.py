@@ -47,16 +47,21 @@ class Redundancy(ABC):
         """
 
     @abstractmethod
-    def spread(self, stamp: Stamp, slots: Slots) -> int:
+    def spread(self, stamp: Stamp, slots: Slots, group: dist.ProcessGroup | None = None) -> int:
         """Makes what others keep of a snapshot, of which each rank has its own part. All ranks.
+
+        Args:
+            stamp: of the snapshot.
+            slots: of this machine; while it lasts, no other call of `Slots.begin` or `Slots.seal` comes.
+            group: of all ranks, that messages go through; None: the default one.
 
         Returns:
             Bytes sent from here.
         """
 
 
-def sizes(mine: int) -> list[int]:
+def sizes(mine: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """All ranks' numbers, in the order of ranks. All ranks."""
     theirs = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, torch.tensor([mine]))
+    dist.all_gather(theirs, torch.tensor([mine]), group=group)
     return [int(size) for size in theirs]

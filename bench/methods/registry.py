@@ -210,8 +210,8 @@ def changes(policy: str, **options: Any) -> Callable[[Place], Method]:
     return make
 
 
-def snapshots(redundancy: Redundancy) -> Callable[[Place], Method]:
-    return lambda place: SnapshotRecovery(place.memory, redundancy, **place.young)
+def snapshots(redundancy: Redundancy, *, beside: bool = False) -> Callable[[Place], Method]:
+    return lambda place: SnapshotRecovery(place.memory, redundancy, beside=beside, **place.young)
 
 
 def full(writer: type[Writer]) -> Callable[[Place], Method]:
@@ -241,6 +241,7 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "float64 parity (4, 3)": sums(4, 3, "float64"),
     "float parity (4, 2)": sums(4, 2),
     "snapshots x2": snapshots(Copies(1)),
+    "snapshots x2 beside": snapshots(Copies(1), beside=True),
     "coded snapshots (3, 2)": snapshots(Coded(3, 2)),
     "coded snapshots (4, 3)": snapshots(Coded(4, 3)),
     "full files": full(Files),
@@ -253,9 +254,13 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "check-n-run one-shot": changes("one_shot"),
     "check-n-run consecutive": changes("consecutive", process=False),
     "check-n-run intermittent": changes("intermittent"),
+    "check-n-run model tracker": changes("intermittent", model_tracker=True),
     "check-n-run one-shot 4 bit": changes("one_shot", weights=Scheme("adaptive", 4)),
     "check-n-run consecutive 4 bit": changes("consecutive", weights=Scheme("adaptive", 4)),
     "check-n-run intermittent 8 bit": changes("intermittent", weights=Scheme("asymmetric", 8)),
     "check-n-run intermittent 4 bit": changes("intermittent", weights=Scheme("adaptive", 4)),
 }
 """Name -> what makes it."""
+
+OF_TORCHREC = ("check-n-run model tracker",)
+"""Those that on other tables are as another one."""

@@ -33,13 +33,14 @@ _FOLLOWER = (
     *("ecemb/checkpoint/follower.py", "ecemb/checkpoint/increments.py", "ecemb/checkpoint/folder_store.py"),
     *("ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
 )
+_CLICKS = "bench/workloads/click_training.py"
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 
 CODE: Mapping[str, tuple[str, ...]] = {
     "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
-    "check_n_run": ("bench/questions/check_n_run", "baselines/check_n_run"),
+    "check_n_run": ("bench/questions/check_n_run", _CLICKS, "baselines/check_n_run"),
     "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
-    "cpr": ("bench/questions/cpr", "baselines/cpr"),
+    "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
     "failures": ("tests/failures", *_WARM),
     "follower_kills": ("tests/support/follower", *_FOLLOWER),
@@ -50,7 +51,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
     "profile": ("bench/questions/profile", *_STEP),
     "publish": ("bench/questions/publish", *_FOLLOWER),
-    "quality": ("bench/questions/quality", "baselines/check_n_run", "baselines/cpr"),
+    "quality": ("bench/questions/quality", _CLICKS, "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
     "recovery": ("bench/questions/recovery", *_WARM),
     "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),

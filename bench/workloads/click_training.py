@@ -58,7 +58,7 @@ class Kept(Protocol):
 
         Args:
             table: Which.
-            rows: int64 [any number], ascending, each once, read.
+            rows: int64 [any number], ascending, as often as they are looked up, read.
         """
         ...
 
@@ -154,9 +154,10 @@ class Model:
         gradient = self.weight.grad
         if gradient is None:
             raise RuntimeError("backward() has left no gradient of the tables")
+        looked_up = gradient._indices()[0]
         self.weight.grad = gradient.coalesce()
         if touch is not None:
-            touched = self.weight.grad.indices()[0]
+            touched = looked_up.sort().values
             cuts = torch.searchsorted(touched, torch.tensor(self.bounds)).tolist()
             for number, (first, end) in enumerate(pairwise(cuts)):
                 touch(f"table {number}", touched[first:end] - self.bounds[number])

@@ -20,7 +20,7 @@ import ecemb
 from baselines.method import Promise, Training
 from bench.methods.ledger import account
 from bench.methods.life import Failure, live
-from bench.methods.registry import METHODS, Place
+from bench.methods.registry import METHODS, OF_TORCHREC, Place
 from ecemb.adapters.fbgemm import INSTALL
 from support.guarded_training import bags
 from support.killed_child import Moments
@@ -33,9 +33,12 @@ NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name or "(6, " in name
 # A start over, more copies, and other rows or bits, for which tests/baselines/check_n_run suffices.
 SAME_AS_ANOTHER = {
     *("nothing", "ecemb copies x3", "check-n-run full", "check-n-run one-shot", "check-n-run one-shot 4 bit"),
-    *("check-n-run consecutive 4 bit", "check-n-run intermittent 8 bit"),
+    *("check-n-run consecutive 4 bit", "check-n-run intermittent 8 bit", *OF_TORCHREC),
 }
-ON_TORCHREC = ("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "full dcp async")
+ON_TORCHREC = (
+    *("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "snapshots x2 beside", "full dcp async"),
+    *OF_TORCHREC,
+)
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
 

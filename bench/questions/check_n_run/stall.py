@@ -13,16 +13,19 @@ import random
 import secrets
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ecemb
 from baselines.check_n_run.quantize_scheme import EXACT, Scheme
@@ -311,6 +314,31 @@ def of(answers: Sequence[Told], name: str) -> list[tuple[Block, ...]]:
     return list(zip(*(one.blocks[name] for one in answers), strict=True))
 
 
+def torchrecs_store(looked_up: Tensor) -> dict[str, Callable[[], object]]:
+    """What TorchRec's `ModelDeltaTracker` does with a batch's ids until they are read, if it is there.
+
+    Raises:
+        WrongResult: It notes other rows.
+    """
+    if find_spec("torchrec") is None:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parts that its build for the CPU lacks
+        from torchrec.distributed.model_tracker.delta_store import DeltaStoreTrec
+
+    store: Any = DeltaStoreTrec()
+
+    def note() -> Tensor:
+        store.append(0, "table", looked_up)
+        found: Tensor = store.get_unique()["table"].ids
+        store.delete()
+        return found
+
+    if not note().equal(looked_up.unique()):
+        raise WrongResult("TorchRec's ModelDeltaTracker notes other rows than were looked up")
+    return {"ids, by TorchRec's ModelDeltaTracker": note}
+
+
 def tracking(scale: Scale, seed: int) -> Iterator[Row]:
     """What it takes to note a looked-up row: by one bit, and, for comparison, by torch in a byte.
 
@@ -324,6 +352,7 @@ def tracking(scale: Scale, seed: int) -> Iterator[Row]:
         calls: dict[str, Callable[[], object]] = {
             "one bit": partial(touched.touch, looked_up),
             "a byte, by torch": partial(mask.index_fill_, 0, looked_up, True),
+            **torchrecs_store(looked_up),
         }
         for call in calls.values():
             call()

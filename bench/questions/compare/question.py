@@ -90,9 +90,10 @@ from baselines.method import Promise
 from bench.harness.result import Arguments, Incomplete, Label, Row, WrongResult
 from bench.harness.torchrun import LaunchFailed, Torchrun
 from bench.methods.ledger import account
-from bench.methods.registry import METHODS, Place, ScaledJob
+from bench.methods.registry import METHODS, OF_TORCHREC, Place, ScaledJob
+from bench.questions.compare.families import KILLS
 from bench.questions.compare.rank import Order
-from bench.questions.compare.rows import KILLS, Told, rows_of
+from bench.questions.compare.rows import Told, rows_of
 
 VICTIMS = (1, 2)
 """As many of them as a failure takes; in the second one, the last rank dies."""
@@ -210,9 +211,10 @@ def measure(scale: Scale, engine: str, seed: int) -> list[Row]:
     """
     rows: list[Row] = []
     failed: list[str] = []
-    sizes = sorted({scale.ranks_of(method) for method in scale.methods})
+    compared = [one for one in scale.methods if engine == "torchrec" or one not in OF_TORCHREC]
+    sizes = sorted({scale.ranks_of(method) for method in compared})
     of_size = {
-        ranks: [one for one in scale.methods if scale.ranks_of(one) == ranks or one == UNDISTURBED]
+        ranks: [one for one in compared if scale.ranks_of(one) == ranks or one == UNDISTURBED]
         for ranks in sizes
     }
     bar = tqdm(total=sum(map(len, of_size.values())), desc=f"compare, {engine}", unit="method", disable=None)

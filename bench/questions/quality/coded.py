@@ -61,7 +61,7 @@ class Coded:
 
     def touch(self, table: str, rows: Tensor) -> None:
         """These rows are about to change."""
-        numbers = rows.numpy()
+        numbers = rows.unique_consecutive().numpy()
         self._touched.append((table, numbers, self._records(table, numbers)))
 
     def end(self, step: int) -> None:

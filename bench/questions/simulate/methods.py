@@ -40,6 +40,8 @@ CHECK_N_RUN_CHANGED = 0.26
 """Of the rows, in half an hour (published); not less in a shorter time (chosen)."""
 OVERHEADS = ("overhead.json", "overhead-sparse.json", "overhead-sparse-heavy.json")
 """Answers that the costs of a step are fitted to."""
+IDLE_NETWORK = 0.5
+"""Of the time, training sends nothing (chosen): snapshots travel then, and slow no step down."""
 MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
 """Of these measurements."""
 CHOSEN_STEPS = {"ecemb": (0.015, 0.0, 1e-6, 1.0), "copies": (0.005, 3e-7, 6e-7, 1.0)}
@@ -95,6 +97,9 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         "Check-N-Run's volume": Cost(1 / 6, "of full", "published: 1/17 to 1/6", 1 / 17, 1 / 6),
         "Check-N-Run's storage": Cost(1 / 2.5, "of full", "published: 1/8 to 1/2.5", 1 / 8, 1 / 2.5),
         "CPR's PLS target": Cost(PLS_TARGET, "PLS", "published (recalled)"),
+        "idle network": Cost(
+            IDLE_NETWORK, "of the time", "chosen: snapshots are sent in it, as GEMINI sends them"
+        ),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
     found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)])
@@ -214,6 +219,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     store_h = host_bytes / (cost["storage"] * 1e9) / 3600
     share_h = host_bytes / min(cost["storage"] * 1e9 * job.hosts, job.network_bytes_per_s) / 3600
     network_h = host_bytes / job.network_bytes_per_s / 3600
+    idle_network_h = network_h / cost["idle network"]
     restart_h, replace_h = job.restart_s / 3600, job.replace_s / 3600
     mtbf_h = 1 / (job.host_faults_per_h + job.process_faults_per_h)
 
@@ -267,9 +273,9 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
             f"snapshots x{copies}",
             code,
             back="all",
-            interval_h=max(young(copy_h, mtbf_h), network_h * code.r),
+            interval_h=max(young(copy_h, mtbf_h), idle_network_h * code.r),
             save_h=copy_h,
-            lag_h=network_h * code.r,
+            lag_h=idle_network_h * code.r,
             process_h=restart_h + copy_h,
             host_h=replace_h + restart_h + network_h,
         )

@@ -143,6 +143,21 @@ def test_mfu_saves_what_counting_by_hand_says(seed: int) -> None:
                 del counts[row]
 
 
+def test_mfu_counts_stay_right_after_they_were_full() -> None:
+    weight = table(rows=16)
+    priority = Mfu(weight)
+    priority.touch(torch.tensor([1, 1, 5]))
+    priority._counts[5] = 2**31 - 1
+    priority._room = 0
+    priority.touch(torch.tensor([[5, 6], [6, 1]], dtype=torch.int32))
+    assert priority._counts[[1, 5, 6]].tolist() == [3, 2**31 - 1, 2]
+    priority.saved(torch.tensor([5]), weight)
+    for _ in range(3):
+        priority.touch(torch.tensor([5, 6]))
+    priority.add(torch.tensor([6, 7]), torch.tensor([4, 2**31]))
+    assert priority._counts[[1, 5, 6, 7]].tolist() == [3, 3, 9, 2**31 - 1]
+
+
 def test_mfu_counts_do_not_wrap_around() -> None:
     weight = table(rows=16)
     priority = Mfu(weight)

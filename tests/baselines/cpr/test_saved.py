@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from baselines import pace
 from baselines.cpr import saved
 from baselines.cpr.saved import ROWS, Mark, SavedRank, SavesLost
 from support.killed_child import cut_off
+from support.processes import DEADLINE_S
 
 NUMBERS = torch.arange(6).reshape(6, 1).expand(6, 3)
 
@@ -81,6 +84,7 @@ def test_a_kill_at_any_moment_leaves_whole_rows(*, whole: bool, tmp_path: Path) 
             rank.save(of(1), rest(1), Mark(1, 1))
         else:
             rank.save_rows(some(1, [1, 2]), rest(1), Mark(1, 0))
+        rank.close()
 
     new = [1] * 6 if whole else [0, 1, 1, 0, 0, 0]
     for end in itertools.count(1):
@@ -102,6 +106,42 @@ def test_a_kill_at_any_moment_leaves_whole_rows(*, whole: bool, tmp_path: Path) 
         if not killed:
             assert mark.step == 1 and end > 25
             break
+
+
+def test_a_kill_while_the_image_changes_leaves_what_was_to_be_changed(tmp_path: Path) -> None:
+    for end in itertools.count(1):
+        folder = tmp_path / str(end)
+        rank = SavedRank(folder, 0)
+        rank.save(of(0), rest(0), Mark(0, 0))
+        rank._write(rank._record, some(1, [1, 2]))
+        killed = cut_off(end, SavedRank(folder, 0).close, saved)
+        assert killed or not rank._record.exists()
+        assert steps(SavedRank(folder, 0)) == [0, 1, 1, 0, 0, 0]
+        if not killed:
+            assert end > 10
+            break
+
+
+def test_a_save_goes_on_beside_the_training_and_the_next_one_raises_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = SavedRank(tmp_path, 0)
+    rank.save(of(0), rest(0), Mark(0, 0))
+    changing, go_on = Event(), Event()
+
+    def wait(*both: Any) -> None:
+        changing.set()
+        assert go_on.wait(DEADLINE_S)
+        raise OSError("the storage is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "put_on", wait)
+        rank.save_rows(some(1, [1, 2]), rest(1), Mark(1, 0))
+        assert changing.wait(DEADLINE_S) and rank.mark() == Mark(1, 0)  # and the image is as it was
+        go_on.set()
+        with pytest.raises(OSError, match="the storage is full"):
+            rank.save_rows(some(2, [1]), rest(2), Mark(2, 0))
+    assert steps(rank) == [0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["rows", "rest"])
