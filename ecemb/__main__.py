@@ -1,4 +1,4 @@
-"""The command line: `python -m ecemb plan`, `check`, `top`, `arenas ls`, `arenas rm`, and `run`.
+"""The command line: `python -m ecemb plan`, `check`, `top`, `move`, `arenas ls`, `arenas rm`, and `run`.
 
 Owns the choice of the command and the exit codes: 0 done, 1 refused or nothing found, 2 not understood.
 `run` is `ecemb-run`; it starts before anything else is imported.
@@ -18,7 +18,7 @@ import signal
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import arenas, check, plan, top
+from .cli import arenas, check, move, plan, top
 from .errors import EcembError
 
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add(commands)
     check.add(commands)
     top.add(commands)
+    move.add(commands)
     commands.add_parser("run", help="run a script warm, as ecemb-run does", add_help=False)
     arenas.add(commands)
     options = parser.parse_args(arguments)

@@ -12,6 +12,7 @@ import torch
 
 from ._wording import short
 from .adapters.engine import Hooks
+from .arena import leave_request
 from .arena.arena import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
@@ -55,7 +56,7 @@ class Guard:
         )
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
-        self._closed = False
+        self._closed = ""  # why it takes no more, if it is closed
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
         self._optimizers = opened.optimizers
@@ -291,13 +292,76 @@ class Guard:
             self._transport.barrier("the end of the job")
             self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on
             self._transport.barrier("the removal of the arenas")
+            self._remove_arena()
+        except PeerFailure as error:  # it may not have finished: the tombstone stays
+            path = self._memory.arena.path
+            logger.warning("a peer ended while the job was closed, so %s stays: %s", path, error)
+        self._release("the job is finished; train again under another job=")
+
+    @placed
+    def asked_to_leave(self) -> bool:
+        """Whether `python -m ecemb move` asks the job, on any of its hosts, to leave. All ranks.
+
+        Between steps. It commits those that have ended, and each rank sends a message to each other one: call
+        it every 100 steps, for example. If it is True, call `leave`, and end the script.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            UsageError: a step is open, or the guard is closed.
+            StepFailed: an earlier step failed.
+            PeerFailure: a peer died.
+        """
+        self._check_between_steps("asked_to_leave")
+        self._drain()
+        asked = leave_request.is_asked(self._session.directory)
+        return any(self._transport.vote(asked, "asking whether to leave"))
+
+    @placed
+    def leave(self, path: str | os.PathLike[str] | CheckpointWriter, *, keep: int = 2) -> None:
+        """Ends this launch, so that the job goes on elsewhere: commits, saves, removes its memory. All ranks.
+
+        Unlike `close`, it leaves the job unfinished: launched again with `protect(resume=path)`, on other
+        hosts, with another number of ranks, or with its tables in another engine, it goes on with the next
+        step. The tables stay usable in this process. A restart by this torchrun does not train on: it raises
+        JobFinished, unless torchrun makes a store for each restart.
+
+        Args:
+            path: as for `save`.
+            keep: as for `save`.
+
+        Raises:
+            UsageError: a step is open.
+            StepFailed: a step failed; the arenas are kept, so that a restart goes on from them.
+            CheckpointError: as `save`; nothing was removed, and training can go on.
+            PeerFailure: a peer died.
+        """
+        if self._closed:
+            return
+        self.save(path, keep=keep)
+        if self._session.rank == 0:
+            self._session.job_flags.set("left", str(path))  # two launches must not train on
+        self._transport.barrier("leaving")
+        try:
+            self._remove_arena()
+            self._transport.barrier("the removal of the arenas")
+        except PeerFailure as error:
+            logger.warning("a peer ended while the job was leaving: %s", error)
+        level = logging.INFO if self._session.rank == 0 else logging.DEBUG
+        logger.log(level, "the job has left this launch: step %d is next, from %s", self.next_step, path)
+        self._release(f"the job has left; launch it again with ecemb.protect(..., resume={str(path)!r})")
+
+    def _remove_arena(self) -> None:
+        try:
+            leave_request.withdraw(self._session.directory)
             if not self._memory.arena.remove():
                 logger.warning("%s", lost_name(self._memory.arena.path))
         except ArenaInsecure as error:
             logger.warning("the arena stays: %s", error)
-        except PeerFailure as error:  # it may not have finished: the tombstone stays
-            path = self._memory.arena.path
-            logger.warning("a peer ended while the job was closed, so %s stays: %s", path, error)
+
+    def _release(self, why: str) -> None:
+        """Ends what belongs to the guard in this process; `why` says what has become of the job."""
         self._tables.unwatch()
         self._optimizers.unwatch()
         self._saver.close()
@@ -305,7 +369,7 @@ class Guard:
         self._transport.close()
         if self._session.watch is not None:
             self._session.watch.say_goodbye()
-        self._closed = True
+        self._closed = why
 
     def _is_open(self) -> bool:
         return self._transactions.in_flight is not None
@@ -315,7 +379,7 @@ class Guard:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise UsageError("the guard is closed: the job is finished; train again under another job=")
+            raise UsageError(f"the guard is closed: {self._closed}")
         if self._failed is not None:
             raise StepFailed(
                 f"{self._failed}; this guard takes no more steps, and dense state may be broken: let the "

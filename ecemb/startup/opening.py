@@ -27,7 +27,7 @@ from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
-from ..errors import EcembError
+from ..errors import EcembError, JobFinished
 from ..group.collectives import Transport
 from ..kernels import contract
 from ..launch import processes
@@ -111,9 +111,16 @@ def _agree(session: Session, request: Request) -> Start:
     """Examines the training and negotiates a plan; nothing is written. All ranks.
 
     Raises:
+        JobFinished: the job goes on elsewhere.
         Surveyed: the script is only checked, and ends here.
     """
     watch = Stopwatch()
+    if session.job_flags.check(["left"]):
+        raise JobFinished(
+            f"job {session.job!r} has left this launch: guard.leave() has saved it to "
+            f"{session.job_flags.get('left').decode()}. It does not train on here, as another launch may do "
+            f"so: launch it again, with ecemb.protect(resume=)"
+        )
     with watch.phase("agree"):
         transport = control_group(session)
         training = transport.together("checking the model and its optimizers", lambda: examine(request))

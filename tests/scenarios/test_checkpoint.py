@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
+from ecemb.arena import leave_request
 from ecemb.checkpoint import contents
 from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import (
@@ -422,6 +423,43 @@ def a_finished_job_stays_finished(place: Place) -> None:
         assert Training().protect(resume=place.checkpoints).next_step == 2
 
 
+@only(WORLD)
+def a_job_that_has_left_goes_on_in_another_launch(place: Place) -> None:
+    """Another torchrun's: the one that it has left must not train beside it."""
+    with life(place):
+        training = Training()
+        guard = training.protect(resume=place.checkpoints)
+        training.run(guard, 2)
+        assert not guard.asked_to_leave()
+        dist.barrier()
+        if place.index == 1:
+            leave_request.ask(guard._session.directory)
+        dist.barrier()
+        with pytest.raises(UsageError, match="inside guard.step"), guard.step():
+            guard.asked_to_leave()
+    with life(place):
+        training = Training()
+        guard = training.protect(resume=place.checkpoints)
+        assert guard.asked_to_leave()
+        with matching(CheckpointFailed, "Not a directory|File exists"):
+            guard.leave(__file__ + "/below")
+        assert place.arenas()
+        middle = training.bits()
+        guard.leave(place.checkpoints)
+        guard.leave(place.checkpoints)
+        guard.close()
+        assert not place.arenas() and not list(place.root.rglob(f"{place.job}/*/leave"))
+        with matching(UsageError, "the job has left", "resume="):
+            guard.save(place.checkpoints)
+    with life(place), matching(JobFinished, "has left this launch", str(place.checkpoints)):
+        Training().protect(resume=place.checkpoints)
+    with life(place, launch=1):
+        training = Training()
+        guard = training.protect(resume=place.checkpoints)
+        assert (guard.recovery.kind, guard.next_step) == ("checkpoint", 2)
+        assert training.bits() == middle and not guard.asked_to_leave()
+
+
 def a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas(place: Place) -> None:
     """Else a job that goes on from memory would count as finished, once that memory is lost."""
     mark, barrier = place.checkpoints / f"finished-{place.job}", Transport.barrier
@@ -634,6 +672,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         tables_by_hand_come_back_to_as_many_ranks,
         another_model_is_refused_and_nothing_is_lost,
         a_finished_job_stays_finished,
+        a_job_that_has_left_goes_on_in_another_launch,
         a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas,
         a_start_that_fails_while_it_reads_is_begun_again,
         every_call_at_the_wrong_time_is_an_error,

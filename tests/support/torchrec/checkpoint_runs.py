@@ -12,8 +12,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(worker: str, ranks: int, job: str, root: Path, end: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Runs a script of this folder with job, root and end; returns what it saved as `{job}.{name}`."""
+def run(
+    worker: str, ranks: int, job: str, root: Path, end: int, *more: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Runs a script of this folder with these arguments; returns what it saved as `{job}.{name}`."""
     path = Path(__file__).with_name(worker)
     command = [
         sys.executable,
@@ -24,7 +26,7 @@ def run(worker: str, ranks: int, job: str, root: Path, end: int) -> dict[str, di
         "support.torchrec.fork_server_imports",
     ]
     root.mkdir(exist_ok=True)
-    command += ["--nproc-per-node", str(ranks), str(path), job, str(root), str(end)]
+    command += ["--nproc-per-node", str(ranks), str(path), job, str(root), str(end), *more]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),

@@ -1,0 +1,114 @@
+"""`python -m ecemb move`: asks a running job to save and leave, and then starts it by another command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..arena import leave_request
+from ..arena.header import Found
+from ..arena.private_files import Folder
+from ..arena.scan import arenas
+from ..errors import EcembError
+from .arenas import add_arena_dir
+
+_HELP = "end a running job's launch with a save, so that it goes on elsewhere"
+_SHOWS = """
+The job has to ask, `if guard.asked_to_leave(): guard.leave(path)`: then it commits, saves and removes its
+memory. This command waits until no memory of the job is left on this machine, and then becomes COMMAND, if
+one is given: a torchrun here with another number of ranks, or one that a scheduler starts elsewhere. Run it
+on any of the job's hosts. Ctrl-C takes the request back.
+"""
+_POLL_S = 0.2
+_PATIENCE_S = 120.0  # torchrun restarts a job within it
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "move", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
+    )
+    parser.set_defaults(run=run)
+    add_arena_dir(parser)
+    parser.add_argument("--job", required=True, help="the job's name, as in init_process_group(job=)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="wait at most this long, in seconds")
+    parser.add_argument("start", nargs="*", metavar="COMMAND", help="after --: what starts the job again")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Asks, waits, and starts.
+
+    Returns:
+        The exit code: 1 if no such job runs here, or if it did not leave. Does not return if there is a
+        command to start.
+    """
+    found = _left(options)
+    if not any(one.holder for one in found):
+        what = "its memory is here, and no process holds it" if found else "no memory of it is here"
+        print(
+            f"ecemb: job {options.job!r} doesn't run on this machine ({what}, in {options.arena_dir}): see "
+            f"`python -m ecemb arenas ls`; a job that has ended is launched again to be saved",
+            file=sys.stderr,
+        )
+        return 1
+    places = [
+        Folder(options.arena_dir.absolute(), options.job, host)
+        for host in sorted({one.host for one in found if one.holder and one.host})
+    ]
+    has_left = False
+    try:
+        for place in places:
+            leave_request.ask(place)
+        print(f"job {options.job} is asked to leave; waiting for guard.asked_to_leave() in its script")
+        has_left = _wait(options)
+    finally:
+        if not has_left:
+            _withdraw(places)
+    if not has_left:
+        return 1
+    print(f"job {options.job} has left this machine", flush=True)
+    if options.start:
+        os.execvp(options.start[0], options.start)
+    return 0
+
+
+def _left(options: argparse.Namespace) -> list[Found]:
+    """The job's arenas on this machine."""
+    return [one for one in arenas(options.arena_dir) if one.job == options.job]
+
+
+def _wait(options: argparse.Namespace) -> bool:
+    """Whether the job left before the deadline."""
+    began = held = time.monotonic()
+    while found := [one for one in _left(options) if one.header is not None or one.damage]:
+        now = time.monotonic()
+        if any(one.holder for one in found):
+            held = now
+        if now - held > _PATIENCE_S:
+            print(
+                f"ecemb: no process of job {options.job!r} holds its memory any more: it has ended without "
+                f"leaving. Launch it again: it goes on from memory",
+                file=sys.stderr,
+            )
+            return False
+        if options.timeout is not None and now - began > options.timeout:
+            print(
+                f"ecemb: job {options.job!r} has not left within {options.timeout:g} s: does its script call "
+                f"guard.asked_to_leave() between steps? It goes on; the request is taken back",
+                file=sys.stderr,
+            )
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _withdraw(places: Sequence[Folder]) -> None:
+    for place in places:
+        try:
+            leave_request.withdraw(place)
+        except EcembError as error:
+            print(f"ecemb: {error}", file=sys.stderr)
