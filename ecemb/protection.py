@@ -13,6 +13,7 @@ from torch import nn
 from .adapters.discover import listed, modules_of, optimizers_of
 from .checkpoint.interface import CheckpointReader
 from .checkpoint.saver import reader_of
+from .checkpoint.transfer import Transfer
 from .coding.code import Code
 from .errors import UsageError
 from .guard import Guard
@@ -41,6 +42,8 @@ def protect(
     parity_backend: ParityBackend = "gloo",
     compare_every: int = COMPARE_EVERY,
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
+    renamed: Mapping[str, str] | None = None,
+    transfer: Transfer | None = None,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -80,7 +83,11 @@ def protect(
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
             checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
-            survives. It may be empty or missing: then the job begins at step 0.
+            survives. It may be empty or missing: then the job begins at step 0. Tables may have moved to
+            another engine, between `ecemb.nn` and TorchRec: rows are found by table and number.
+        renamed: keys of tables in the checkpoint of `resume`, by their keys now, where the two differ; a key
+            is the table's path in the model, without a range of columns.
+        transfer: tables of another training that this one takes at step 0, where it begins.
 
     Returns:
         The guard.
@@ -93,7 +100,8 @@ def protect(
         LayoutMismatch: the job was started with another model, code or number of ranks.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
-        CheckpointError: what `resume` names can't be read, isn't safe, or is another training's.
+        CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the
+            error lists all that doesn't fit, and nothing was written.
         PeerFailure: a peer died or failed.
     """
     session = current()
@@ -113,6 +121,8 @@ def protect(
         parity_backend=parity_backend,
         compare_every=compare_every,
         reader=None if resume is None else reader_of(resume),
+        renamed=renamed or {},
+        transfer=transfer,
     )
     opened = open_memory(session, request)
     session.protected = True

@@ -136,7 +136,8 @@ class DurableTier:
         if self._read:
             last = self._read[-1].facts
             self._restores = last.restores + 1
-            if last.policy == self._name:  # else the next checkpoint is full: it knows of other rows
+            known = all(key in shards for key, _ in self._read_rows)
+            if last.policy == self._name and known:  # else the next one is full: it knows of other rows
                 self._last = last
                 for key, numbers in self._read_rows if not self._policy.is_chained else ():
                     self._touched[key].touch(numbers - shards[key].start)
@@ -158,8 +159,10 @@ class DurableTier:
             if is_stored(self, _stored(found), step, facts):
                 return ""
             last, self._last = self._last, None  # what fails from here on makes the next one full
-            if last is not None and chain(self._store, last.name) is None:
-                last = None  # it was removed
+            if last is not None and (
+                _whole(last.about) != _whole(facts) or chain(self._store, last.name) is None
+            ):
+                last = None  # it has tables of other names or columns, or it was removed
             is_full = last is None or self._policy.takes_full(last.sizes)
             restores = self._restores
             if restores is None:
@@ -375,6 +378,16 @@ def _tables(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             tensors = {column: [dtype, [width]] for column, dtype, width in columns}
             found[key] = {"rows": own_rows if whole_rows is None else whole_rows, "tensors": tensors}
     return found
+
+
+def _whole(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables whose order over ranks is known: rows and columns by name."""
+    return {
+        table[0]: [table[1], table[3]]
+        for of_rank in about["tables"]
+        for table in of_rank
+        if table[1] is not None
+    }
 
 
 def _changed(facts: Facts, receipts: Sequence[Receipt]) -> float:

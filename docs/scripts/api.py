@@ -34,6 +34,7 @@ PARTS = {
     "Checkpoints": [
         "ecemb.CheckpointWriter",
         "ecemb.CheckpointReader",
+        "ecemb.checkpoint.Transfer",
         "ecemb.checkpoint.DifferentialWriter",
         "ecemb.checkpoint.Piece",
         "ecemb.checkpoint.Stored",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..coding.rows import RowSpace, Table
-from ..errors import ConfigurationError, LayoutMismatch, UndeclaredWrite, UsageError
+from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids, all_rows
@@ -352,20 +352,19 @@ class Tables:
         """The state that differs by rank and is not per row, by engine."""
         return {engine.name: engine.state() for engine in self._engines}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores that state.
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
+        """Restores that state. Tables of another engine then (in a checkpoint) keep what the script gave.
+
+        Args:
+            state: the result of `state`.
+            renamed: key of a table -> its key in the state, unless that has its key now.
 
         Raises:
-            LayoutMismatch: the engines differ, or their state doesn't fit.
+            LayoutMismatch: an engine's state doesn't fit.
         """
-        if set(state) != {engine.name for engine in self._engines}:
-            raise LayoutMismatch(
-                f"the job was started with tables of {sorted(state)}, and this model has tables of "
-                f"{sorted(engine.name for engine in self._engines)}: run the script that started it, or use "
-                f"another job="
-            )
         for engine in self._engines:
-            engine.set_state(state[engine.name])
+            if engine.name in state:
+                engine.set_state(state[engine.name], renamed or {})
 
 
 def check_alike(of_ranks: Sequence[list[Any]]) -> None:

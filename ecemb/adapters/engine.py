@@ -196,8 +196,12 @@ class Engine(Protocol):
         """The state that differs by rank and is not per row, as plain values and tensors."""
         ...
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores that state.
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restores that state. Tables that it doesn't have, of another engine then, keep theirs.
+
+        Args:
+            state: the result of `state`.
+            renamed: key of a table -> its key in the state, unless that has its key now.
 
         Raises:
             LayoutMismatch: the state doesn't fit.

@@ -361,14 +361,14 @@ class SparseTables:
         """The state that differs by rank and is not per row: scalars and options."""
         return {"scalars": self.scalars(), "options": self.options()}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores that state.
-
-        Raises:
-            LayoutMismatch: there are other optimizers or groups.
-        """
-        self.set_options(state["options"])
-        self.set_scalars(state["scalars"])
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """See `Engine.set_state`. Options come back if all tables were this engine's, and no others."""
+        kept = state["scalars"]
+        then = {one.name: one.name if one.name in kept else renamed.get(one.name) for one in self.tables}
+        if set(then.values()) == set(kept):
+            self.set_options(state["options"])
+        for table in self.tables:
+            table.set_scalars(kept.get(then[table.name], {}))
 
     def options(self) -> list[list[dict[str, Any]]]:
         """The options of optimizers that update tables alone, by optimizer and group."""

@@ -297,10 +297,11 @@ class FusedTables:
         """The state that differs by rank and is not per row: learning rates, options, counters, by batch."""
         return {batch.tables[0].name: batch.state() for batch in self._batches}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores that state; batches that are not in it (of another number of ranks) keep theirs."""
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """See `Engine.set_state`; batches that are not in it (of another number of ranks) keep theirs."""
         for batch in self._batches:
-            if (kept := state.get(batch.tables[0].name)) is not None:
+            name = batch.tables[0].name
+            if (kept := state.get(name, state.get(renamed.get(name, "")))) is not None:
                 batch.set_state(kept)
 
     def _number(self, index: int) -> int:

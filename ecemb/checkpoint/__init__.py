@@ -1,7 +1,8 @@
-"""The durable tier: checkpoints in storage, for `guard.save`, `protect(resume=)` and `Follower`.
+"""The durable tier: checkpoints in storage, for `guard.save`, `protect(resume=, transfer=)` and `Follower`.
 
 `interface` has the public protocols. `contents` names the saved tensors, `saver` has the collective part,
 `folder_store` is a folder of checkpoints, written and read by torch.distributed.checkpoint (`dcp`).
+`matching` finds the stored values for tables of another name or engine, `transfer` those of another training.
 `follower` serves rows of a training that goes on, from chains of checkpoints as `increments` describes them.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from .follower import Follower, Snapshot
 from .increments import Chain, IncrementReader, Link, StoredTable
 from .interface import CheckpointReader, CheckpointWriter, DifferentialWriter, Piece, Stored, is_stored
+from .transfer import Transfer
 
 __all__ = [
     "Chain",
@@ -23,5 +25,6 @@ __all__ = [
     "Snapshot",
     "Stored",
     "StoredTable",
+    "Transfer",
     "is_stored",
 ]

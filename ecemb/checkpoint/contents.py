@@ -33,6 +33,8 @@ from ..state.flatten import blank, in_front, outline_of, unpacked
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from .interface import CheckpointReader, Piece, Stored
+from .matching import Match, Sources, base, by_hand
+from .transfer import Taking, read_ids, read_pieces
 
 FORMAT = 2
 CHUNK_BYTES = 1 << 27
@@ -208,10 +210,24 @@ def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]
 # --- out of a checkpoint ---------------------------------------------------------------------------
 
 
+def check_format(stored: Stored) -> None:
+    """Raises CheckpointMismatch unless this version of ecemb reads the checkpoint."""
+    if stored.facts["format"] != FORMAT:
+        raise CheckpointMismatch(
+            f"{stored.name} has format {stored.facts['format']}, and this ecemb reads format {FORMAT}: use "
+            f"the version of ecemb that wrote it"
+        )
+
+
 def check(
-    stored: Stored, shards: Sequence[Shard], rank: int, world_size: int, everywhere: Collection[str]
-) -> None:
-    """Raises CheckpointMismatch unless the checkpoint fits this rank's tables and the number of ranks.
+    stored: Stored,
+    shards: Sequence[Shard],
+    rank: int,
+    world_size: int,
+    everywhere: Collection[str],
+    renamed: Mapping[str, str],
+) -> Sources:
+    """The stored values that this rank's tables are read from.
 
     Args:
         stored: the checkpoint.
@@ -219,37 +235,40 @@ def check(
         rank: this rank.
         world_size: number of ranks now.
         everywhere: names of the tables of all ranks.
+        renamed: base name of a table -> its base name in the checkpoint, where the two differ.
+
+    Raises:
+        CheckpointMismatch: the checkpoint doesn't fit this rank's tables, or the number of ranks.
     """
     facts = stored.facts
-    if facts["format"] != FORMAT:
-        raise CheckpointMismatch(
-            f"{stored.name} has format {facts['format']}, and this ecemb reads format {FORMAT}: use the "
-            f"version of ecemb that wrote it"
-        )
-    mine = [shard.describe() for shard in shards]
-    by_hand = {table[0] for tables in [*facts["tables"], mine] for table in tables if table[1] is None}
-    if by_hand and facts["world_size"] != world_size:
+    check_format(stored)
+    hand = by_hand(facts) | {shard.layout.name for shard in shards if shard.rows is None}
+    if hand and facts["world_size"] != world_size:
         raise CheckpointMismatch(
             f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
-            f"{sorted(by_hand)} are sharded by hand, so ecemb can't shard them again. Start "
+            f"{sorted(hand)} are sharded by hand, so ecemb can't shard them again. Start "
             f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
         )
-    own = facts["tables"][rank] if facts["world_size"] == world_size else []
-    whole = {name: table for name, (table,) in _whole_tables(facts["tables"]).items()}
-    then = [table for table in own if table[1] is None] + list(whole.values())
-    differing = [table for table in mine if table not in then]
-    names = {table[0] for table in differing}
-    missing = [
-        table
-        for table in then
-        if table[0] in names or (table[0] not in everywhere if table[1] is not None else table not in mine)
-    ]
-    if differing or missing:
-        before, here = ("; ".join(map(_told, tables)) or "none" for tables in (missing, differing))
+    match = Match(facts, everywhere, renamed)
+    problems = list(match.problems_of_names())
+    sources: Sources = {}
+    mine = [shard.describe() for shard in shards]
+    then = [table for table in facts["tables"][rank] if table[1] is None] if hand else []
+    for table in mine:
+        if table[1] is not None:
+            sources |= match.sources(table, match.then(table[0]), problems)
+        elif table not in then:
+            problems.append(f"{_told(table)} is not there")
+    problems += [f"{_told(table)} is only there" for table in then if table not in mine]
+    left = match.stored.keys() - {match.then(name) for name in everywhere}
+    problems += [f"table {name!r} is only there" for name in sorted(left)]
+    if problems:
         raise CheckpointMismatch(
             f"{stored.name} (job {facts['job']!r}) holds other tables than this model has on rank {rank}: "
-            f"{before} then, and {here} now: run the script that saved it, or pass another resume="
+            f"{'; '.join(problems)}. Run the script that saved it, give other names in renamed=, or pass "
+            f"another resume="
         )
+    return sources
 
 
 def _told(table: Sequence[Any]) -> str:
@@ -260,11 +279,36 @@ def _told(table: Sequence[Any]) -> str:
     return f"table {name!r} of {rows} with {held}"
 
 
+def take(
+    reader: CheckpointReader, taking: Taking, memory: RankMemory, shards: Sequence[Shard], rank: int
+) -> None:
+    """Overwrites rows of this rank's tables with those of another training. One rank, by itself.
+
+    Args:
+        reader: the reader that found the checkpoint.
+        taking: what is read.
+        memory: a new arena's, whose tables hold their initial values.
+        shards: this rank's tables.
+        rank: this rank.
+
+    Raises:
+        CheckpointError: the checkpoint can't be read.
+    """
+    pieces = [piece for piece in _rows(memory, shards, rank) if piece.key in taking.sources]
+    mapped = {piece.key: base(piece.table or "") in taking.rows for piece in pieces}
+    read_pieces(reader, taking.stored, [piece for piece in pieces if not mapped[piece.key]], taking.sources)
+    for piece in pieces:
+        if mapped[piece.key]:
+            ids = taking.rows[base(piece.table or "")]
+            read_ids(reader, taking.stored, piece, taking.sources[piece.key], ids, CHUNK_BYTES)
+
+
 def restore(
     reader: CheckpointReader,
     stored: Stored,
     memory: RankMemory,
     shards: Sequence[Shard],
+    sources: Sources,
     replicated: ReplicatedState,
     rank_state: RankState,
     world_size: int,
@@ -276,6 +320,7 @@ def restore(
         stored: `check` has passed.
         memory: a new arena's; its rows are overwritten.
         shards: this rank's tables.
+        sources: the result of `check`.
         replicated: its model and optimizers are overwritten.
         rank_state: its objects and generators are overwritten.
         world_size: number of ranks now.
@@ -288,7 +333,10 @@ def restore(
         LayoutMismatch: dense state doesn't fit the model and its optimizers.
     """
     rank, facts = memory.rank, stored.facts
-    reader.read(stored, _rows(memory, shards, rank))
+    pieces = _rows(memory, shards, rank)
+    read_pieces(reader, stored, [piece for piece in pieces if piece.key in sources], sources)
+    if by_hand_too := [piece for piece in pieces if piece.key not in sources]:
+        reader.read(stored, by_hand_too)
 
     outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
     reader.read(stored, [_whole(_OUTLINE, outline)])

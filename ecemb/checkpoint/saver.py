@@ -320,15 +320,15 @@ def name_of(store: object) -> str:
     return str(store) if type(store).__str__ is not object.__str__ else type(store).__name__
 
 
-def reader_of(resume: Path | CheckpointReader) -> CheckpointReader:
-    """The reader for the argument of `protect(resume=)`.
+def reader_of(resume: Path | CheckpointReader, argument: str = "resume=") -> CheckpointReader:
+    """The reader for the argument of `protect(resume=)`, or for another one.
 
     Raises:
         ConfigurationError: the argument is neither a path nor a reader.
     """
     reader = CheckpointFolder(resume) if isinstance(resume, (str, os.PathLike)) else resume
     if not isinstance(reader, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"resume= takes a path or a CheckpointReader; it got {resume!r}")
+        raise ConfigurationError(f"{argument} takes a path or a CheckpointReader; it got {resume!r}")
     return reader
 
 
@@ -347,8 +347,13 @@ def finish(store: CheckpointWriter, job: str, step: int) -> None:
         )
 
 
-def find(reader: CheckpointReader, transport: Transport, job: str) -> Stored | None:
+def find(reader: CheckpointReader, transport: Transport, job: str | None) -> Stored | None:
     """The newest complete checkpoint, the same on all ranks; None if there is none. All ranks.
+
+    Args:
+        reader: finds it.
+        transport: the control group.
+        job: the job that goes on from it; None for another training, which may be finished.
 
     Raises:
         JobFinished: the job was closed.
@@ -357,7 +362,7 @@ def find(reader: CheckpointReader, transport: Transport, job: str) -> Stored | N
     found: list[Stored | None] = [None]
 
     def look() -> str:
-        if where := reader.finished(job):
+        if job is not None and (where := reader.finished(job)):
             raise JobFinished(
                 f"job {job!r} is finished: guard.close() was called, says {where}. It does not train again; "
                 f"give job= another name to continue from its last checkpoint, or remove that file"

@@ -18,6 +18,7 @@ from ..arena.header import State
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
 from ..checkpoint.saver import shared
+from ..checkpoint.transfer import Taking
 from ..coding.code import Code
 from ..coding.parity import parity_words
 from ..coding.rows import WORD_BYTES, arrange
@@ -191,6 +192,8 @@ class InitialContent:
                 lambda: training.tables.place(self.memory.space.tables, fresh=True),
             )
             packed = None
+            if self.start.world.taking is not None:
+                self._take(self.start.world.taking)
         else:
             packed = self._read(self.start.world.stored)
         transport.together(
@@ -198,6 +201,18 @@ class InitialContent:
         )
         _compare_replicas(transport, training.replicated)
         rank_states.write_(self.memory.rank_state, training.rank_state.pack() if packed is None else packed)
+
+    def _take(self, taking: Taking) -> None:
+        """Overwrites rows with those of another training. All ranks."""
+        start = self.start
+
+        def act() -> str:
+            reader, shards = start.request.source(), start.world.shards
+            contents.take(reader, taking, self.memory, shards, start.session.rank)
+            start.training.tables.put()
+            return ""
+
+        shared(start.transport, f"reading tables of {taking.stored.name}", act)
 
     def _read(self, stored: Stored) -> bytes:
         """Reads rows and dense state from the checkpoint, and this rank's packed state. All ranks.
@@ -208,7 +223,8 @@ class InitialContent:
         start = self.start
         reader = cast("CheckpointReader", start.request.reader)
         training, size = start.training, start.transport.world_size
-        parts = (self.memory, start.world.shards, training.replicated, training.rank_state, size)
+        world = start.world
+        parts = (self.memory, world.shards, world.sources, training.replicated, training.rank_state, size)
         read: list[bytes] = []
 
         def act() -> str:

@@ -20,9 +20,11 @@ from .._wording import counted
 from ..adapters.discover import Tables, check_alike
 from ..adapters.engine import EngineTable
 from ..arena.header import Constants, new_arena_id
-from ..checkpoint import contents, saver
+from ..checkpoint import saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointWriter, Stored
+from ..checkpoint.matching import Sources
+from ..checkpoint.transfer import Taking
 from ..coding.code import Code
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
@@ -42,6 +44,7 @@ from ..recovery.plan import RecoveryPlan, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
 from .history import History, shared_history
+from .origin import check_checkpoint, check_transfer
 from .request import FailureDomain, Request
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -62,6 +65,8 @@ class World:
         shards: where this rank's tables stand in the whole tables.
         lineage: random; made at the fresh start, kept by recoveries and by starts from checkpoints.
         stored: the checkpoint that the plan begins with, or None.
+        sources: the stored values that this rank's tables are then read from.
+        taking: what a fresh start takes from another training, or None.
         lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
         slot_bytes: room of the slots in the arenas that survived; 0 without any.
     """
@@ -74,6 +79,8 @@ class World:
     shards: tuple[Shard, ...]
     lineage: str
     stored: Stored | None
+    sources: Sources
+    taking: Taking | None
     lost: str | None
     slot_bytes: int
 
@@ -136,8 +143,13 @@ def negotiate(
     plan, stored, lost = _decide(session, request, transport, placement)
     if plan.begins:
         placement = _placement(request.code, session, request.failure_domain)
+    everywhere = {table[0] for one in proposals for table in one.layout["tables"]}
+    sources: Sources = {}
     if stored is not None:
-        _check_checkpoint(session, transport, stored, shards, proposals)
+        sources = check_checkpoint(session, request, transport, stored, shards, everywhere)
+    taking = None
+    if plan.kind == "fresh" and request.transfer is not None:
+        taking = check_transfer(request, transport, shards, everywhere)
     room_bytes = _rank_state_room(history, plan, stored, proposals)
     layouts = [one.layouts(room_bytes) for one in proposals]
     bounds = [cut(of_rank, request.code.k) for of_rank in layouts]
@@ -170,6 +182,8 @@ def negotiate(
         shards=shards,
         lineage=lineage,
         stored=stored,
+        sources=sources,
+        taking=taking,
         lost=lost,
         slot_bytes=0 if history is None else history.slot_bytes,
     )
@@ -197,6 +211,7 @@ def _exchange_proposals(
         "parity_backend": request.parity_backend,
         "compare_every": request.compare_every,
         "resume": saver.name_of(request.reader),
+        **request.told(),
     }
     own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike()])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
@@ -331,22 +346,6 @@ def _warn_of_spread(code: Code, hosts: Sequence[str], placement: Placement) -> N
         "parity is spread over ranks, not over hosts: %s; failure_domain='host' names codes that fit, 'rank' "
         "silences this",
         survived,
-    )
-
-
-def _check_checkpoint(
-    session: Session,
-    transport: Transport,
-    stored: Stored,
-    shards: tuple[Shard, ...],
-    proposals: Sequence[_Proposal],
-) -> None:
-    """Compares the model with the checkpoint that the plan begins with. All ranks."""
-    everywhere = {table[0] for one in proposals for table in one.layout["tables"]}
-    saver.shared(
-        transport,
-        f"comparing the model with {stored.name}",
-        lambda: contents.check(stored, shards, session.rank, session.world_size, everywhere) or "",
     )
 
 

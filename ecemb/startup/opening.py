@@ -237,6 +237,16 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     session, stored = start.session, start.world.stored
     if session.rank == 0 and stored is not None:
         _log_resumption(session, start.request, start.world, stored)
+        if others := _others(start.world):
+            logger.warning(
+                "%s of the checkpoint are tables here: rows and their optimizer state carry over; learning "
+                "rates and step counts of tables of another engine then are as the script sets them",
+                others,
+            )
+    taking = start.world.taking
+    if session.rank == 0 and taking is not None:
+        place = f"{name_of(start.request.source())} ({taking.stored.name})"
+        logger.info("tables %s begin with rows of %s", list(taking.names), place)
     write_to_header(memory, report)
     hosts = len(set(session.hosts))
     start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
@@ -271,6 +281,13 @@ def _log_resumption(session: Session, request: Request, world: World, stored: St
             "generators and state= objects come from the checkpoint on ranks below %d",
             min(size, session.world_size),
         )
+
+
+def _others(world: World) -> list[str]:
+    """Stored tables that this rank's tables of another name, or with other columns, are read from."""
+    pairs = world.sources.items()
+    found = {one.table: 0 for key, sources in pairs for one in sources if one.key != key}
+    return list(found)
 
 
 def _warn_of_next_loss(session: Session, world: World) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..checkpoint.interface import CheckpointReader
+from ..checkpoint.saver import name_of, reader_of
+from ..checkpoint.transfer import Transfer
 from ..coding.code import Code
 from ..errors import ConfigurationError
 from ..state.rank_state import Stateful
@@ -41,6 +43,8 @@ class Request:
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
         abortable: whether one step can be taken back.
+        renamed: key of a table -> its key in the checkpoint, where the two differ.
+        transfer: tables that a fresh start takes from another training.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -59,6 +63,8 @@ class Request:
     without: Sequence[nn.Module | nn.Parameter] = ()
     compare_every: int = COMPARE_EVERY
     abortable: bool = False
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    transfer: Transfer | None = None
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
@@ -82,3 +88,51 @@ class Request:
                 "training uses NCCL, and two of its communicators in use at the same time may wait for "
                 "each other forever. Leave one of the two out: over gloo, deltas go beside the next step"
             )
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        """Checks what names another training's tables."""
+        given: Any = self.renamed
+        if not isinstance(given, Mapping) or not all(
+            isinstance(one, str) for one in (*given, *given.values())
+        ):  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+            raise ConfigurationError(
+                f"renamed= takes a mapping from keys of tables to their keys in the checkpoint, e.g. "
+                f"{{'user': 'bags.embedding_bags.user'}}; it is {self.renamed!r}"
+            )
+        if self.renamed and self.reader is None:
+            raise ConfigurationError(
+                "renamed= gives names of tables in the checkpoint that resume= finds: pass resume=, or "
+                "transfer= to begin a new training from another one's tables"
+            )
+        if self.transfer is not None and not isinstance(self.transfer, Transfer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"transfer= takes an ecemb.checkpoint.Transfer, e.g. Transfer('checkpoints', ['user']); it "
+                f"is {self.transfer!r}"
+            )
+        if self.transfer is not None:
+            self.source()
+
+    def source(self) -> CheckpointReader:
+        """The reader of `transfer`.
+
+        Raises:
+            ConfigurationError: there is no transfer, or its source is neither a path nor a reader.
+        """
+        if self.transfer is None:
+            raise ConfigurationError("this start takes no tables from another training")
+        return reader_of(self.transfer.source, "Transfer(source)")
+
+    def told(self) -> dict[str, Any]:
+        """What names another training's tables, as plain values."""
+        taken: list[Any] = []
+        if self.transfer is not None:
+            names = self.transfer.tables
+            rows = {name: len(ids) for name, ids in self.transfer.rows.items()}
+            taken = [
+                name_of(self.source()),
+                dict(names) if isinstance(names, Mapping) else None if names is None else list(names),
+                rows,
+                self.transfer.states,
+            ]
+        return {"renamed": dict(self.renamed), "transfer": taken}

@@ -64,7 +64,7 @@ def examine(request: Request) -> Training:
         return {"tables": tables.state(), "buckets": buckets.state()}
 
     def set_scalars(state: dict[str, Any]) -> None:
-        tables.set_state(state["tables"])
+        tables.set_state(state["tables"], request.renamed)
         buckets.set_state(state["buckets"])
 
     rank_state = RankState(request.state, scalars, set_scalars)
