@@ -107,6 +107,8 @@ def find(
     check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:
         engines.append(fused)
+    if (maps := torchrec.find_maps(model)) is not None:
+        engines.append(maps)
     found = Tables(engines)
     _found[model] = weakref.ref(found)
     return found, optimizers

@@ -76,7 +76,8 @@ class LiveTable:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The training's own tensors: "weight" [rows, dim], then each per-row optimizer state by its name.
 
-        States are [rows] or [rows, dim]. Row i of each is row i of the shard. They are live: training uses
+        States are [rows] or [rows, dim]. Maps and histories of a managed collision have their buffers
+        instead, int64 [rows]. Row i of each is row i of the shard. They are live: training uses
         the values written to them, and a guard needs such writes declared. Fetch the tensors each time you
         need them: `ecemb.protect` moves them, and an optimizer may create state in its first step.
         """

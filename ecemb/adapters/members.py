@@ -18,25 +18,33 @@ COLLECTIONS: dict[str, str] = {
 }
 """Sharded modules with tables, and the attribute in which each shows them."""
 
-AROUND: tuple[str, ...] = ("ShardedFeatureProcessedEmbeddingBagCollection",)
-"""Sharded modules around a collection, which is their child; the rest of them is dense."""
+EVICTING: tuple[str, ...] = (
+    "ShardedManagedCollisionEmbeddingBagCollection",
+    "ShardedManagedCollisionEmbeddingCollection",
+)
+"""Sharded modules around a collection and the maps of its ids; evictions draw rows again."""
+
+AROUND: tuple[str, ...] = ("ShardedFeatureProcessedEmbeddingBagCollection", *EVICTING)
+"""Sharded modules around a collection, which is their child; the rest of them is dense, or a map."""
+
+MAPS: tuple[str, ...] = ("ShardedManagedCollisionCollection",)
+"""Sharded modules with maps from raw ids to rows."""
+
+REMAPPING: tuple[str, ...] = ("MCHManagedCollisionModule",)
+"""The maps."""
+
+POLICIES: tuple[str, ...] = ("LFU_EvictionPolicy", "LRU_EvictionPolicy", "DistanceLFU_EvictionPolicy")
+"""What maps evict by."""
 
 KERNELS: tuple[str, ...] = ("BatchedFusedEmbedding", "BatchedFusedEmbeddingBag")
 """TorchRec's modules around FBGEMM's, which have the compute kernel 'fused'."""
 
-_MAPPED = (
-    "its map from raw ids to rows is state of each rank that would be lost, and evictions draw rows again "
-    "outside of lookups"
-)
 _PRUNED = "pruning moves rows outside of lookups, and its map of addresses is state that would be lost"
 _INFERENCE = "it is for inference, and trains nothing"
 _POOL = "the script writes its rows, and no optimizer does"
 _UNTRIED = "TorchRec can't train it on CPUs, and ecemb hasn't tried it with CUDA"
 
 REFUSED: dict[str, str] = {
-    "ShardedManagedCollisionEmbeddingBagCollection": _MAPPED,
-    "ShardedManagedCollisionEmbeddingCollection": _MAPPED,
-    "ShardedManagedCollisionCollection": _MAPPED,
     "ShardedITEPEmbeddingBagCollection": _PRUNED,
     "ShardedITEPEmbeddingCollection": _PRUNED,
     "ShardedPECEmbeddingCollection": "lookups overlap the updates of the batch before, which is untried",

@@ -24,7 +24,8 @@ from ..coding.rows import Table
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .engine import Hooks, Ids, Tied, all_rows
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
-from .members import AROUND, COLLECTIONS, KERNELS, check_model, check_module
+from .managed_collision import Before, Remaps
+from .members import AROUND, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 from .residence import Places
 
 Optimizer = torch.optim.Optimizer
@@ -44,12 +45,26 @@ def find(model: nn.Module) -> FusedTables | None:
     for path, module in model.named_modules():
         if isinstance(module, parallel):
             check_model(path, module)
+    found = {path: module for path, module in _walk(model) if isinstance(module, sharded)}
     collections = [
         Collection(path, module)
-        for path, module in _walk(model)
-        if isinstance(module, sharded) and type(module).__name__ not in AROUND
+        for path, module in found.items()
+        if type(module).__name__ not in (*AROUND, *MAPS)
     ]
-    return FusedTables(collections) if collections else None
+    evicting = [module for module in found.values() if type(module).__name__ in EVICTING]
+    return FusedTables(collections, evicting) if collections else None
+
+
+def find_maps(model: nn.Module) -> Remaps | None:
+    """The maps from raw ids to rows of all managed collisions of a model; None if there are none.
+
+    Raises:
+        UnsupportedTable: see `managed_collision.Remap`.
+    """
+    if "torchrec" not in sys.modules:
+        return None
+    found = {path: module for path, module in _walk(model) if type(module).__name__ in MAPS}
+    return Remaps(found) if found else None
 
 
 def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -207,12 +222,14 @@ class FusedTables:
 
     Args:
         collections: the sharded modules.
+        evicting: modules around some of them, which draw evicted rows again.
     """
 
     name = "torchrec"
 
-    def __init__(self, collections: Sequence[Collection]) -> None:
+    def __init__(self, collections: Sequence[Collection], evicting: Sequence[Any] = ()) -> None:
         self._collections = list(collections)
+        self._evicting = list(evicting)
         self._batches = [batch for one in collections for batch in one.batches]
         self.tables: list[FusedTable] = []
         for batch in self._batches:
@@ -257,6 +274,10 @@ class FusedTables:
             before = Tied(functools.partial(self._before_load, collection))
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
 
+        for module in self._evicting:
+            before_eviction = functools.partial(self._before_eviction, own(module, "_embedding_module"))
+            self._handles.append(Before(module, "_evict", before_eviction))
+
     def unwatch(self) -> None:
         """Removes all hooks."""
         for handle in self._handles:
@@ -269,7 +290,7 @@ class FusedTables:
         batch = self._batches[number]
         if number not in self._touched:
             self._check(batch)
-        for table, rows in batch.named(batch.numbers(index - batch.base, ids)):
+        for table, rows in batch.named(batch.numbers(index - batch.base, ids)) if len(ids) else ():
             self._hooks.capture(batch.base + table, rows)
         self._touched.add(number)
 
@@ -356,6 +377,14 @@ class FusedTables:
             )
         for table, ids in rows():
             self._hooks.capture(batch.base + table, ids)
+
+    def _before_eviction(self, module: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
+        """Captures the rows that are about to be drawn again."""
+        collection = next(one for one in self._collections if one.module is module)
+        for batch in collection.batches:
+            for number, config in enumerate(batch.configs):
+                if (rows := evictions_per_table[config.name]) is not None:
+                    self.touch(batch.base + number, rows.cpu().numpy())  # TorchRec writes, even if empty
 
     def _before_load(self, collection: Collection, *_: Any) -> None:
         if not self._hooks.is_open():

@@ -7,6 +7,7 @@ these tests until it is added. Kill tests (`tests/scenarios/test_torchrec_kills.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -19,7 +20,7 @@ from torch import nn
 
 from support.torchrec import members
 from support.torchrec.models import Watched, build, one_rank
-from support.torchrec.runs import OFFERED, every_table
+from support.torchrec.runs import KILLED, varied_tables
 
 import torchrec.distributed  # isort: skip  # after the models, which silence its warnings
 from fbgemm_gpu.tbe import ssd  # isort: skip
@@ -114,17 +115,17 @@ def test_a_new_member_has_none(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_new_sharded_module_is_found() -> None:
-    kind = type("ShardedNovelty", (members_base(),), {"__module__": "torchrec.distributed.novelty"})
+    base = sharded_modules()["ShardedEmbeddingBagCollection"]
+    kind = type("ShardedNovelty", (base,), {"__module__": "torchrec.distributed.novelty"})
     assert sharded_modules()["ShardedNovelty"] is kind
-
-
-def members_base() -> type:
-    return sharded_modules()["ShardedEmbeddingBagCollection"]
+    del kind
+    gc.collect()
+    assert "ShardedNovelty" not in sharded_modules()
 
 
 @pytest.mark.parametrize("family", members.FAMILIES)
 def test_kill_tests_train_each_protected_member(family: str) -> None:
-    tables = every_table(*OFFERED)
+    tables = [table for collections in KILLED.values() for table in varied_tables(*collections)]
     for name, decision in members.FAMILIES[family].items():
         if isinstance(decision, members.Protected) and decision.part:
             assert any(decision.part in table.split("/") for table in tables), name

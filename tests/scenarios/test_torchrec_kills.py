@@ -1,7 +1,8 @@
 """TorchRec trainings of which ranks are killed under torchrun end as if nothing had happened, bit by bit.
 
-One model has every sharding type under every optimizer, in both precisions, as bags and as sequences:
-starting four ranks of TorchRec takes seconds. `support/torchrec/kill_matrix.py` takes them one by one.
+One model has many tables, since starting four ranks of TorchRec takes seconds: bags and sequences of every
+sharding type with every optimizer and precision; of other kinds, each of these in some combination.
+`support/torchrec/kill_matrix.py` takes them one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from support.torchrec.runs import Kill, Setting, differences, every_table, recoveries, run, varied_tables
+from support.torchrec.runs import (
+    KILLED,
+    Kill,
+    Setting,
+    differences,
+    every_table,
+    recoveries,
+    run,
+    varied_tables,
+)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchrec") is None, reason="needs torchrec (CONTRIBUTING.md)"),
@@ -33,31 +43,31 @@ def check(folder: Path, setting: Setting, kills: tuple[Kill, ...]) -> list[str]:
 
 
 def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
-    setting = Setting(every_table(), steps=7, load=2, aborts=(3,))
+    setting = Setting(every_table(*KILLED["plain"]), steps=7, load=2, aborts=(3,))
     process = Kill(1, (2,), "backward", part=0.5)
     memory = Kill(4, (0, 3), wipe=True)
     assert check(tmp_path, setting, (process, memory)) == ["fresh 0", "process 1", "memory 4 0 3"]
 
 
-WEIGHTED = ("weighted", "variable")
-"""Bags with weights, and with a number of bags for each feature."""
 R1, R2 = (4, 3), (4, 2)
 
 
 @pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
 def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tuple[int, int]) -> None:
-    check_of(tmp_path, WEIGHTED, code)
+    check_of(tmp_path, KILLED["weighted"], code)
 
 
 @pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
 def test_feature_processors_and_fused_collections_survive(tmp_path: Path, code: tuple[int, int]) -> None:
-    check_of(tmp_path, ("processed", "fused"), code)
+    check_of(tmp_path, KILLED["dense parts"], code)
 
 
 @pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
 def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     """By load_state_dict() in step 2, by the script in step 4, and by FBGEMM's averages in other steps."""
-    setting = Setting(varied_tables("bags", "averaged"), code=code, steps=8, load=2, write=4, aborts=(5,))
+    setting = Setting(
+        varied_tables(*KILLED["whole tables"]), code=code, steps=8, load=2, write=4, aborts=(5,)
+    )
     lost = (0, 3)[: code[0] - code[1]]
     kills = (
         Kill(2, (1,), "backward", part=0.3),
@@ -67,6 +77,20 @@ def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -
     )
     memory = f"memory 4 {' '.join(map(str, lost))}"
     assert check(tmp_path, setting, kills) == ["fresh 0", "process 2", "process 3", memory, "process 6"]
+
+
+@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+def test_managed_collisions_survive(tmp_path: Path, code: tuple[int, int]) -> None:
+    """Under each eviction policy; rows go from one id to another before the first kill and after the last."""
+    setting = Setting(varied_tables(*KILLED["managed"]), code=code, steps=11, aborts=(3,))
+    lost = (0, 3)[: code[0] - code[1]]
+    kills = (Kill(4, (2,), "body"), Kill(5, lost, "evicted", wipe=True), Kill(7, (1,), "evicted"))
+    memory = f"memory 5 {' '.join(map(str, lost))}"
+    assert check(tmp_path, setting, kills) == ["fresh 0", "process 4", memory, "process 7"]
+    for rank in range(setting.ranks):
+        lines = (tmp_path / "killed" / f"evictions.{rank}").read_text().splitlines()
+        steps = [int(line.split()[0]) for line in lines]
+        assert min(steps) < 4 and max(steps) > 7
 
 
 def check_of(folder: Path, collections: tuple[str, ...], code: tuple[int, int]) -> None:

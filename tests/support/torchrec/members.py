@@ -57,6 +57,9 @@ MODULES: dict[str, Decision] = {
     "ShardedEmbeddingCollection": Protected("sequences"),
     "ShardedFeatureProcessedEmbeddingBagCollection": Protected("processed"),
     "ShardedFusedEmbeddingBagCollection": Protected("fused"),
+    "ShardedManagedCollisionEmbeddingBagCollection": Protected("lfu"),
+    "ShardedManagedCollisionEmbeddingCollection": Protected("mapped"),
+    "ShardedManagedCollisionCollection": Protected("distance"),
     **_refused(members.REFUSED),
 }
 """Classes below TorchRec's `ShardedModule`."""

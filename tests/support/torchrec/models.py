@@ -26,7 +26,10 @@ with warnings.catch_warnings():
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
     from torchrec.distributed.types import ShardingPlan
+    from torchrec.modules import mc_embedding_modules, mc_modules
     from torchrec.modules.embedding_configs import DataType
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -122,6 +125,76 @@ def build(
     )
 
 
+HASHED = 1000  # raw ids are below
+
+
+def build_managed(
+    policy: str, kind: str = "sgd", *, sequence: bool = False, rows: int = 9, first: Any = None
+) -> DistributedModelParallel:
+    """A model whose raw ids of the feature "u" are mapped to rows of the table "user", and evicted.
+
+    Args:
+        policy: by which it evicts, in each second batch.
+        kind: of optimizer.
+        sequence: instead of bags.
+        rows: of the table.
+        first: the batch that gives the history its size; by default one with four ids.
+    """
+    config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
+    configs: Any = [config(name="user", embedding_dim=WIDTH, num_embeddings=rows, feature_names=["u"])]
+    make: Any = torchrec.EmbeddingCollection if sequence else torchrec.EmbeddingBagCollection
+    inner = make(device=torch.device("meta"), tables=configs)
+    apply_optimizer_in_backward(OPTIMIZERS[kind], inner.parameters(), {"lr": 0.5})
+    remapping = mc_modules.MCHManagedCollisionModule(
+        rows,
+        torch.device("cpu"),
+        getattr(mc_modules, f"{policy}_EvictionPolicy")(),
+        2,
+        input_hash_size=HASHED,
+    )
+    around: Any = (
+        mc_embedding_modules.ManagedCollisionEmbeddingCollection
+        if sequence
+        else mc_embedding_modules.ManagedCollisionEmbeddingBagCollection
+    )
+    collection = around(inner, mc_modules.ManagedCollisionCollection({"user": remapping}, configs))
+    sharder: Any = (
+        ManagedCollisionEmbeddingCollectionSharder()
+        if sequence
+        else ManagedCollisionEmbeddingBagCollectionSharder()
+    )
+    plan = plans.construct_module_sharding_plan(
+        inner,
+        {"user": plans.row_wise(compute_kernel="fused")},
+        sharder=sharder._e_sharder,
+        local_size=1,
+        world_size=1,
+        device_type="cpu",
+    )
+    torch.manual_seed(3)
+    model = DistributedModelParallel(
+        (SequenceModel if sequence else Model)(First(collection)),
+        plan=ShardingPlan({"collection.module": plan}),
+        sharders=[sharder],
+        device=torch.device("cpu"),
+    )
+    with torch.no_grad():
+        model(batch({"u": [[1, 2], [3, 4]]}) if first is None else first)
+    return model
+
+
+class First(nn.Module):
+    """A module's embeddings, without the remapped ids."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, features: Any) -> Any:
+        found, _ = self.module(features)
+        return found
+
+
 def optimizer_of(model: Any) -> CombinedOptimizer:
     """The fused optimizer, and Adam for the dense layer."""
     dense = KeyedOptimizerWrapper(
@@ -144,10 +217,10 @@ class Watched:
     """The tables of a model in memory that lives here, and everything that they tell."""
 
     def __init__(self, model: nn.Module, before: Callable[[], None] = lambda: None) -> None:
-        engine = adapter.find(model)
+        engine, maps = adapter.find(model), adapter.find_maps(model)
         assert engine is not None
-        self.engine, self.tables = engine, Tables([engine])
-        layouts = [table.layout for table in engine.tables]
+        self.engine, self.tables = engine, Tables([engine] if maps is None else [engine, maps])
+        layouts = [table.layout for table in self.tables.tables]
         starts, size = arrange(layouts)
         self.memory = np.zeros(size + 64, np.uint8)
         skip = -self.memory.ctypes.data % 64

@@ -22,37 +22,18 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torchrec  # noqa: E402
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E402
-    EmainplaceModeDefinition,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.optim import (  # noqa: E402
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,
-)
-from torchrec import (  # noqa: E402
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torch import Tensor  # noqa: E402
+from torchrec import KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
-from torchrec.distributed import sharding_plan as plans  # noqa: E402
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
-    FeatureProcessedEmbeddingBagCollectionSharder,
+from torchrec.distributed.mc_embedding_modules import (  # noqa: E402
+    BaseShardedManagedCollisionEmbeddingCollection,
 )
-from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
 from torchrec.distributed.types import ShardingPlan  # noqa: E402
-from torchrec.modules.embedding_configs import DataType  # noqa: E402
-from torchrec.modules.feature_processor_ import PositionWeightedModule  # noqa: E402
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection  # noqa: E402
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection  # noqa: E402
+from torchrec.modules.mc_modules import MCHManagedCollisionModule  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
@@ -60,183 +41,17 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 import ecemb  # noqa: E402
 from ecemb.adapters import engine  # noqa: E402
 from ecemb.arena.scan import arenas  # noqa: E402
+from support.torchrec.trained_model import (  # noqa: E402
+    HASHED,
+    LONGEST,
+    MANAGED,
+    SHARDERS,
+    Collections,
+    Model,
+)
 
-WIDTH, BATCH = 8, 6
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": torch.optim.SGD,
-    "rowwise-adagrad": torchrec.optim.RowWiseAdagrad,
-    "adagrad": torch.optim.Adagrad,
-    "averaging": None,  # by the sharder
-}
-DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
-
-
-def shardings(number: int, ranks: int) -> dict[str, Any]:
-    """Every sharding type, over other ranks for every `number`; two hosts are imagined."""
-    hosts = ranks // 2
-    return {
-        "row_wise": plans.row_wise(),
-        "table_wise": plans.table_wise(rank=number % ranks),
-        "column_wise": plans.column_wise(ranks=[number % ranks, (number + 1) % ranks]),
-        "table_row_wise": plans.table_row_wise(host_index=number % hosts),
-        "table_column_wise": table_column_wise(number % hosts),
-        "grid_shard": grid(hosts),
-        "data_parallel": plans.data_parallel(),
-    }
-
-
-def table_column_wise(host: int) -> Any:
-    """Columns split over the ranks of one host; torchrec's sharding plans have no function for it."""
-
-    def sharding(parameter: Any, local_size: int, _: int, device_type: str, sharder: Any) -> Any:
-        rows, width = parameter.shape[0], parameter.shape[1] // local_size
-        shards = [([rows, width], [0, i * width], host * local_size + i) for i in range(local_size)]
-        kind = plans.ShardingType.TABLE_COLUMN_WISE.value
-        return plans._get_parameter_sharding(parameter, kind, shards, local_size, device_type, sharder)
-
-    return sharding
-
-
-def grid(hosts: int) -> Any:
-    """As torchrec's grid_shard, which splits columns from a width of 256 on only."""
-
-    def sharding(parameter: Any, local_size: int, _: int, device_type: str, sharder: Any) -> Any:
-        rows, width = parameter.shape[0], parameter.shape[1] // hosts
-        block = -(-rows // local_size)
-        shards: list[Any] = []
-        for host in range(hosts):
-            for local in range(local_size):
-                first = min(local * block, rows)
-                size = [min(block, rows - first), width]
-                shards.append((size, [first, host * width], host * local_size + local))
-        kind = plans.ShardingType.GRID_SHARD.value
-        return plans._get_parameter_sharding(parameter, kind, shards, local_size, device_type, sharder)
-
-    return sharding
-
-
-class Collections:
-    """The collections of a model, before they are sharded.
-
-    Attributes:
-        modules: by the first word of their tables' names, and by more where tables of one must share that.
-        features: by the same.
-        plan: by path in the model.
-        rows: by table.
-    """
-
-    def __init__(self, tables: list[str], ranks: int) -> None:
-        self.modules, self.features = nn.ModuleDict(), dict[str, list[str]]()
-        self.plan: dict[str, Any] = {}
-        self.rows: dict[str, int] = {}
-        for name in tables:
-            kind, dtype, optimizer, _ = name.split("/")
-            shared = {"fused": [optimizer], "variable": [dtype, optimizer]}.get(kind, [])
-            self.features.setdefault("-".join([kind, *shared]), []).append(name)
-        for key, names in self.features.items():
-            self._add(key, names, ranks)
-
-    def _add(self, key: str, names: list[str], ranks: int) -> None:
-        kind = key.partition("-")[0]
-        config = EmbeddingConfig if kind == "sequences" else EmbeddingBagConfig
-        configs: list[Any] = []
-        per_table: dict[str, Any] = {}
-        for number, name in enumerate(names):
-            self.rows[name] = 37 + len(self.rows) % 5  # not too few: FBGEMM needs rows on every rank
-            _, dtype, _, sharding = name.split("/")
-            table = name.replace("/", "_")
-            per_table[table] = shardings(number, ranks)[sharding]
-            configs.append(
-                config(
-                    name=table,
-                    embedding_dim=WIDTH,
-                    num_embeddings=self.rows[name],
-                    feature_names=[name],
-                    data_type=DTYPES[dtype],
-                )
-            )
-        module = _collection(kind, configs, names)
-        self.modules[key] = module
-        plan = plans.construct_module_sharding_plan(
-            module,
-            per_table,
-            sharder=SHARDERS[kind],
-            local_size=ranks // 2,
-            world_size=ranks,
-            device_type="cpu",
-        )
-        if kind in ("fused", "averaged"):  # their parameters don't say which optimizer they have
-            for one in plan.values():
-                one.compute_kernel = "fused"
-        self.plan[f"collections.{key}"] = plan
-
-
-_AVERAGING = {
-    "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-    "learning_rate": 0.1,
-    "emainplace_mode": EmainplaceModeDefinition(step_ema=2),
-}
-SHARDERS: dict[str, Any] = {
-    "bags": (_bags := EmbeddingBagCollectionSharder(_AVERAGING)),  # for tables without another optimizer
-    "averaged": _bags,
-    "weighted": _bags,
-    "variable": _bags,
-    "sequences": EmbeddingCollectionSharder(),
-    "processed": FeatureProcessedEmbeddingBagCollectionSharder(),
-    "fused": FusedEmbeddingBagCollectionSharder(),
-}
+BATCH = 6
 OTHERS = {"weighted", "variable"}  # have batches of their own
-LONGEST = 3  # ids of a bag
-
-
-def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
-    meta = torch.device("meta")
-    optimizers = [OPTIMIZERS[name.split("/")[2]] for name in names]
-    if kind == "fused":
-        return FusedEmbeddingBagCollection(configs, optimizers[0], {"lr": 0.1}, device=meta)
-    if kind == "sequences":
-        module: Any = EmbeddingCollection(device=meta, tables=configs)
-        inner = module.embeddings
-    else:
-        weighted = kind in ("weighted", "processed")
-        module = EmbeddingBagCollection(device=meta, tables=configs, is_weighted=weighted)
-        inner = module.embedding_bags
-    for number, (one, optimizer) in enumerate(zip(configs, optimizers, strict=True)):
-        if optimizer is None:
-            continue
-        lr = 0.1 if kind == "variable" else 0.1 + 0.01 * number  # FBGEMM looks the former up at once
-        apply_optimizer_in_backward(optimizer, inner[one.name].parameters(), {"lr": lr})
-    if kind == "processed":
-        processors: Any = {name: PositionWeightedModule(LONGEST) for name in names}
-        return FeatureProcessedEmbeddingBagCollection(module, processors)
-    return module
-
-
-class Model(nn.Module):
-    """Collections of embeddings under a dense layer."""
-
-    def __init__(self, collections: Collections) -> None:
-        super().__init__()
-        self.features = collections.features
-        self.collections = collections.modules
-        self.over = nn.Linear(WIDTH * len(collections.rows), 1)
-
-    def forward(
-        self, batch: KeyedJaggedTensor, others: dict[str, KeyedJaggedTensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        parts: list[Tensor] = []
-        for key, collection in self.collections.items():
-            found = collection((others or {}).get(key, batch))
-            if key != "sequences":
-                parts.append(found.values().float())
-                continue
-            for name in self.features[key]:
-                jagged = found[name]
-                parts.append(
-                    torch.segment_reduce(jagged.values().float(), "sum", lengths=jagged.lengths(), axis=0)
-                )
-        out = self.over(torch.cat(parts, dim=1))
-        return out.square().mean(), out.detach()
 
 
 class Training:
@@ -248,7 +63,7 @@ class Training:
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks // 2)
         torch.manual_seed(5)
         collections = Collections(setting["tables"], ranks)
-        self.features, self.rows = collections.features, collections.rows
+        self.features, self.rows, self.ids = collections.features, collections.rows, collections.ids
         self.model = DistributedModelParallel(
             Model(collections),
             plan=ShardingPlan(collections.plan),
@@ -264,6 +79,11 @@ class Training:
             lambda parameters: torch.optim.Adam(parameters, lr=0.01),
         )
         self.optimizer = CombinedOptimizer([("fused", fused), ("dense", dense)])
+        self.maps = {n: m for n, m in self.model.named_modules() if isinstance(m, MCHManagedCollisionModule)}
+        if self.maps:  # their histories get the size for the first batch
+            reset_on_cpu()
+            with torch.no_grad():
+                self.model(self.batch(999), self.others(999))
         self.losses: list[float] = []
         self.declare: Callable[[], None] = lambda: None
         self.pipeline: Any = None
@@ -305,7 +125,8 @@ class Training:
         lengths = torch.randint(0, LONGEST + 1, (sum(sizes),), generator=draw)
         ids: list[Tensor] = []
         for name, of_feature in zip(names, lengths.split(sizes), strict=True):
-            ids.append(torch.randint(0, self.rows[name], (int(of_feature.sum()),), generator=draw))
+            drawn = torch.randint(0, self.ids[name], (int(of_feature.sum()),), generator=draw)
+            ids.append(drawn * (HASHED // self.ids[name]) if name.split("/")[0] in MANAGED else drawn)
         values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
         weights = torch.rand(len(values), generator=draw) if weighted else None
         return KeyedJaggedTensor(names, values, weights, lengths=lengths, **more)
@@ -347,7 +168,46 @@ class Training:
         """Everything that must be the same, flat."""
         found = flat("model", self.model.state_dict())
         found |= flat("fused", self.model.fused_optimizer.state_dict())
+        for name, module in self.maps.items():
+            counters = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset", "_evicted")
+            found |= {f"{name}.{counter}": getattr(module, counter) for counter in counters}
+            used = module._current_history_buffer_offset
+            for key, history in {"ids": module._history_accumulator, **module._history_metadata}.items():
+                found[f"{name}.{key}"] = history[:used].clone()
         return found | flat("optimizer", self.optimizer.state_dict()) | flat("loss", self.losses[-1:])
+
+
+def reset_on_cpu() -> None:
+    """Resets evicted rows, as FBGEMM's operator does, which row-wise Adagrad lacks on CPUs."""
+
+    def reset(module: Any, pruned_indices: Tensor, *, logical_table_ids: Tensor, **_: Any) -> None:
+        table = int(logical_table_ids)
+        module.split_embedding_weights()[table][pruned_indices] = 0
+        for state in module.split_optimizer_states()[table] if module.optimizer.name != "EXACT_SGD" else ():
+            state[pruned_indices] = 0
+
+    SplitTableBatchedEmbeddingBagsCodegen.reset_embedding_weight_momentum = reset
+
+
+def count_evictions(folder: Path, killers: list[Killer]) -> None:
+    """Appends to FOLDER/evictions.RANK, for each map that gives rows to other ids: the step, and how many."""
+    update = MCHManagedCollisionModule._update_and_evict
+    evict = BaseShardedManagedCollisionEmbeddingCollection._evict
+
+    def counted(module: Any, *given: Any) -> None:
+        unused = int((module._mch_sorted_raw_ids == module._delimiter).sum()) - 1  # the last is never used
+        update(module, *given)
+        if (count := module._evicted_emb_indices.numel() - unused) > 0:
+            with (folder / f"evictions.{dist.get_rank()}").open("a") as file:
+                print(killers[0].step, count, file=file)
+
+    def evicted(module: Any, evictions: dict[str, Tensor | None]) -> None:
+        evict(module, evictions)
+        for killer in killers if any(rows is not None for rows in evictions.values()) else ():
+            killer.reach("evicted")
+
+    MCHManagedCollisionModule._update_and_evict = counted
+    BaseShardedManagedCollisionEmbeddingCollection._evict = evicted
 
 
 def flat(name: str, value: Any) -> dict[str, Any]:
@@ -416,6 +276,8 @@ def main() -> None:
     if setting["protected"]:
         n, k = setting["code"]
         engine._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
+        killers: list[Killer] = []
+        count_evictions(folder, killers)  # before methods of the model get ecemb's calls
         guard = ecemb.protect(
             training.model,
             optimizers=training.optimizer,
@@ -426,7 +288,7 @@ def main() -> None:
         with (folder / f"recoveries.{training.rank}").open("a") as file:
             print(guard.recovery.kind, guard.next_step, *sorted(guard.recovery.lost), file=file)
         training.declare = lambda: [guard.touch(table) for table in guard.tables] and None
-        killer = Killer(folder, training, setting["kills"])
+        killers.append(killer := Killer(folder, training, setting["kills"]))
         batches = training.batches(range(guard.next_step, steps))
         for step in range(guard.next_step, steps):
             with guard.step() as one:

@@ -32,9 +32,21 @@ OFFERED = {
     "variable": SHARDINGS[:5],  # others fail without ecemb
     "processed": SHARDINGS,
     "averaged": SHARDINGS[:-1],  # data-parallel ones have optimizers of torch
+    "lfu": SHARDINGS[:1],  # TorchRec has managed collision row-wise only
+    "lru": SHARDINGS[:1],
+    "distance": SHARDINGS[:1],
+    "mapped": SHARDINGS[:1],
     "fused": SHARDINGS[:-1],  # DistributedDataParallel refuses the data-parallel ones on CPU
 }
 """The sharding types of each kind of collection that run on CPUs."""
+KILLED = {
+    "plain": ("bags", "sequences"),
+    "weighted": ("weighted", "variable"),
+    "dense parts": ("processed", "fused"),
+    "whole tables": ("bags", "averaged"),
+    "managed": ("lfu", "lru", "distance", "mapped"),
+}
+"""The kinds of collections in each test of tests/scenarios/test_torchrec_kills.py."""
 OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad", "averaging")
 DTYPES = ("fp32", "fp16")
 
@@ -46,7 +58,8 @@ class Kill:
     Attributes:
         step: the one that it happens in.
         ranks: that die, at the same time.
-        place: "backward", once `part` of this rank's lookups are updated, or "body", at the end of it.
+        place: "backward", once `part` of this rank's lookups are updated, "body", at the end of it, or
+            "evicted", once the evicted rows of a collection are drawn again.
         part: 0 to 1.
         wipe: whether their arenas go as well.
     """
@@ -85,10 +98,10 @@ class Setting:
 
 
 def every_table(*collections: str) -> tuple[str, ...]:
-    """Tables of these kinds of collections, by default of plain bags and sequences, in every combination."""
+    """Tables of these kinds of collections, in every combination; by default of all kinds."""
     return tuple(
         f"{collection}/{dtype}/{optimizer}/{sharding}"
-        for collection in collections or ("bags", "sequences")
+        for collection in collections or OFFERED
         for dtype in DTYPES
         for optimizer in OPTIMIZERS
         for sharding in OFFERED[collection]

@@ -678,8 +678,8 @@ def test_other_sharded_modules_are_refused() -> None:
     collection = model.module.collection
     kind = type(collection)
     try:
-        collection.__class__ = type("ShardedManagedCollisionEmbeddingBagCollection", (kind,), {})
-        with refused(UnsupportedTable, "ShardedManagedCollision", "docs/torchrec.md"):
+        collection.__class__ = type("ShardedITEPEmbeddingBagCollection", (kind,), {})
+        with refused(UnsupportedTable, "ShardedITEP", "pruning", "docs/torchrec.md"):
             adapter.find(model)
     finally:
         collection.__class__ = kind

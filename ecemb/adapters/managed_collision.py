@@ -1,0 +1,353 @@
+"""TorchRec's managed collision: the maps from raw ids to rows, with their counters and histories.
+
+Owns one `Remap` for each ManagedCollisionModule of this rank, and their engine. A map and its history are two
+tables of records, which are captured before `profile` changes them: the entries that it appends to the
+history, and the whole map where it evicts. Counters of iterations are the rank's state. The rows that an
+eviction draws again belong to `torchrec`, which gets them from `Evictions`, before they change.
+
+TorchRec calls these methods directly, so that no hook of a module sees the calls: the instances' methods are
+wrapped. Must not know: journals, parity, other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..coding.rows import Column, Table, TableLayout
+from ..errors import UndeclaredWrite, UnsupportedTable
+from .engine import Hooks, Ids, Tied, all_rows
+from .fbgemm import Move, check_inside, local, own, repoint
+from .members import POLICIES, REMAPPING
+from .residence import Places
+
+_BYTES = 8  # of an entry: all buffers are int64
+_COUNTERS = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset")
+
+
+class Before:
+    """A method of an object with a call before it; a copy of the object gets the method without the call.
+
+    Args:
+        thing: the object, which gets this in place of its method.
+        name: of the method.
+        call: called with the method's arguments first.
+    """
+
+    def __init__(self, thing: object, name: str, call: Callable[..., None]) -> None:
+        self._thing, self._name, self._call = thing, name, call
+        self._method: Callable[..., Any] = own(thing, name)
+        setattr(thing, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls both."""
+        self._call(*args, **kwargs)
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[object, str]]:
+        return getattr, (self._thing, self._name)
+
+    def remove(self) -> None:
+        """Gives the object its own method back."""
+        self._thing.__dict__.pop(self._name, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemapTable:
+    """A map or a history of this rank.
+
+    Attributes:
+        name: path of the module in the model, with "map" or "history".
+        layout: an entry for a record.
+        is_apart: False: on CPUs.
+    """
+
+    name: str
+    layout: TableLayout
+    is_apart: bool = False
+
+    @property
+    def sees_all_changes(self) -> bool:
+        """See `EngineTable.sees_all_changes`: `profile` is the only one to change it."""
+        return True
+
+    def whole(self, world_size: int) -> None:
+        """See `EngineTable.whole`: entries are sorted by raw ids, on each rank by itself."""
+        return
+
+    def alike(self) -> None:
+        """See `EngineTable.alike`: histories may have different sizes."""
+        return
+
+
+class Remap:
+    """One ManagedCollisionModule of this rank.
+
+    Args:
+        path: of the module in the model.
+        module: an MCHManagedCollisionModule.
+
+    Raises:
+        UnsupportedTable: of another kind, or its history has no size yet.
+    """
+
+    def __init__(self, path: str, module: Any) -> None:
+        self.path, self.module = path, module
+        if (kind := type(module).__name__) not in REMAPPING:
+            raise UnsupportedTable(
+                f"{path} is a {kind}, which ecemb refuses: it may hold state that would be lost. It protects "
+                f"{', '.join(REMAPPING)} (docs/torchrec.md)"
+            )
+        if (policy := type(own(module, "_eviction_policy")).__name__) not in POLICIES:
+            raise UnsupportedTable(
+                f"{path} evicts by a {policy}, which may hold state that would be lost: ecemb protects "
+                f"{', '.join(POLICIES)} (docs/torchrec.md)"
+            )
+        if own(module, "_input_history_buffer_size") < 0:
+            raise UnsupportedTable(
+                f"{path} has no history yet, since TorchRec sizes it by the first batch: call the model once "
+                f"in training mode before ecemb.protect(), with the same batch at each start"
+            )
+        for name in (*_COUNTERS, "_current_iter_tensor", "_eviction_interval", "_evicted"):
+            own(module, name)
+        parts = {
+            "map": [
+                "_mch_sorted_raw_ids",
+                "_mch_remapped_ids_mapping",
+                *_named(module, "_mch_metadata", "_mch_"),
+            ],
+            "history": ["_history_accumulator", *_named(module, "_history_metadata", "_history_")],
+        }
+        self._buffers = list(parts.values())
+        self.tables: list[RemapTable] = []
+        for part, names in parts.items():
+            for tensor in (own(module, name) for name in names):
+                if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.dim() != 1:
+                    raise UnsupportedTable(
+                        f"the {part} of {path} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
+                        f"ecemb protects managed collision on CPUs only"
+                    )
+            columns = tuple(Column(name.lstrip("_"), "int64", _BYTES) for name in names)
+            name = f"{path}.{part}"
+            self.tables.append(RemapTable(name, TableLayout(name, len(own(module, names[0])), columns)))
+        self.map, self.history = range(2)
+        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers
+        self._places = Places()
+        self._versions: list[int] = []
+
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """The buffers of the map or of the history."""
+        return {name.lstrip("_"): getattr(self.module, name) for name in self._buffers[table]}
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """Moves the buffers into the arena; returns the storages that they left."""
+        self._places, self.spans = Places(), []
+        moves: list[Move] = []
+        for names, table in zip(self._buffers, stored, strict=True):
+            for name, column in zip(names, table.columns, strict=True):
+                buffer: torch.Tensor = getattr(self.module, name)
+                span = torch.from_numpy(column.reshape(-1).view(np.int64))
+                if fresh:
+                    span.copy_(buffer)
+                if buffer.numel():
+                    moves.append(Move(buffer.untyped_storage(), span))
+                    buffer.data = span
+                self.spans.append(span)
+                self._places.keep(f"{name} of {self.path}", buffer, column)
+        return moves
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless the tensors of state_dict() are in the arena."""
+        metadata = (self.module._mch_metadata, self.module._history_metadata)
+        shown = [tensor for of_part in metadata for tensor in of_part.values()]
+        names = {name for of_part in self._buffers for name in of_part}
+        shown += [value for name, value in self.module.state_dict().items() if name in names]
+        check_inside(self.path, shown, self.spans)
+
+    def changes(self, features: Mapping[str, Any]) -> Iterator[tuple[int, Ids]]:
+        """What the next `profile` changes: a table of this module, and entries of it."""
+        module = self.module
+        first, size = module._current_history_buffer_offset, module._input_history_buffer_size
+        count = sum(feature.values().numel() for feature in features.values())
+        if end := min(count, size - first):
+            yield self.history, np.arange(first, first + end)
+        begun = module._current_iter >= 0
+        since = module._current_iter - module._last_eviction_iter if begun else 0
+        if since + 1 == module._eviction_interval:
+            for ids in all_rows(self.tables[self.map].layout):
+                yield self.map, ids
+
+    def mark_clean(self) -> None:
+        """Accepts the buffers' present versions as declared."""
+        self._versions = [tensor._version for tensor in self._tensors()]
+
+    def is_written(self) -> bool:
+        """Whether a buffer was written in place since `mark_clean`."""
+        return [tensor._version for tensor in self._tensors()] != self._versions
+
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
+        self._places.check([getattr(self.module, name, None) for names in self._buffers for name in names])
+
+    def state(self) -> dict[str, Any]:
+        """Counters of iterations."""
+        counters = {name: int(getattr(self.module, name)) for name in _COUNTERS}
+        return counters | {"_current_iter_tensor": self.module._current_iter_tensor.detach().clone()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores them; what was evicted has been drawn again by then."""
+        for name in _COUNTERS:
+            setattr(self.module, name, state[name])
+        with torch.no_grad():
+            self.module._current_iter_tensor.copy_(state["_current_iter_tensor"])
+        self.module._evicted = False
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for names in self._buffers:
+            for name in names:
+                yield getattr(self.module, name)
+
+
+def _named(module: Any, metadata: str, prefix: str) -> list[str]:
+    """The buffers that a policy asked for; each must be the module's own."""
+    names = [prefix + name for name in own(module, metadata)]
+    for name in names:
+        if own(module, name) is not own(module, metadata)[name.removeprefix(prefix)]:
+            raise UnsupportedTable(f"{name} of a {type(module).__name__} is not the tensor in {metadata}")
+    return names
+
+
+class Remaps:
+    """The engine of all maps of this rank.
+
+    Args:
+        collections: sharded ManagedCollisionCollections, by path.
+
+    Raises:
+        UnsupportedTable: see `Remap`.
+    """
+
+    name = "managed collision"
+
+    def __init__(self, collections: Mapping[str, Any]) -> None:
+        self._collections = dict(collections)
+        self._remaps = [
+            Remap(f"{path}._managed_collision_modules.{table}", module)
+            for path, collection in self._collections.items()
+            for table, module in own(collection, "_managed_collision_modules").items()
+        ]
+        self.tables: list[RemapTable] = [table for remap in self._remaps for table in remap.tables]
+        self.parameters: list[nn.Parameter] = []
+        self.stepped: dict[str, nn.Parameter] = {}
+        self.aside: list[nn.Module] = list(self._collections.values())
+        self.averaged: list[Any] = []
+        self._handles: list[Any] = []
+        self._touched: set[int] = set()
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`."""
+        return self._remaps[index // 2].tensors(index % 2)
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves all buffers into the arena, with all of this process's views of them."""
+        moves: list[Move] = []
+        for number, remap in enumerate(self._remaps):
+            moves += remap.place(stored[2 * number : 2 * number + 2], fresh=fresh)
+        repoint(moves)
+        for remap in self._remaps:
+            remap.check_views()
+        for path, collection in self._collections.items():
+            spans = [span for remap in self._remaps for span in remap.spans]
+            shards = own(collection, "_model_parallel_mc_buffer_name_to_sharded_tensor").values()
+            check_inside(path, [tensor for shard in shards for tensor in local(shard)], spans)
+        self.mark_clean()
+
+    def watch(self, hooks: Hooks) -> None:
+        """Registers with each map; from here on undeclared changes raise."""
+        self._hooks = hooks
+        for number, remap in enumerate(self._remaps):
+            before = functools.partial(self._before_profile, number)
+            self._handles.append(Before(remap.module, "profile", before))
+        for path, collection in self._collections.items():
+            before_load = Tied(functools.partial(self._before_load, path))
+            self._handles.append(collection.register_load_state_dict_pre_hook(before_load))
+
+    def unwatch(self) -> None:
+        """Removes all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def touch(self, index: int, ids: Ids) -> None:
+        """Captures entries that are about to be written by hand."""
+        self._expect(index // 2)
+        if len(ids):
+            self._hooks.capture(index, ids)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a map changed undeclared; called when a step begins and ends."""
+        for number, remap in enumerate(self._remaps):
+            if number in self._touched:
+                remap.mark_clean()
+            self._check(remap)
+        self._touched.clear()
+
+    def mark_clean(self) -> None:
+        """Accepts the present state of all maps as declared (after an undo)."""
+        self._touched.clear()
+        for remap in self._remaps:
+            remap.mark_clean()
+
+    def state(self) -> dict[str, Any]:
+        """The counters, by map."""
+        return {remap.path: remap.state() for remap in self._remaps}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores them; maps that are not in the state keep theirs."""
+        for remap in self._remaps:
+            if (kept := state.get(remap.path)) is not None:
+                remap.set_state(kept)
+
+    def _expect(self, number: int) -> None:
+        """Expects a write of a map, unless it has been written undeclared before."""
+        if number not in self._touched:
+            self._check(self._remaps[number])
+        self._touched.add(number)
+
+    def _check(self, remap: Remap) -> None:
+        if not self._hooks.protects:
+            return
+        remap.check_storage()
+        if remap.is_written():
+            self._hooks.on_undeclared()
+            raise UndeclaredWrite(
+                f"{remap.path} was written in place, but not by TorchRec's profile(): declare such entries "
+                f"with guard.touch({remap.tables[0].name!r}) inside the step, before the write. Restart the "
+                f"job: it computes parity again from the present entries"
+            )
+
+    def _before_profile(self, number: int, features: Mapping[str, Any]) -> None:
+        """Captures the entries that a batch in training changes, before it does."""
+        remap = self._remaps[number]
+        if not remap.module.training:
+            return
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"a lookup in training mode would change {remap.path} outside of a step: call the model "
+                f"inside `with guard.step():`, or after model.eval(). No entry was written"
+            )
+        self._expect(number)  # TorchRec writes even a batch without ids
+        for table, ids in remap.changes(features):
+            self.touch(2 * number + table, ids)
+
+    def _before_load(self, path: str, *_: Any) -> None:
+        raise UndeclaredWrite(
+            f"load_state_dict() would overwrite the maps of {path}, and not their histories: load before "
+            f"ecemb.protect()"
+        )
