@@ -308,8 +308,8 @@ class Remaps:
         """The counters, by map."""
         return {remap.path: remap.state() for remap in self._remaps}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores them; maps that are not in the state keep theirs."""
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restores them, of maps whose paths are the same; others keep theirs."""
         for remap in self._remaps:
             if (kept := state.get(remap.path)) is not None:
                 remap.set_state(kept)
