@@ -232,7 +232,8 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         parts: list[Tensor] = []
         for key, collection in self.collections.items():
-            found = collection((others or {}).get(key, batch))
+            apart = key.startswith(("weighted", "variable"))  # by the key: fx traces this
+            found = collection(others[key] if apart and others is not None else batch)
             if key in MANAGED:
                 found, _ = found  # without the remapped ids
             if key not in SEQUENCES:
