@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import get_args
 
+from .._wording import listed
 from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
@@ -71,9 +72,9 @@ class RecoveryReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        phases = _listed(self.seconds)
+        phases = _by_phase(self.seconds)
         if self.before_s:
-            phases += f"; before: {_listed(self.before_s)}"
+            phases += f"; before: {_by_phase(self.before_s)}"
         if self.kind in ("fresh", "checkpoint"):
             return f"{headline(self)[:-1]}: {phases})"
         redone = "a step redone" if self.redone else "no step redone"
@@ -83,7 +84,7 @@ class RecoveryReport:
         )
 
 
-def _listed(seconds: dict[str, float]) -> str:
+def _by_phase(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
 
 
@@ -96,7 +97,7 @@ def headline(report: RecoveryReport) -> str:
     if report.kind != "checkpoint":
         what = "recovered, no memory was lost"
     if report.lost:
-        what = f"recovered, ranks {list(report.lost)} lost their memory and were rebuilt from parity"
+        what = f"recovered, the memory of {listed(report.lost)} was lost and rebuilt from parity"
     return f"{what}; training goes on from step {report.step} {total}"
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
+from .._wording import listed
 from ..arena.classify import Judgement, classify
 from ..arena.header import NONE, Header
 from ..coding.placement import Placement
@@ -122,7 +123,7 @@ def plan_recovery(
     undeclared = [rank for rank, header in sorted(survivors.items()) if header.undeclared]
     if lost and undeclared:
         raise InconsistentArenas(
-            f"ranks {list(lost)} lost their memory, and rows of ranks {undeclared} were written without "
+            f"the memory of {listed(lost)} is lost, and rows of {listed(undeclared)} were written without "
             f"being declared, so parity no longer fits what was lost. Remove the arenas "
             f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
         )
@@ -184,9 +185,9 @@ def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivo
     classes = placement.broken(lost)
     r = placement.n - placement.k
     raise TooManyErasures(
-        f"ranks {list(lost)} lost their memory: more than r = {r} of the n = {placement.n} blocks of "
-        f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of ranks "
-        f"{list(survivors)} is untouched",
+        f"the memory of {listed(lost)} is lost: more than r = {r} of the n = {placement.n} blocks of "
+        f"stripe classes {list(classes)} are gone, so their rows can't be rebuilt. The memory of "
+        f"{listed(survivors)} is untouched",
         "Bring back a lost host's memory, or resume from a checkpoint: ecemb.protect(resume=)",
     )
 

@@ -16,7 +16,7 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Composition:
     """The composition of replicated state at a moment.
 
     Attributes:
@@ -33,7 +33,7 @@ class Look:
     options: list[list[dict[str, Any]]]
     kinds: list[str]
 
-    def is_as(self, other: Look) -> bool:
+    def is_as(self, other: Composition) -> bool:
         """Whether everything except options is unchanged."""
         return (
             self.versions == other.versions
@@ -42,7 +42,7 @@ class Look:
             and _equal(self.rest, other.rest)
         )
 
-    def moved_since(self, then: Look, names: Sequence[str]) -> dict[str, str]:
+    def moved_since(self, then: Composition, names: Sequence[str]) -> dict[str, str]:
         """The changes since an earlier moment: the changed item -> the change, as text.
 
         Args:
@@ -69,19 +69,19 @@ class Look:
 
 
 @dataclasses.dataclass(frozen=True)
-class Began:
+class StepBegin:
     """The state at the start of a step.
 
     Attributes:
         options: options of each parameter group of each optimizer; None if the whole state was saved.
-        moved: the changes since the last commit, as of `Look.moved_since`.
+        moved: the changes since the last commit, as of `Composition.moved_since`.
     """
 
     options: list[list[dict[str, Any]]] | None
     moved: dict[str, str]
 
 
-def look(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Look:
+def record(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Composition:
     """Records the composition of the state that is collected for saving.
 
     Args:
@@ -93,7 +93,7 @@ def look(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Look:
     _flatten(collected, tensors, rest)
     versions = [-1 if one.is_inference() else one._version for one in tensors]
     groups = [[options(group) for group in one.param_groups] for one in optimizers]
-    return Look(tensors, versions, rest, groups, [type(one).__name__ for one in optimizers])
+    return Composition(tensors, versions, rest, groups, [type(one).__name__ for one in optimizers])
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

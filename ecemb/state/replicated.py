@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
-from .composition import Began, Look, look, options
+from .composition import Composition, StepBegin, options, record
 from .flatten import Outline, Part, filled, same, taken, unpacked
 from .optimizer_match import check_fit, kind
 from .partitioned import check_modules, check_optimizers, check_whole
@@ -72,7 +72,7 @@ class ReplicatedState:
         self._parts: dict[int, list[Part]] = {}  # by the slot's address
         self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
         self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
-        self._seen: Look | None = None  # at the last save or load
+        self._seen: Composition | None = None  # at the last save or load
 
     @property
     def size_bytes(self) -> int:
@@ -100,7 +100,7 @@ class ReplicatedState:
             part.save(tensors)
         slots.seal(transaction)
         self._remember(transaction, tensors)
-        self._seen = self._look()
+        self._seen = self._composition()
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
@@ -115,17 +115,17 @@ class ReplicatedState:
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
         self._remember(transaction, self._outlined(check=False)[1])
-        self._seen = self._look()
+        self._seen = self._composition()
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        return self._moved(self._look())
+        return self._moved(self._composition())
 
-    def _moved(self, now: Look) -> dict[str, str]:
+    def _moved(self, now: Composition) -> dict[str, str]:
         names = [] if self._outline is None else self._outline.names
         return {} if self._seen is None else now.moved_since(self._seen, names)
 
-    def begin(self, savepoint: StateStore, transaction: int) -> Began:
+    def begin(self, savepoint: StateStore, transaction: int) -> StepBegin:
         """Records the state for `back`, at the start of the first step after the commit of `transaction`.
 
         If tensors and state are as saved in the slot of `transaction`, only options are recorded. Otherwise
@@ -135,14 +135,14 @@ class ReplicatedState:
             savepoint: overwritten or unchanged.
             transaction: the last transaction that was saved or loaded.
         """
-        now, seen = self._look(), self._seen
+        now, seen = self._composition(), self._seen
         moved = self._moved(now)
         if seen is None or not now.is_as(seen) or self._extra:
             self.save(savepoint, transaction)
-            return Began(None, moved)
-        return Began(now.options, moved)
+            return StepBegin(None, moved)
+        return StepBegin(now.options, moved)
 
-    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: Began) -> None:
+    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: StepBegin) -> None:
         """Restores the state at `begin`.
 
         Args:
@@ -163,7 +163,7 @@ class ReplicatedState:
                 for key in options(group).keys() - then.keys():
                     del group[key]
                 group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
-        self._seen = self._look()
+        self._seen = self._composition()
 
     def restore(
         self,
@@ -237,8 +237,8 @@ class ReplicatedState:
         numbers = bytearray()
         return taken(self._collect(), tensors, numbers), tensors, numbers
 
-    def _look(self) -> Look:
-        return look(self._collect(extra=False), self._optimizers)
+    def _composition(self) -> Composition:
+        return record(self._collect(extra=False), self._optimizers)
 
     def _collect(self, *, extra: bool = True) -> dict[str, object]:
         tensors = self._tensors()

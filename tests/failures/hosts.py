@@ -27,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness.ports import ReservedPort
+from ecemb._wording import listed
 from ecemb.arena.arena import Arena
 from ecemb.arena.header import Constants, State
 from ecemb.arena.scan import Directory
@@ -540,7 +541,7 @@ def scenario_too_many() -> Result:
         others = [agents["a"], job.start("d"), job.start("e")]
         lost = sorted(seats["b"] | seats["c"])
         for agent in others:
-            job.wait_for_log(agent, f"TooManyErasures: ranks {lost} lost their memory")
+            job.wait_for_log(agent, f"TooManyErasures: the memory of {listed(lost)} is lost")
         job.kill(others[2])
         put_back()
         job.start("c")

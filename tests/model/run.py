@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .next_protocol import NEXT, NEXT_FULL, NEXT_QUICK
+from .rounds_table import ROUNDS, ROUNDS_FULL, ROUNDS_QUICK
 from .rules import Config
 from .search import Result, search
 from .starts import Starts
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/model", description=__doc__)
     parser.add_argument(
         "--rule",
-        choices=sorted({e.rule for e in (*ENTRIES, *NEXT)}),
+        choices=sorted({e.rule for e in (*ENTRIES, *ROUNDS)}),
         help="print this rule's counterexample only",
     )
     parser.add_argument(
@@ -85,19 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="search only what `make test` searches")
     args = parser.parse_args(arguments)
     if args.table:
-        for entries in (ENTRIES, NEXT):
+        for entries in (ENTRIES, ROUNDS):
             for line in table(entries):
                 print(line, flush=True)
         return 0
     fine = True
     if args.rule is None:
-        for config in (*QUICK, *NEXT_QUICK) if args.quick else (*FULL, *NEXT_FULL):
+        for config in (*QUICK, *ROUNDS_QUICK) if args.quick else (*FULL, *ROUNDS_FULL):
             result = search(config)
             print(report(config, result), flush=True)
             for line in result.trace:
                 print(f"    {line}")
             fine = fine and result.complete
-    for entry in (*ENTRIES, *NEXT):
+    for entry in (*ENTRIES, *ROUNDS):
         if args.rule in (None, entry.rule):
             fine = explain(entry) and fine
     return 0 if fine else 1

@@ -254,9 +254,9 @@ def more_is_lost_than_the_code_survives(place: Place) -> None:
     place.lose(0, 3)
     if place.index < WORLD:
         survivors = place.arenas()
-        with life(place), matching(TooManyErasures, r"ranks \[0, 3\] lost", "resume"):
+        with life(place), matching(TooManyErasures, "ranks 0 and 3 is lost", "resume"):
             Training().protect()
-        with life(place), matching(TooManyErasures, r"ranks \[0, 3\]", "no complete checkpoint"):
+        with life(place), matching(TooManyErasures, "ranks 0 and 3", "no complete checkpoint"):
             Training().protect(resume=place.root / "nowhere")
         assert place.arenas() == survivors
         with life(place):

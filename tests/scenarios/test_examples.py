@@ -146,7 +146,7 @@ def test_a_killed_example_ends_as_one_that_is_left_alone(name: str, lives: Lives
         codes, said_again = lives.run(name, "killed", tmp_path, dies=step)
         told = "\n".join(said_again)
         if before is not None:
-            assert "ranks [1] lost their memory" in told and f"goes on from step {before}" in told, told
+            assert "the memory of rank 1 was lost" in told and f"goes on from step {before}" in told, told
         if step is None:
             assert codes == [0, 0], told
             assert digests(said_again) == digests(said)

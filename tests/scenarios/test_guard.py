@@ -266,7 +266,7 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
     assert (report.rebuilt_bytes > 0) is (rank == 0)
     assert {"agree", "attach", "decide", "rebuild", "replicated", "verify", "restore"} <= set(report.seconds)
     assert [*report.before_s] == ["script", "rendezvous"] and min(report.before_s.values()) >= 0
-    assert "[0] lost their memory" in str(report) and "from step 2" in str(report)
+    assert "the memory of rank 0 was lost" in str(report) and "from step 2" in str(report)
     assert f"({report.total_s:.2f} s; this rank: " in str(report)
     word = guard._memory.arena.get
     assert (word("recovery_kind"), word("recovery_step")) == (3, 2)

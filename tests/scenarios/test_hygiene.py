@@ -150,7 +150,7 @@ def too_many_damaged_are_named_and_left_as_they_are(place: Place) -> None:
     damaged = head(mine)
     with (
         life(place),
-        matching(TooManyErasures, "lost their memory", "are kept", "/host0/", "/host1/", "checksum"),
+        matching(TooManyErasures, "is lost", "are kept", "/host0/", "/host1/", "checksum"),
     ):
         Training().protect()
     assert place.arenas() == [mine]

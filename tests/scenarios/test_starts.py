@@ -162,7 +162,7 @@ def a_job_that_lost_too_much_says_so_and_touches_nothing(place: Place) -> None:
     if place.index != 2:
         mine.rename(mine.with_suffix(".aside"))
     with life(place):
-        with matching(TooManyErasures, r"ranks \[0, 1\] lost", r"ranks \[2\] is untouched"):
+        with matching(TooManyErasures, "ranks 0 and 1 is lost", "rank 2 is untouched"):
             Training().protect()
         assert place.arenas() == ([mine] if place.index == 2 else [])
     if place.index != 2:  # the hosts are back

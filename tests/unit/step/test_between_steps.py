@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.state.composition import Look, look
+from ecemb.state.composition import Composition, record
 from ecemb.step.between_steps import Between
 from support.guarded_training import bags, initialise
 from support.processes import launch
@@ -130,10 +130,10 @@ def test_every_thing_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [one.split()[0] for one in words] == ["lr", "numpy"]
 
 
-def looked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Look:
+def looked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Composition:
     tensors = dict(model.named_parameters())
     state = {index: optimizer.state[one] for index, one in enumerate(tensors.values())}
-    return look({"model": tensors, "optimizers": [{"options": {}, "state": state}]}, [optimizer])
+    return record({"model": tensors, "optimizers": [{"options": {}, "state": state}]}, [optimizer])
 
 
 def replaced_moment(model: Any, optimizer: torch.optim.Optimizer) -> None:

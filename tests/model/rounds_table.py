@@ -26,7 +26,7 @@ def _four(**bounds: int | bool) -> Config:
     return _job(4, 2, 1, **bounds)
 
 
-NEXT_QUICK = (
+ROUNDS_QUICK = (
     _three(steps=2, crashes=2, losses=1),
     _two(steps=2, window=2, crashes=2, shortages=1, choices=1),
     _two(steps=2, crashes=1, losses=1, fails=1, overlap=True),
@@ -38,8 +38,8 @@ NEXT_QUICK = (
 )
 """For `make test`."""
 
-NEXT_FULL = (
-    *NEXT_QUICK,
+ROUNDS_FULL = (
+    *ROUNDS_QUICK,
     # windows and overlap together
     _two(steps=4, window=2, crashes=1, losses=1, fails=1, overlap=True),
     _two(steps=4, window=2, crashes=1, shortages=2, choices=1, overlap=True),
@@ -64,7 +64,7 @@ NEXT_FULL = (
 )
 """For `make model`."""
 
-NEXT = (
+ROUNDS = (
     # the status
     Entry(
         "failed_before_first_round",
