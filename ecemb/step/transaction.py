@@ -40,7 +40,7 @@ from ..kernels.contract import Words
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..state.rank_state import RankState, Taken, read, write_
-from ..state.replicated import Began, ReplicatedState
+from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
 from .between_steps import Between
@@ -100,7 +100,7 @@ class Transactions:
         self._steps = 0  # steps of the transaction that have ended
         self._savepoint = Savepoint()
         self._taken: Taken | None = None  # rank state at the step's begin
-        self._began = Began(None, {})
+        self._began = StepBegin(None, {})
         self._fetch = fetch
         self._between = Between(speaks=transport.rank == 0)
         self._commits, self._compare_every = 0, compare_every
@@ -170,7 +170,7 @@ class Transactions:
         elif self._abortable:
             self._taken = self._rank_state.take()
             self._replicated.save(self._savepoint, transaction - 1)
-            self._began = Began(None, {})
+            self._began = StepBegin(None, {})
 
     def capture(self, table: int, ids: NDArray[np.int64]) -> None:
         """Saves rows before they change.
