@@ -217,7 +217,7 @@ class Transactions:
         if whole or self._abortable:
             self._bring()
         if self._must_settle:
-            self._settle()
+            self.settle()
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)
@@ -248,12 +248,17 @@ class Transactions:
         """
         if self._steps or self._pending is not None:
             self.in_flight, began = self.next_step, time.perf_counter()
-            self._settle()
+            self.settle()
             if self._steps:
                 self._bring()
                 self._end_window(self.in_flight, began)
-                self._settle()
+                self.settle()
             self.in_flight = None
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no step is open, and no window: all that has ended is decided, or will be by the thread."""
+        return self.in_flight is None and self._steps == 0
 
     def close(self) -> None:
         """Ends the thread, if there is one; the last call."""
@@ -266,8 +271,8 @@ class Transactions:
             with self.phase("image"):
                 self._fetch()
 
-    def _settle(self) -> None:
-        """Waits until the transaction before is decided, if one is pending.
+    def settle(self) -> None:
+        """Waits until the transaction before is decided, if one is pending. One rank.
 
         Raises:
             The errors of `commit`: the transaction before is then not prepared.
