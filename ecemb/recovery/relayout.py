@@ -163,7 +163,7 @@ def plan_relayout(
         abortable: whether each old rank holds all of the replicated state.
 
     Raises:
-        InconsistentArenas: nobody attaches to the arena of a survivor.
+        InconsistentArenas: no new rank attaches to the arena of a survivor.
         LayoutMismatch: no old rank had a row that is wanted.
     """
     if free := [rank for rank in recovery.survivors if holders[rank] is None]:
