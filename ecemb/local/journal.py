@@ -114,6 +114,19 @@ class RowJournal:
         """Bytes of old records after each step of the transaction, the last of which may be open."""
         return [*self._ends, self.used_bytes]
 
+    @property
+    def likely_bytes(self) -> int:
+        """Bytes of old records that the next transaction may need as well.
+
+        Runs of rows are left out: of a table that is written whole now and then, both journals would have
+        the size.
+        """
+        return sum(
+            _CHUNK_HEAD_WORDS * WORD_BYTES + ids.nbytes + records.nbytes
+            for _, ids, records in self._chunks
+            if int(ids[-1]) - int(ids[0]) >= len(ids)
+        )
+
     def arm(self, transaction: int, steps: int = 1, likely_bytes: int = 0) -> None:
         """Empties the journal for a new transaction: the count first, then the label.
 

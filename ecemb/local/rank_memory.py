@@ -170,7 +170,7 @@ class RankMemory:
             transaction: its number.
             steps: steps that it is expected to have.
         """
-        likely_bytes = self.journal.used_bytes
+        likely_bytes = self.journal.likely_bytes
         self.journal = next(one for one in self._journals if one.label <= self.committed)
         self.journal.arm(transaction, steps, likely_bytes)
 

@@ -72,7 +72,7 @@ def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -
     kills = (
         Kill(2, (1,), "backward", part=0.3),
         Kill(3, (2,), "body"),
-        Kill(4, lost, "backward", part=0.5, wipe=True),
+        Kill(4, lost, "body", wipe=True),
         Kill(6, (1,), "body"),
     )
     memory = f"memory 4 {' '.join(map(str, lost))}"
@@ -97,7 +97,6 @@ def check_of(folder: Path, collections: tuple[str, ...], code: tuple[int, int]) 
     """Kills a process, then the memory of as many ranks as the code survives."""
     setting = Setting(varied_tables(*collections), code=code, steps=7, load=2, aborts=(3,))
     lost = (0, 3)[: code[0] - code[1]]
-    # Victims wait for one another: in the middle of backward, a collective may be between two of them.
     kills = (Kill(1, (2,), "backward", part=0.5), Kill(4, lost, "body", wipe=True))
     names = " ".join(map(str, lost))
     assert check(folder, setting, kills) == ["fresh 0", "process 1", f"memory 4 {names}"]

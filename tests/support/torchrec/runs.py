@@ -51,15 +51,20 @@ OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad", "averaging")
 DTYPES = ("fp32", "fp16")
 
 
+MEETING = ("body", "evicted", "synced")
+"""Places that one rank reaches although another one already waits there: no collective is between them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kill:
     """One failure.
 
     Attributes:
         step: the one that it happens in.
-        ranks: that die, at the same time.
-        place: "backward", once `part` of this rank's lookups are updated, "body", at the end of it, or
-            "evicted", once the evicted rows of a collection are drawn again.
+        ranks: that die, at the same time: they wait for one another, so it is at a place of `MEETING`.
+        place: "backward", once `part` of this rank's lookups are updated, "body", at the end of it,
+            "evicted", once the evicted rows of a collection are drawn again, or "synced", once the tables of
+            2D parallelism are averaged.
         part: 0 to 1.
         wipe: whether their arenas go as well.
     """
@@ -69,6 +74,10 @@ class Kill:
     place: str = "body"
     part: float = 0.0
     wipe: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) > 1 and self.place not in MEETING:
+            raise ValueError(f"ranks {self.ranks} would wait for one another at {self.place!r} for ever")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,7 @@ def test_a_window_asks_for_its_next_steps_before_it_needs_them(memory: RankMemor
 
 def test_the_other_journal_is_ready_for_as_much_as_this_one_took(memory: RankMemory) -> None:
     memory.arm(1)
-    memory.journal.capture(0, np.arange(2000))
+    memory.journal.capture(0, np.arange(0, ROWS, 2))
     taken = memory.journal.used_bytes
     memory.arm(2)  # the first is undecided
     memory._ahead.wait()

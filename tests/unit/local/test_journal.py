@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ecemb.adapters.engine import all_rows
 from ecemb.arena.arena import Arena
 from ecemb.coding.delta import Delta, Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
@@ -92,6 +93,27 @@ def test_a_row_is_saved_once_and_with_its_oldest_bytes(memory: RankMemory, seed:
     scribble(memory.space, 0, (1, 2, 9), rng)
     assert another_process(memory).undo() == 7
     assert np.array_equal(everything(memory.space), before)
+
+
+def test_a_whole_table_takes_the_journal_its_size_once(tmp_path: Path) -> None:
+    """8 bytes a row, and a quarter more; nothing for rows declared again, nor in the other journal."""
+    rows, chunk = 16_000, 1 << 20
+    layouts = [TableLayout("whole", rows, (Column("weight", "float32", 1024),)), LAYOUTS[-1]]
+    with alone(tmp_path, layouts) as memory, mock.patch("ecemb.adapters.engine._CHUNK_BYTES", chunk):
+        memory.arena.set("prepared", 0)
+        memory.commit(0)
+        memory.arm(1)
+        chunks = list(all_rows(layouts[0]))
+        assert max(map(len, chunks)) * 1024 <= chunk
+        for some in chunks * 2:
+            memory.journal.capture(0, some)
+        size = rows * (1024 + 8) + 16 * len(chunks)
+        assert memory.journal.used_bytes == size
+        assert size <= memory.arena.reserved("row_journal") <= 1.25 * size
+        memory.arm(2)  # while the first is undecided
+        memory.journal.capture(0, np.arange(100))
+        memory._ahead.wait()
+        assert memory.arena.reserved("next_journal") < size / 4
 
 
 def test_changes_are_old_xor_new_block_by_block(memory: RankMemory, seed: int) -> None:
