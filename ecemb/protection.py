@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def protect(
     *,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
     tables: Mapping[str, nn.Module] | None = None,
-    code: Code,
+    code: Code | Sequence[Code] | Callable[[int], Code | Sequence[Code]],
     state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
     without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
     window: int | Literal["auto"] = 1,
@@ -44,6 +44,7 @@ def protect(
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
     renamed: Mapping[str, str] | None = None,
     transfer: Transfer | None = None,
+    elastic: bool = False,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -61,7 +62,8 @@ def protect(
             its fused SGD, row-wise Adagrad or Adagrad). TorchRec's combined optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
-        code: the (n, k) code; n at most the number of ranks.
+        code: the (n, k) code; n at most the number of ranks. A list has codes by preference: the first that
+            fits counts. A function of the number of ranks returns one of the two.
         state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by
             name. One alone will do, and so will a list in a fixed order where no two are of one class.
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
@@ -88,6 +90,9 @@ def protect(
         renamed: keys of tables in the checkpoint of `resume`, by their keys now, where the two differ; a key
             is the table's path in the model, without a range of columns.
         transfer: tables of another training that this one takes at step 0, where it begins.
+        elastic: whether the job goes on with another number of ranks, from memory: rows, their optimizer's
+            state and dense state exactly, the rest as from a checkpoint. Has to be True when the arenas are
+            made as well. Hosts need room for old and new arenas at once. Not for tables sharded by hand.
 
     Returns:
         The guard.
@@ -97,7 +102,8 @@ def protect(
         UsageError: this process has a guard already.
         ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
             PlacementError.
-        LayoutMismatch: the job was started with another model, code or number of ranks.
+        LayoutMismatch: the job was started with another model or code.
+        RendezvousError: the job was started with another number of ranks, and `elastic` is not set.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
         CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the
@@ -107,11 +113,13 @@ def protect(
     session = current()
     if session.protected:
         raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
+    given = code(session.world_size) if callable(code) else code
+    codes = (given,) if isinstance(given, Code) else tuple(given) if isinstance(given, (list, tuple)) else ()
     request = Request(
         model=model,
         optimizers=optimizers_of(optimizers),
         modules=modules_of(tables),
-        code=code,
+        code=codes[0] if codes else cast("Code", given),
         state=state,
         without=listed(without_optimizer),
         window=Window(window, mtbf, max_replay),
@@ -123,6 +131,8 @@ def protect(
         reader=None if resume is None else reader_of(resume),
         renamed=renamed or {},
         transfer=transfer,
+        elastic=elastic,
+        codes=codes,
     )
     opened = open_memory(session, request)
     session.protected = True

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,6 +58,8 @@ class Session:
         hosts: rank -> host of its worker now.
         roster: what all workers agreed on.
         arena: this rank's arena, locked; None for a replacement rank.
+        held: arenas, locked, that another number of ranks made, until they have moved.
+        holders: id of such an arena -> rank of the worker that holds it, on all hosts.
         job_flags: the part of the store that outlives this start.
         timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
         patience_s: deadline of collectives: a peer that is not silent is only slow.
@@ -79,6 +82,8 @@ class Session:
     patience_s: float
     watch: FailureDetector | None
     whereabouts: Whereabouts
+    held: tuple[Arena, ...] = ()
+    holders: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     joined_s: float = 0.0
     protected: bool = False
     check: Check | None = None
@@ -166,7 +171,7 @@ def init_process_group(
     )
     patience_s = max(timeout_s, _PATIENCE_S)
     group_store = dist.PrefixStore(f"ecemb/{job}/{workers.roster.prefix}", store)
-    arena = rendezvous.make_group(backend, group_store, workers, found, timeout_s, patience_s)
+    arena, held = rendezvous.make_group(backend, group_store, workers, found, timeout_s, patience_s)
     _session = Session(
         job=job,
         directory=directory,
@@ -180,6 +185,8 @@ def init_process_group(
         patience_s=patience_s,
         watch=workers.watch,
         whereabouts=whereabouts,
+        held=held,
+        holders=workers.holders,
         joined_s=time.monotonic() - began,
         check=_check,
     )
@@ -188,13 +195,18 @@ def init_process_group(
 
 def _log_start(session: Session, workers: rendezvous.Workers) -> None:
     held = [one.rank for one in workers.assignments if one.arena_id is not None]
+    found = listed(held) if 0 < len(held) < session.world_size else "all ranks" if held else "no rank"
+    if workers.holders:
+        survivors = session.roster.judgement.survivors
+        before = survivors[0].constants.world_size
+        found = f"{listed(sorted(one.constants.rank for one in survivors))} of {counted(before, 'rank')}"
     logger.log(
         logging.INFO if session.rank == 0 else logging.DEBUG,
         "job %s: %s on %s; the memory of %s was found",
         session.job,
         counted(session.world_size, "rank"),
         counted(len(set(session.hosts)), "host"),
-        listed(held) if 0 < len(held) < session.world_size else "all ranks" if held else "no rank",
+        found,
     )
     if session.rank != workers.index:
         logger.info("torchrun's rank %d is rank %d, to follow its memory", workers.index, session.rank)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..coding.rows import TableLayout
+from ..coding.rows import Column, TableLayout
 from ..errors import CheckpointMismatch, ConfigurationError
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import StateStore
@@ -38,7 +38,7 @@ from .transfer import Taking, read_ids, read_pieces
 
 FORMAT = 2
 CHUNK_BYTES = 1 << 27
-_OUTLINE = "ecemb/outline"
+OUTLINE = "ecemb/outline"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +87,19 @@ def _width(dtype: str, row_bytes: int) -> int:
     return row_bytes // getattr(torch, dtype).itemsize
 
 
+def values_of(column: Column, rows: NDArray[np.uint8]) -> torch.Tensor:
+    """The values in a column's bytes (uint8 [rows, row_bytes], contiguous): [rows, width], a view."""
+    values = torch.from_numpy(rows.reshape(-1)).view(getattr(torch, column.dtype))
+    return values.reshape(len(rows), _width(column.dtype, column.row_bytes))
+
+
 def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]:
     """This rank's rows: views of the arena, cut into runs of at most CHUNK_BYTES."""
     pieces: list[Piece] = []
     for shard, table in zip(shards, memory.space.tables, strict=False):
         key = shard.key(rank)
         for column, values in zip(shard.layout.columns, table.columns, strict=True):
-            width = _width(column.dtype, column.row_bytes)
-            rows = torch.from_numpy(values.reshape(-1)).view(getattr(torch, column.dtype))
-            rows = rows.reshape(shard.layout.rows, width)
+            rows, width = values_of(column, values), _width(column.dtype, column.row_bytes)
             shape = (shard.layout.rows if shard.rows is None else shard.rows, width)
             run = max(1, CHUNK_BYTES // max(1, column.row_bytes))
             for at in range(0, shard.layout.rows, run) or ([0] if shard.rows is None else []):
@@ -116,7 +120,7 @@ def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
     """This rank's part of replicated state: all ranks share the writing, by bytes."""
     _, names, tensors = unpacked(slot)
     whole = [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
-    whole.append(_bytes(_OUTLINE, in_front(slot)))
+    whole.append(_bytes(OUTLINE, in_front(slot)))
     loads = [0] * world_size
     mine: list[Piece] = []
     for piece in sorted(whole, key=lambda piece: (-piece.tensor.nbytes, piece.key)):
@@ -332,14 +336,41 @@ def restore(
         CheckpointError: the checkpoint can't be read, or doesn't fit.
         LayoutMismatch: dense state doesn't fit the model and its optimizers.
     """
-    rank, facts = memory.rank, stored.facts
-    pieces = _rows(memory, shards, rank)
+    pieces = _rows(memory, shards, memory.rank)
     read_pieces(reader, stored, [piece for piece in pieces if piece.key in sources], sources)
     if by_hand_too := [piece for piece in pieces if piece.key not in sources]:
         reader.read(stored, by_hand_too)
+    return restore_state(reader, stored, memory.rank, world_size, replicated, rank_state)
 
+
+def restore_state(
+    reader: CheckpointReader,
+    stored: Stored,
+    rank: int,
+    world_size: int,
+    replicated: ReplicatedState,
+    rank_state: RankState,
+) -> bytes:
+    """Restores replicated state and rank state. One rank, by itself.
+
+    Args:
+        reader: the reader that found `stored`.
+        stored: `check` has passed.
+        rank: this rank.
+        world_size: number of ranks now.
+        replicated: its model and optimizers are overwritten.
+        rank_state: its objects and generators are overwritten.
+
+    Returns:
+        The rank state for this rank's record.
+
+    Raises:
+        CheckpointError: the checkpoint can't be read, or doesn't fit.
+        LayoutMismatch: dense state doesn't fit the model and its optimizers.
+    """
+    facts = stored.facts
     outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
-    reader.read(stored, [_whole(_OUTLINE, outline)])
+    reader.read(stored, [_whole(OUTLINE, outline)])
     plain = outline_of(outline.numpy())
     names, blanks = blank(plain)
     tensors = [torch.empty(one.shape, dtype=one.dtype) for one in blanks]

@@ -59,10 +59,18 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """A worker's logical rank, and the id of its arena; None for a replacement rank."""
+    """A worker's logical rank, and the memory that it claims.
+
+    Attributes:
+        rank: the logical rank.
+        arena_id: id of the rank's arena; None for a replacement rank.
+        held: ids of arenas that were made by another number of ranks, in the order of those ranks: the
+            worker holds them until they have moved.
+    """
 
     rank: int
     arena_id: str | None
+    held: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,8 @@ def assign(
         opened: the last generation that was opened as far as the store knows.
 
     Returns:
-        One assignment per worker. Without valid arenas the logical rank is torchrun's.
+        One assignment per worker. Without valid arenas the logical rank is torchrun's. If the arenas were
+        made by another number of ranks, no rank has an arena: workers hold those of their hosts.
 
     Raises:
         ArenaBusy: a living process holds an arena of the job.
@@ -140,13 +149,9 @@ def assign(
         return tuple(Assignment(index, None) for index in range(len(workers)))
     _check_copies(reports)
     constants = survivors[0].constants
-    if constants.world_size != len(workers):
-        raise RendezvousError(
-            f"the number of ranks of job {constants.job!r} was {constants.world_size} when it was started, "
-            f"and is {len(workers)} in this launch: launch {constants.world_size} (torchrun --nnodes x "
-            f"--nproc-per-node), or begin a new job under another name"
-        )
     at = {report.header.constants.arena_id: report.host for report in reports if report.header}
+    if constants.world_size != len(workers):
+        return _spread(workers, survivors, at)
     assignments: dict[int, Assignment] = {}
     homes: dict[str, set[str]] = {}
     for host in sorted({worker.host for worker in workers} | set(at.values())):
@@ -169,6 +174,35 @@ def assign(
     for index, rank in _match(free, lost, [worker.host for worker in workers], constants.domains, homes):
         assignments[index] = Assignment(rank, None)
     return tuple(assignments[index] for index in range(len(workers)))
+
+
+def _spread(
+    workers: Sequence[Worker], survivors: Sequence[Header], at: Mapping[str, str]
+) -> tuple[Assignment, ...]:
+    """Gives out new ranks, and the arenas of an earlier number of ranks to the workers on their hosts.
+
+    New ranks follow the order of the old ranks on their hosts, so that few rows change hosts. The arenas of a
+    host are divided evenly among its workers.
+    """
+    arenas: dict[str, list[tuple[int, str]]] = {}
+    for header in survivors:
+        name = header.constants.arena_id
+        arenas.setdefault(at[name], []).append((header.constants.rank, name))
+    last = survivors[0].constants.world_size
+
+    def place(index: int) -> tuple[int, int]:
+        return min(arenas.get(workers[index].host, [(last, "")]))[0], index
+
+    order = sorted(range(len(workers)), key=place)
+    here: dict[str, list[int]] = {}
+    for index in order:
+        here.setdefault(workers[index].host, []).append(index)
+    held: dict[int, list[str]] = {}
+    for host, found in arenas.items():
+        for i, (_, name) in enumerate(sorted(found)):
+            held.setdefault(here[host][i * len(here[host]) // len(found)], []).append(name)
+    ranks = {index: rank for rank, index in enumerate(order)}
+    return tuple(Assignment(ranks[i], None, tuple(held.get(i, ()))) for i in range(len(workers)))
 
 
 def _check_copies(reports: Sequence[Report]) -> None:

@@ -18,7 +18,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -72,6 +72,11 @@ class Workers:
         """Rank -> host of its worker."""
         hosts = {one.rank: w.host for one, w in zip(self.assignments, self.roster.workers, strict=True)}
         return tuple(hosts[rank] for rank in range(len(hosts)))
+
+    @property
+    def holders(self) -> Mapping[str, int]:
+        """Id of an arena that another number of ranks made -> rank of the worker that holds it."""
+        return {name: one.rank for one in self.assignments for name in one.held}
 
 
 def environment() -> tuple[int, int]:
@@ -150,8 +155,8 @@ def make_group(
     found: Sequence[Found],
     timeout_s: float,
     patience_s: float,
-) -> Arena | None:
-    """Claims this rank's arena, and makes torch.distributed's default group. All ranks.
+) -> tuple[Arena | None, tuple[Arena, ...]]:
+    """Claims this worker's arenas, and makes torch.distributed's default group. All ranks.
 
     Args:
         backend: as torch.distributed's.
@@ -162,16 +167,18 @@ def make_group(
         patience_s: deadline of the group's collectives.
 
     Returns:
-        This rank's arena, locked; None for a replacement rank.
+        This rank's arena, or None for a replacement rank; and those that it holds, which another number of
+        ranks made. All are locked.
 
     Raises:
-        RendezvousError: the arena changed, or is not on this host.
+        RendezvousError: an arena changed, or is not on this host.
         ArenaBusy: a living process holds it.
     """
     global _pid
     try:
         own = workers.own
-        arena = _claim(found, own, timeout_s) if own.arena_id is not None else None
+        arena = _claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
+        held = tuple(_claim(found, name, own.rank, timeout_s) for name in own.held)
         os.environ["RANK"] = str(own.rank)
         dist.init_process_group(
             backend,
@@ -187,7 +194,7 @@ def make_group(
         raise
     _pid = os.getpid()
     atexit.register(_destroy_groups)
-    return arena
+    return arena, held
 
 
 def _watch(
@@ -261,10 +268,10 @@ def _report(directory: Directory, found: Found) -> Report:
     return Report(*where, header, found.damage, found.holder, found.torn, found.incompatible)
 
 
-def _claim(found: Sequence[Found], own: Assignment, timeout_s: float) -> Arena:
-    """Locks this worker's arena, and checks that it is still what was reported."""
+def _claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -> Arena:
+    """Locks an arena for this worker, and checks that it is still what was reported."""
     for one in found:
-        if one.header is not None and one.header.constants.arena_id == own.arena_id:
+        if one.header is not None and one.header.constants.arena_id == arena_id:
             arena = Arena.attach(one, timeout_s=timeout_s)
             if arena.header() != one.header:
                 raise RendezvousError(
@@ -273,7 +280,7 @@ def _claim(found: Sequence[Found], own: Assignment, timeout_s: float) -> Arena:
                 )
             return arena
     raise RendezvousError(
-        f"rank {own.rank} was given arena {own.arena_id}, which this worker did not see on its host: "
+        f"rank {rank} was given arena {arena_id}, which this worker did not see on its host: "
         f"do two hosts of the job share the name? Give each one its own, init_process_group(host=)"
     )
 

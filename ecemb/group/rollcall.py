@@ -330,7 +330,9 @@ def _propose(board: _Board, prefix: str, told: Sequence[Roster]) -> Roster:
         opened = max(opened, 0, *held)
         board.put("started", str(opened))
     known = [_mark(board, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
-    generation = max(1 + max(known), time.time_ns())
+    generation = max(
+        2 + max(known), time.time_ns()
+    )  # a start that moves memory takes the next number as well
     board.put("generation", str(generation))  # the next leader's clock may be behind
     return Roster(
         generation=generation,

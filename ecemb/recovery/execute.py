@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import get_args
 
-from .._wording import listed
+from .._wording import counted, listed
 from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
@@ -44,17 +44,19 @@ class RecoveryReport:
     """The outcome of this start, as `guard.recovery` shows it.
 
     Attributes:
-        kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt) or
-            "checkpoint" (resumed from one).
+        kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt),
+            "checkpoint" (resumed from one) or "move" (moved from the memory of another number of ranks).
         step: the number of the step to run next.
-        lost: ranks whose memory was rebuilt.
+        lost: ranks whose memory was rebuilt; in a move, those of the earlier ranks whose rows were decoded.
         undone_rows: rows that this rank copied back from its journal.
         redone: whether this rank redid the parity of a step that was decided.
-        rebuilt_bytes: bytes of rows, parity and replicated state that this rank received.
+        rebuilt_bytes: bytes of rows, parity and replicated state that this rank received; in a move, all of
+            its rows and replicated state.
         seconds: wall time by phase of `protect` on this rank.
         before_s: wall time from the start of this process to `protect`, on this rank: "fork" until a script
             that `ecemb-run` started warm began, "script" for the script's own imports and code (and for the
             interpreter's start, if it was not forked), "rendezvous" for `init_process_group`.
+        moved_from: number of ranks that a move began with; else 0.
     """
 
     kind: Kind
@@ -65,6 +67,7 @@ class RecoveryReport:
     rebuilt_bytes: int
     seconds: dict[str, float]
     before_s: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    moved_from: int = 0
 
     @property
     def total_s(self) -> float:
@@ -93,10 +96,13 @@ def headline(report: RecoveryReport) -> str:
     total = f"({report.total_s:.2f} s)"
     if report.kind == "fresh":
         return f"fresh start: parity of the initial state is in place {total}"
-    what = "resumed from a checkpoint"
-    if report.kind != "checkpoint":
-        what = "recovered, no memory was lost"
-    if report.lost:
+    what = "recovered, no memory was lost"
+    if report.kind == "checkpoint":
+        what = "resumed from a checkpoint"
+    elif report.kind == "move":
+        decoded = f"; that of {listed(report.lost)} was lost and decoded" if report.lost else ""
+        what = f"moved from the memory of {counted(report.moved_from, 'rank')}{decoded}"
+    elif report.lost:
         what = f"recovered, the memory of {listed(report.lost)} was lost and rebuilt from parity"
     return f"{what}; training goes on from step {report.step} {total}"
 
@@ -153,7 +159,7 @@ def fill(
         write_initial: fills rows, rank state and the slot of the plan's transaction.
         watch: measures the phases.
     """
-    with watch.phase("initialise"):
+    with watch.phase("move" if plan.kind == "move" else "initialise"):
         write_initial()
     with watch.phase("encode"):
         _encode(memory, transport)

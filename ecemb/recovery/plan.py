@@ -18,7 +18,7 @@ from ..arena.header import NONE, Header
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
 
-Kind = Literal["fresh", "process", "memory", "checkpoint"]
+Kind = Literal["fresh", "process", "memory", "checkpoint", "move"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,9 @@ class RecoveryPlan:
     """What every rank does at this start.
 
     Attributes:
-        kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost) or
-            "checkpoint" (new arenas are filled from one, whatever memory survived).
+        kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost),
+            "checkpoint" (new arenas are filled from one, whatever memory survived) or "move" (new arenas are
+            filled from those of another number of ranks).
         transaction: T, which all ranks reach: 0 is the initial state, t is after step t - 1.
         survivors: ranks whose arenas are valid.
         lost: ranks without one.
@@ -68,7 +69,7 @@ class RecoveryPlan:
     @property
     def begins(self) -> bool:
         """Whether every rank makes a new arena whose first transaction is the plan's."""
-        return self.kind in ("fresh", "checkpoint")
+        return self.kind in ("fresh", "checkpoint", "move")
 
     def digest(self) -> bytes:
         """16 bytes that are equal on all ranks exactly if their plans are equal."""
@@ -147,6 +148,15 @@ def plan_resume(transaction: int) -> RecoveryPlan:
     the new ones are LIVE: a crash before that leads here again.
     """
     return RecoveryPlan(kind="checkpoint", transaction=transaction, survivors=(), lost=())
+
+
+def plan_move(recovery: RecoveryPlan) -> RecoveryPlan:
+    """Returns the plan of a start with another number of ranks, whose new arenas take over from old ones.
+
+    Args:
+        recovery: the plan for the old arenas, which come to its transaction before anything moves.
+    """
+    return RecoveryPlan(kind="move", transaction=recovery.transaction, survivors=(), lost=())
 
 
 def _over(judged: Judgement) -> str:

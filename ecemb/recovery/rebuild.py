@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -34,7 +35,9 @@ CHUNK_WORDS = 1 << 19
 """4 MiB: smaller chunks make gloo's work per message visible."""
 _AHEAD = 4
 """Chunks whose receives are posted at a time, including the one in work."""
-_TOGETHER = 256
+BUFFER_BYTES = 2 * _AHEAD * CHUNK_WORDS * WORD_BYTES
+"""The most memory of chunks on their way, on one rank."""
+TOGETHER = 256
 """Chunks between two barriers, so that a rank without a part does not wait beyond a deadline."""
 
 
@@ -70,14 +73,14 @@ def rebuild_lost(
     every = chunked(max((chain.words for chain in chains), default=0))
     size = sum(chain.words for chain in mine) * WORD_BYTES
     with Progress("rebuilding lost memory, this rank's part", size, shown=memory.rank == 0) as progress:
-        while together := list(itertools.islice(every, _TOGETHER)):
+        while together := list(itertools.islice(every, TOGETHER)):
             turns = itertools.product(together, mine)
             parts = (
                 (chain, start, min(stop, chain.words))
                 for (start, stop), chain in turns
                 if start < chain.words
             )
-            received += _work_through(parts, progress)
+            received += work_through(parts, progress)
             transport.barrier("the rebuild of lost blocks")
     return received
 
@@ -87,12 +90,29 @@ def chunked(words: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + CHUNK_WORDS, words)) for start in range(0, words, CHUNK_WORDS))
 
 
-def _work_through(parts: Iterator[tuple[_Chain, int, int]], progress: Progress) -> int:
-    """Does this rank's parts, with at most `_AHEAD` in flight; returns the bytes that it keeps."""
+class Link(Protocol):
+    """This rank's place in a chain of ranks that adds up chunks and passes them on."""
+
+    def begin(self, words: Words) -> Wait:
+        """Starts to receive a chunk of the sum; returns a wait for its arrival."""
+        ...
+
+    def go_on(self, start: int, buffer: Buffer) -> int:
+        """Does this rank's part in a chunk that has arrived; returns the bytes that it keeps."""
+        ...
+
+
+def work_through(parts: Iterator[tuple[Link, int, int]], progress: Progress) -> int:
+    """Does this rank's parts, with at most `_AHEAD` in flight; returns the bytes that it keeps.
+
+    Args:
+        parts: links, each with the first and the last word of a chunk, in the order of all ranks.
+        progress: counts the chunks' bytes.
+    """
     # Twice as many buffers, so that the next buffer's last send has most likely ended.
-    buffers = [_Buffer() for _ in range(2 * _AHEAD)]
+    buffers = [Buffer() for _ in range(2 * _AHEAD)]
     in_turn = itertools.cycle(buffers)
-    begun: deque[tuple[_Chain, int, _Buffer, Wait]] = deque()
+    begun: deque[tuple[Link, int, Buffer, Wait]] = deque()
     received = 0
     while True:
         for chain, start, stop in itertools.islice(parts, _AHEAD - len(begun)):
@@ -113,7 +133,7 @@ def _nothing() -> None:
     pass
 
 
-class _Buffer:
+class Buffer:
     """Memory of one chunk on its way.
 
     Attributes:
@@ -171,7 +191,7 @@ class _Chain:
             return _nothing
         return self._transport.expect(words, self._ranks[self.place - 1], self._what)
 
-    def go_on(self, start: int, buffer: _Buffer) -> int:
+    def go_on(self, start: int, buffer: Buffer) -> int:
         """Does this rank's part in a chunk that has arrived; returns the bytes that it keeps."""
         task, words, place = self._task, buffer.words, self.place or 0
         if place == len(task.sources):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,10 @@ def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tup
     """
     is_lost = memory.rank in plan.lost
     own = transport.together(
-        "reading replicated state", lambda: b"" if is_lost else _described(memory, plan.transaction)
+        "reading replicated state", lambda: b"" if is_lost else described(memory, plan.transaction)
     )
-    return _compared(memory, plan, transport.gather(own, "comparing replicated state"))
+    told = transport.gather(own, "comparing replicated state")
+    return compared(plan, told, memory.share_of, lambda c: _named(memory, plan, c))
 
 
 def copy_lost(
@@ -73,22 +74,22 @@ def copy_lost(
     edges, shares = share.edges(area_bytes), {rank: memory.share_of(rank) for rank in plan.survivors}
     if memory.rank in plan.lost:
         slot = memory.slots.open(plan.transaction, front_bytes + share.size_bytes(area_bytes))
-        held = _held(slot[front_bytes:], share, edges)
+        slices = held(slot[front_bytes:], share, edges)
         waits = [transport.expect(slot[:front_bytes].view(np.uint64), plan.donor, what)]
         for c, start, stop, source in _routes(shares, share, edges):
-            waits.append(transport.expect(held[c][start:stop], source, what))
+            waits.append(transport.expect(slices[c][start:stop], source, what))
         _wait(waits)
         memory.slots.seal(plan.transaction)
         return len(slot)
     slot = memory.slots.read(plan.transaction)
-    held = _held(slot[front_bytes:], share, edges)
+    slices = held(slot[front_bytes:], share, edges)
     waits = []
     for rank in plan.lost:
         if memory.rank == plan.donor:
             waits.append(transport.send(slot[:front_bytes].view(np.uint64), rank, what))
         for c, start, stop, source in _routes(shares, memory.share_of(rank), edges):
             if source == memory.rank:
-                waits.append(transport.send(held[c][start:stop], rank, what))
+                waits.append(transport.send(slices[c][start:stop], rank, what))
     _wait(waits)
     return 0
 
@@ -113,7 +114,7 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
         state, edges = np.empty(front_bytes + area_bytes, np.uint8), share.edges(area_bytes)
         state[:front_bytes] = slot[:front_bytes]
         area = state[front_bytes:].view(np.uint64)
-        for c, words in _held(slot[front_bytes:], share, edges).items():
+        for c, words in held(slot[front_bytes:], share, edges).items():
             area[edges[c] // WORD_BYTES : edges[c + 1] // WORD_BYTES] = words
         return state, front_bytes
 
@@ -148,21 +149,37 @@ def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int,
     return slot, front_bytes, area_bytes
 
 
-def _described(memory: RankMemory, transaction: int) -> bytes:
-    """Sizes of this rank's slot, and checksums of the slices in it.
+def described(memory: RankMemory, transaction: int, *, every: bool = False) -> bytes:
+    """Sizes of this rank's slot, and checksums of the slices in it; for `compared`.
 
     There are none if each rank holds all slices, and therefore goes on with its own: the end of the first
     step compares the ranks.
+
+    Args:
+        memory: a survivor's.
+        transaction: that all ranks go on from.
+        every: checksums in any case, as ranks go on with those of another one.
     """
     slot, front_bytes, area_bytes = _read(memory, transaction)
     share = memory.slots.share
-    held = _held(slot[front_bytes:], share, share.edges(area_bytes))
-    checksums = [] if share.is_whole else [zlib.crc32(held[c].data) for c in share.held]
+    slices = held(slot[front_bytes:], share, share.edges(area_bytes))
+    checksums = [] if share.is_whole and not every else [zlib.crc32(slices[c].data) for c in share.held]
     return _SIZES.pack(front_bytes, area_bytes) + b"".join(map(_CHECKSUM.pack, checksums))
 
 
-def _compared(memory: RankMemory, plan: RecoveryPlan, told: Sequence[bytes]) -> tuple[int, int]:
-    """The sizes that the survivors agree on.
+def compared(
+    plan: RecoveryPlan,
+    told: Sequence[bytes],
+    share_of: Callable[[int], Share],
+    named: Callable[[int], str],
+) -> tuple[int, int]:
+    """The sizes that the survivors agree on: bytes in front of the tensors, and of the tensors' whole area.
+
+    Args:
+        plan: of these ranks.
+        told: the result of `described` on each rank; b"" of lost ones.
+        share_of: what a rank's slots hold.
+        named: a slice, in words.
 
     Raises:
         InconsistentArenas: they don't, or hold different slices.
@@ -178,10 +195,10 @@ def _compared(memory: RankMemory, plan: RecoveryPlan, told: Sequence[bytes]) -> 
         if told[rank][: _SIZES.size] != sizes:
             raise _differing(plan, plan.donor, rank, "its names, shapes or options")
         checksums = [one for (one,) in _CHECKSUM.iter_unpack(told[rank][_SIZES.size :])]
-        for c, checksum in zip(memory.share_of(rank).held, checksums, strict=False):
+        for c, checksum in zip(share_of(rank).held, checksums, strict=False):
             holder, first = known.setdefault(c, (rank, checksum))
             if first != checksum:
-                raise _differing(plan, holder, rank, _named(memory, plan, c))
+                raise _differing(plan, holder, rank, named(c))
     return _SIZES.unpack(sizes)
 
 
@@ -206,7 +223,7 @@ def _differing(plan: RecoveryPlan, one: int, other: int, what: str) -> Inconsist
     )
 
 
-def _held(slices: NDArray[np.uint8], share: Share, edges: Sequence[int]) -> dict[int, Words]:
+def held(slices: NDArray[np.uint8], share: Share, edges: Sequence[int]) -> dict[int, Words]:
     """The slices in a slot, behind the front: views."""
     sizes = [edges[c + 1] - edges[c] for c in share.held]
     starts = itertools.accumulate(sizes, initial=0)

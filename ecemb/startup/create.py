@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.arena import Arena
-from ..arena.header import State
+from ..arena.header import CONSTANTS_OFFSET, Constants, State, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
 from ..checkpoint.saver import shared
@@ -87,7 +87,7 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     return RankMemory(arena, world.layouts, geometry, kernels)
 
 
-def begin(start: Start, memory: RankMemory) -> RecoveryReport:
+def begin(start: Start, memory: RankMemory, content: InitialContent | None = None) -> RecoveryReport:
     """Fills new arenas with the plan's transaction. All ranks.
 
     An error before the transaction is prepared removes the new arena, as no later start could use it, and
@@ -96,12 +96,13 @@ def begin(start: Start, memory: RankMemory) -> RecoveryReport:
     Args:
         start: this start, whose plan `begins`.
         memory: this rank's new arena, joined.
+        content: what it is filled with; by default the model, or the plan's checkpoint.
 
     Raises:
         EcembError: on all ranks.
     """
     session, transport = start.session, start.transport
-    content = InitialContent(start, memory)
+    content = content or InitialContent(start, memory)
     try:
         if not session.roster.judgement.survivors:  # no lock is held yet that another launch could meet
             transport.together(
@@ -141,11 +142,28 @@ def _generator(code: Code, session: Session, transport: Transport, plan: Recover
 
 
 def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
-    reserved, growing = _sizes(session, world, geometry, replicated)
-    regions = tuple({**reserved, **growing}.items())
-    constants = dataclasses.replace(world.constants, regions=regions)
+    constants, reserved = _laid_out(session, world, geometry, replicated)
     state = State.INIT if world.plan.begins else State.REBUILDING
     return Arena.create(session.directory, constants, reserved, state=state)
+
+
+def new_arena_bytes(start: Start) -> int:
+    """Memory that this rank's new arena takes at once: all but slots, journals and inbox."""
+    session, world = start.session, start.world
+    code = start.request.code
+    geometry = Geometry(world.placement, world.block_words, np.zeros((code.n, code.k), np.uint8))
+    constants, reserved = _laid_out(session, world, geometry, start.training.replicated)
+    head = CONSTANTS_OFFSET + page_aligned(len(constants.encode()))
+    return head + sum(map(page_aligned, reserved.values()))
+
+
+def _laid_out(
+    session: Session, world: World, geometry: Geometry, replicated: ReplicatedState
+) -> tuple[Constants, dict[str, int]]:
+    """The constants of a new arena, and the bytes of the regions that are reserved at once."""
+    reserved, growing = _sizes(session, world, geometry, replicated)
+    regions = tuple({**reserved, **growing}.items())
+    return dataclasses.replace(world.constants, regions=regions), reserved
 
 
 def _sizes(
@@ -195,7 +213,7 @@ class InitialContent:
             if self.start.world.taking is not None:
                 self._take(self.start.world.taking)
         else:
-            packed = self._read(self.start.world.stored)
+            packed = self.read(self.start.world.stored)
         transport.together(
             "saving replicated state", lambda: training.replicated.save(self.memory.slots, transaction)
         )
@@ -214,7 +232,7 @@ class InitialContent:
 
         shared(start.transport, f"reading tables of {taking.stored.name}", act)
 
-    def _read(self, stored: Stored) -> bytes:
+    def read(self, stored: Stored) -> bytes:
         """Reads rows and dense state from the checkpoint, and this rank's packed state. All ranks.
 
         Returns:

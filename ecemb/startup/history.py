@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arena.arena import Arena
 from ..arena.header import MAX_CONSTANTS_BYTES, Constants
+from ..coding.placement import Placement
 from ..errors import InconsistentArenas, PeerFailure
 from ..group.collectives import Transport, Words
 from ..session import Session
@@ -40,6 +42,8 @@ class History:
         rank_state_bytes: room for every rank's packed state.
         abortable: whether their slots hold all of the replicated state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
+        everyone: where the rows of each rank stand, packed by `ecemb.startup.places`; "" if the job was not
+            elastic when the arenas were made.
     """
 
     n: int
@@ -51,6 +55,17 @@ class History:
     rank_state_bytes: int
     abortable: bool
     slot_bytes: int
+    everyone: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that made the arenas."""
+        return len(self.positions)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Who keeps whose parity in the arenas; None for one rank."""
+        return Placement(self.n, self.k, self.positions) if self.world_size > 1 else None
 
     @classmethod
     def of(cls, constants: Constants) -> History:
@@ -66,6 +81,7 @@ class History:
             rank_state_bytes=layout["rank_state_bytes"],
             abortable=constants.abortable,
             slot_bytes=dict(constants.regions)["slot0"],
+            everyone=layout.get("everyone", ""),
         )
 
 
@@ -79,12 +95,10 @@ def shared_history(session: Session, transport: Transport) -> History | None:
         InconsistentArenas: they differ.
         PeerFailure: what came from the donor is not what it announced.
     """
-    own, room_bytes = b"", 0
-    if session.arena is not None:
-        shared = dataclasses.asdict(History.of(session.arena.constants))
-        room_bytes = shared.pop("slot_bytes")
-        own = json.dumps(shared, sort_keys=True).encode()
-    told = transport.gather(_CONSTANTS.pack(len(own), room_bytes, _digest(own)), "comparing constants")
+    held = [_packed(arena) for arena in (session.arena, *session.held) if arena is not None]
+    own, room_bytes = held[0] if held else (b"", 0)
+    alike = _digest(own) if all(text == own for text, _ in held) else bytes(_DIGEST_BYTES)
+    told = transport.gather(_CONSTANTS.pack(len(own), room_bytes, alike), "comparing constants")
     each = [_CONSTANTS.unpack(one) for one in told]
     holders = [rank for rank, (size, _, _) in enumerate(each) if size]
     if not holders:
@@ -113,6 +127,13 @@ def shared_history(session: Session, transport: Transport) -> History | None:
     fields: dict[str, Any] = json.loads(found)
     fields["positions"], fields["domains"] = tuple(fields["positions"]), tuple(fields["domains"])
     return History(**fields, slot_bytes=slot_bytes)
+
+
+def _packed(arena: Arena) -> tuple[bytes, int]:
+    """What an arena shares with all others of its history, and the room of its slots."""
+    shared = dataclasses.asdict(History.of(arena.constants))
+    room_bytes = shared.pop("slot_bytes")
+    return json.dumps(shared, sort_keys=True).encode(), room_bytes
 
 
 def _digest(data: bytes) -> bytes:

@@ -22,16 +22,22 @@ logger: logging.Logger = logging.getLogger("ecemb")
 def make_room(session: Session, plan: RecoveryPlan) -> None:
     """Removes arenas of this host that hold nothing, before this start's own are LIVE.
 
-    Beside survivors, a replacement's arena that was not rebuilt to the end holds nothing new.
+    Beside survivors, a replacement's arena that was not rebuilt to the end holds nothing new. Beside arenas
+    that move and have opened this start's generation, neither do those that an earlier move made: they are
+    stale from here on.
     """
+    survivors = {header.constants.arena_id for header in session.roster.judgement.survivors}
+    half_made = () if plan.begins else (State.REBUILDING,)
+    if plan.kind == "move":
+        half_made = (State.INIT, State.REBUILDING)
     spent = {header.constants.arena_id for header in session.roster.judgement.hollow}
     for report in session.roster.reports:
         header = report.header
         if header is None:
             hollow = report.torn
         else:
-            half_rebuilt = header.state is State.REBUILDING and not plan.begins
-            hollow = half_rebuilt or header.constants.arena_id in spent
+            name = header.constants.arena_id
+            hollow = name in spent or (header.state in half_made and name not in survivors)
         if hollow:
             _remove(session, report)
 

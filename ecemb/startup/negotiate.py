@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from .._wording import counted
 from ..adapters.discover import Tables, check_alike
 from ..adapters.engine import EngineTable
 from ..arena.header import Constants, new_arena_id
@@ -25,7 +24,6 @@ from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointWriter, Stored
 from ..checkpoint.matching import Sources
 from ..checkpoint.transfer import Taking
-from ..coding.code import Code
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
 from ..errors import (
@@ -34,18 +32,21 @@ from ..errors import (
     InconsistentArenas,
     JobFinished,
     LayoutMismatch,
-    PlacementError,
     StateLost,
     TooManyErasures,
 )
-from ..group.assignment import Report, Roster
+from ..group.assignment import Report
 from ..group.collectives import Transport
-from ..recovery.plan import RecoveryPlan, plan_recovery, plan_resume
+from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
-from .history import History, shared_history
+from . import former as formers
+from .former import Former, is_former
+from .history import History
 from .origin import check_checkpoint, check_transfer
-from .request import FailureDomain, Request
+from .places import packed
+from .request import Request
+from .spread import placed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -69,6 +70,8 @@ class World:
         taking: what a fresh start takes from another training, or None.
         lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
         slot_bytes: room of the slots in the arenas that survived; 0 without any.
+        generation: that the arenas of this start are members of.
+        former: the arenas of another number of ranks that the plan goes on from, or None.
     """
 
     placement: Placement | None
@@ -83,6 +86,8 @@ class World:
     taking: Taking | None
     lost: str | None
     slot_bytes: int
+    generation: int
+    former: Former | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +99,14 @@ class _Proposal:
         arguments: what its user asked `protect` for.
         lineage: random; that of rank 0 counts where a job begins.
         alike: what the adapters need to be the same on all ranks.
+        places: of its tables in the whole tables, if the job is elastic: first row, and rows of the whole.
     """
 
     layout: dict[str, Any]
     arguments: dict[str, Any]
     lineage: str
     alike: Any
+    places: list[tuple[int, int | None]]
 
     @property
     def rank_state_bytes(self) -> int:
@@ -111,6 +118,11 @@ class _Proposal:
         tables = [TableLayout.from_json(fields) for fields in self.layout["tables"]]
         return (*tables, rank_state.layout(room_bytes))
 
+    def shards(self) -> list[Shard]:
+        """The rank's tables in the whole tables; none unless the job is elastic."""
+        tables = zip(self.layout["tables"], self.places, strict=False)
+        return [Shard(TableLayout.from_json(fields), *place) for fields, place in tables]
+
 
 def negotiate(
     session: Session,
@@ -118,12 +130,12 @@ def negotiate(
     transport: Transport,
     tables: Tables,
     state_bytes: int,
+    history: History | None,
 ) -> World:
     """Compares what all ranks hold and ask for, and decides how the job goes on. All ranks.
 
-    The collectives, in their order: the history of the arenas that survived, every rank's proposal, the
-    checkpoint where the plan may begin with one, and the plans that the ranks came to. All else is a pure
-    function of their results.
+    The collectives, in their order: every rank's proposal, the checkpoint where the plan may begin with one,
+    and the plans that the ranks came to. All else is a pure function of their results.
 
     Args:
         session: this process's.
@@ -131,18 +143,22 @@ def negotiate(
         transport: the control group.
         tables: this rank's tables.
         state_bytes: room for this rank's packed state.
+        history: of the arenas that survived.
 
     Raises:
         EcembError: on all ranks; nothing was written.
     """
-    history = shared_history(session, transport)
     shards = tuple(_shard(table, session.world_size) for table in tables.tables)
-    proposals = _exchange_proposals(request, transport, tables, state_bytes)
+    proposals = _exchange_proposals(request, transport, tables, state_bytes, shards)
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
     plan, stored, lost = _decide(session, request, transport, placement)
+    former, recovery = None, plan
+    if history is not None and is_former(history, session) and not plan.begins:
+        former, plan = Former.of(history, plan), plan_move(plan)
+        stored = former.stored(session.job)
     if plan.begins:
-        placement = _placement(request.code, session, request.failure_domain)
+        placement = placed(request.code, session.hosts, request.failure_domain, first=session.rank == 0)
     everywhere = {table[0] for one in proposals for table in one.layout["tables"]}
     sources: Sources = {}
     if stored is not None:
@@ -150,13 +166,17 @@ def negotiate(
     taking = None
     if plan.kind == "fresh" and request.transfer is not None:
         taking = check_transfer(request, transport, shards, everywhere)
-    room_bytes = _rank_state_room(history, plan, stored, proposals)
+    room_bytes = _rank_state_room(history, plan, former, stored, proposals)
     layouts = [one.layouts(room_bytes) for one in proposals]
     bounds = [cut(of_rank, request.code.k) for of_rank in layouts]
     block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
-    _compare_plans(transport, plan, placement)
+    _compare_plans(transport, [plan, recovery], placement)
     lineage = _lineage(history, stored, proposals)
     own = _with_room(proposals[session.rank], room_bytes)
+    everyone = "" if history is None else history.everyone
+    if plan.begins:
+        everyone = packed([one.shards() for one in proposals]) if request.elastic else ""
+    generation = session.roster.generation + (former is not None)
     constants = Constants(
         job=session.job,
         arena_id=new_arena_id(),
@@ -167,11 +187,11 @@ def negotiate(
         positions=tuple(range(session.world_size)) if placement is None else placement.positions,
         domains=session.hosts if plan.begins or history is None else history.domains,
         layout_hash=_hash(proposals, room_bytes),
-        layout=json.dumps({**own, "lineage": lineage}),
+        layout=json.dumps({**own, "lineage": lineage, **({"everyone": everyone} if everyone else {})}),
         block_words=block_words,
         regions=(),
         abortable=request.abortable,
-        fill=_fill(session.roster, plan),
+        fill=generation if plan.begins else session.roster.judgement.survivors[0].constants.fill,
     )
     return World(
         placement=placement,
@@ -186,11 +206,13 @@ def negotiate(
         taking=taking,
         lost=lost,
         slot_bytes=0 if history is None else history.slot_bytes,
+        generation=generation,
+        former=former,
     )
 
 
 def _exchange_proposals(
-    request: Request, transport: Transport, tables: Tables, state_bytes: int
+    request: Request, transport: Transport, tables: Tables, state_bytes: int, shards: Sequence[Shard]
 ) -> list[_Proposal]:
     """Every rank's proposal, in the order of the ranks. All ranks."""
     code = [request.code.n, request.code.k]
@@ -211,9 +233,11 @@ def _exchange_proposals(
         "parity_backend": request.parity_backend,
         "compare_every": request.compare_every,
         "resume": saver.name_of(request.reader),
+        "elastic": request.elastic,
         **request.told(),
     }
-    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike()])
+    places = [(shard.start, shard.rows) for shard in shards] if request.elastic else []
+    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike(), places])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
 
 
@@ -235,12 +259,15 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
 def _placement_of(
     session: Session, request: Request, history: History, proposals: Sequence[_Proposal]
 ) -> Placement | None:
-    """The placement of the arenas that survived, once their layout is that of the model.
+    """The placement of the arenas that survived, once their layout is that of the model, or has to become so.
 
     Raises:
+        RendezvousError: another number of ranks made them, and this start is not elastic.
         LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
-    placement = None if session.world_size == 1 else Placement(history.n, history.k, history.positions)
+    if is_former(history, session):
+        formers.check(session, request, history)
+        return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, history, proposals[session.rank].layout))
     if history.abortable != request.abortable:
@@ -251,7 +278,7 @@ def _placement_of(
             f"ecemb.protect(..., abortable={history.abortable}). To change it, begin from a checkpoint: "
             f"guard.save(path), then ecemb.protect(..., resume=path) under another job="
         )
-    return placement
+    return history.placement
 
 
 def _decide(
@@ -313,49 +340,19 @@ def _check_nothing_is_damaged(session: Session, damaged: Sequence[Report]) -> No
         )
 
 
-def _placement(code: Code, session: Session, domain: FailureDomain) -> Placement | None:
-    """The placement of a start with new arenas; None for one rank."""
-    hosts = session.hosts
-    if len(hosts) == 1:
-        logger.warning(
-            "one rank has no other to keep its parity: it survives crashes of its process, but not "
-            "the loss of its memory"
-        )
-        return None
-    if domain == "host":
-        return Placement.plan(code.n, code.k, hosts)
-    ranks = Placement.ranks(code.n, code.k, len(hosts))
-    if domain == "rank":
-        return ranks
-    try:
-        return Placement.plan(code.n, code.k, hosts)
-    except PlacementError as error:
-        spread = Placement.interleaved(code.n, code.k, hosts)
-        if session.rank == 0:
-            _warn_of_spread(code, hosts, spread)
-            logger.debug("%s", error)
-        return spread
-
-
-def _warn_of_spread(code: Code, hosts: Sequence[str], placement: Placement) -> None:
-    survived = f"the loss of any one host is survived, but not that of any r = {code.r} at once"
-    if fragile := placement.fragile(hosts):
-        others = f", and so for {counted(len(fragile) - 1, 'other host')}" if len(fragile) > 1 else ""
-        survived = f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
-    logger.warning(
-        "parity is spread over ranks, not over hosts: %s; failure_domain='host' names codes that fit, 'rank' "
-        "silences this",
-        survived,
-    )
-
-
 def _rank_state_room(
-    history: History | None, plan: RecoveryPlan, stored: Stored | None, proposals: Sequence[_Proposal]
+    history: History | None,
+    plan: RecoveryPlan,
+    former: Former | None,
+    stored: Stored | None,
+    proposals: Sequence[_Proposal],
 ) -> int:
     """Bytes of every rank state's record: the survivors', or the most that any rank, old or new, needs."""
     if history is not None and not plan.begins:
         return history.rank_state_bytes
-    before = () if stored is None else map(rank_state.room, stored.facts["rank_state_bytes"])
+    before = [] if stored is None else [rank_state.room(size) for size in stored.facts["rank_state_bytes"]]
+    if former is not None:
+        before.append(former.history.rank_state_bytes)
     return max(*(one.rank_state_bytes for one in proposals), *before, 0)
 
 
@@ -366,18 +363,15 @@ def _lineage(history: History | None, stored: Stored | None, proposals: Sequence
     return proposals[0].lineage if history is None else history.lineage
 
 
-def _compare_plans(transport: Transport, plan: RecoveryPlan, placement: Placement | None) -> None:
+def _compare_plans(transport: Transport, plans: Sequence[RecoveryPlan], placement: Placement | None) -> None:
     """Compares the plans and placements that the ranks came to: the last stage. All ranks."""
     positions = json.dumps(placement.positions if placement is not None else []).encode()
-    if len(set(transport.gather(plan.digest() + positions, "comparing plans"))) > 1:
+    told = b"".join(plan.digest() for plan in plans) + positions
+    if len(set(transport.gather(told, "comparing plans"))) > 1:
         raise InconsistentArenas(
             "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
             "run the same version of ecemb?"
         )
-
-
-def _fill(roster: Roster, plan: RecoveryPlan) -> int:
-    return roster.generation if plan.begins else roster.judgement.survivors[0].constants.fill
 
 
 def _shard(table: EngineTable, world_size: int) -> Shard:

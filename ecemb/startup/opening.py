@@ -27,7 +27,7 @@ from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
-from ..errors import EcembError, JobFinished
+from ..errors import EcembError, InconsistentArenas, JobFinished
 from ..group.collectives import Transport
 from ..kernels import contract
 from ..launch import processes
@@ -41,7 +41,10 @@ from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from .connections import control_group, fabric
 from .create import Start, begin, claim_or_create
+from .former import is_former
+from .history import shared_history
 from .leftovers import discard_superseded
+from .moving import MovedContent, plan_move, settle
 from .negotiate import World, negotiate
 from .request import Request
 from .survey import Surveyed, survey
@@ -76,8 +79,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     start = _agree(session, request)
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
-    memory = _attach(start, kernels)
-    report = begin(start, memory) if start.world.plan.begins else _recover(start, memory, kernels)
+    memory, report = _moved(start, kernels) if start.world.former else _opened(start, kernels)
     _supersede(start, memory)
     _restore(start, memory)
     saver = _saver(start, memory)
@@ -94,6 +96,27 @@ def open_memory(session: Session, request: Request) -> Opened:
         saver=saver,
         report=report,
     )
+
+
+def _opened(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
+    """Opens memory that is new, or that these ranks had before. All ranks."""
+    memory = _attach(start, kernels)
+    if start.world.plan.begins:
+        return memory, begin(start, memory)
+    return memory, _recover(start, memory, kernels)
+
+
+def _moved(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
+    """Opens new memory, filled from that of another number of ranks. All ranks."""
+    former = start.world.former
+    if former is None:
+        raise InconsistentArenas("this start has nothing to move: restart the job")
+    with start.watch.phase("settle"):
+        moving = plan_move(start, former)
+        settle(start, moving, kernels, lambda: _flag_started(start, start.session.roster.generation))
+    memory = _attach(start, kernels)
+    report = begin(start, memory, MovedContent(start, memory, moving, kernels))
+    return memory, moving.report(report)
 
 
 def _before(session: Session) -> dict[str, float]:
@@ -125,7 +148,10 @@ def _agree(session: Session, request: Request) -> Start:
         transport = control_group(session)
         training = transport.together("checking the model and its optimizers", lambda: examine(request))
         tables = training.tables
-        world = negotiate(session, request, transport, tables, training.state_bytes)
+        history = shared_history(session, transport)
+        held = None if history is None or is_former(history, session) else (history.n, history.k)
+        request = transport.together("choosing a code", lambda: request.with_code_for(session.hosts, held))
+        world = negotiate(session, request, transport, tables, training.state_bytes, history)
     if session.check is not None:
         raise Surveyed(survey(session, request, transport, tables, training.replicated, world))
     return Start(session, request, transport, training, world, watch, earlier=session.arena)
@@ -140,7 +166,7 @@ def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
     with start.watch.phase("attach"):
         memory = claim_or_create(start, kernels)
         start.training.rank_state.room_bytes = len(memory.rank_state)
-        generation, generation_id = session.roster.generation, session.roster.generation_id
+        generation, generation_id = start.world.generation, session.roster.generation_id
         join(memory, start.transport, generation, generation_id, lambda: _flag_recovery(start))
     return memory
 
@@ -151,11 +177,11 @@ def _flag_recovery(start: Start) -> None:
     A start with new arenas sets it when all of them are LIVE: until then, the earlier arenas count.
     """
     if not start.world.plan.begins:
-        _flag_started(start.session)
+        _flag_started(start, start.world.generation)
 
 
-def _flag_started(session: Session) -> None:
-    session.job_flags.set("started", str(session.roster.generation))
+def _flag_started(start: Start, generation: int) -> None:
+    start.session.job_flags.set("started", str(generation))
 
 
 def _recover(start: Start, memory: RankMemory, kernels: contract.Kernels) -> RecoveryReport:
@@ -178,7 +204,10 @@ def _supersede(start: Start, memory: RankMemory) -> None:
     start.transport.barrier("the end of recovery")
     if start.earlier is not None and start.earlier is not memory.arena:
         _remove(start.earlier)  # it survived, but other ranks lost more than the code survives
-    _flag_started(start.session)
+    for arena in start.session.held:  # it has moved
+        _remove(arena)
+    start.session.held = ()
+    _flag_started(start, start.world.generation)
     discard_superseded(start.session)
     start.transport.barrier("the start of training")
 
@@ -236,7 +265,8 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     """Says how the start went: in the log, and in the arena's header. All ranks."""
     session, stored = start.session, start.world.stored
     if session.rank == 0 and stored is not None:
-        _log_resumption(session, start.request, start.world, stored)
+        if start.world.former is None:
+            _log_resumption(session, start.request, start.world, stored)
         if others := _others(start.world):
             logger.warning(
                 "%s of the checkpoint are tables here: rows and their optimizer state carry over; learning "

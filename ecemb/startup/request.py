@@ -20,8 +20,8 @@ from ..errors import ConfigurationError
 from ..state.rank_state import Stateful
 from ..step.transaction import COMPARE_EVERY
 from ..step.window import Window
+from .spread import FailureDomain, chosen
 
-FailureDomain = Literal["auto", "host", "rank"]
 ParityBackend = Literal["gloo", "nccl"]
 
 
@@ -33,7 +33,7 @@ class Request:
         model: the whole model.
         optimizers: all optimizers of the training.
         modules: modules of tables that are sharded by hand, by key.
-        code: the (n, k) code.
+        code: the (n, k) code; the first of `codes` until one is chosen.
         state: the user's objects, as they were given.
         window: number of steps in a transaction.
         overlap: whether a thread decides a transaction during the next one's body.
@@ -45,6 +45,8 @@ class Request:
         abortable: whether one step can be taken back.
         renamed: key of a table -> its key in the checkpoint, where the two differ.
         transfer: tables that a fresh start takes from another training.
+        elastic: whether the memory may move to another number of ranks.
+        codes: those to choose from, by preference; `code` alone if there are none.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -65,15 +67,21 @@ class Request:
     abortable: bool = False
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     transfer: Transfer | None = None
+    elastic: bool = False
+    codes: Sequence[Code] = ()
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
             raise ConfigurationError(
                 f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
             )
-        if not isinstance(self.code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"code= takes an ecemb.Code, e.g. Code(n=4, k=3); it is {self.code!r}")
-        for name in ("overlap", "abortable"):
+        for code in (self.code, *self.codes):
+            if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigurationError(
+                    f"code= takes an ecemb.Code, e.g. Code(n=4, k=3), a list of them by preference, or a "
+                    f"function of the number of ranks that returns one of these; it is {code!r}"
+                )
+        for name in ("overlap", "abortable", "elastic"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
         if type(self.compare_every) is not int or self.compare_every < 1:
@@ -112,6 +120,20 @@ class Request:
             )
         if self.transfer is not None:
             self.source()
+
+    def with_code_for(self, hosts: Sequence[str], held: tuple[int, int] | None) -> Request:
+        """This request with one code.
+
+        Args:
+            hosts: rank -> its host.
+            held: (n, k) of the arenas that the job goes on with, if these ranks made them.
+
+        Raises:
+            PlacementError: no code fits.
+        """
+        codes = self.codes or (self.code,)
+        same = [code for code in codes if (code.n, code.k) == held]
+        return dataclasses.replace(self, code=(same or [chosen(codes, hosts, self.failure_domain)])[0])
 
     def source(self) -> CheckpointReader:
         """The reader of `transfer`.

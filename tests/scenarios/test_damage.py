@@ -377,7 +377,7 @@ def test_damaged_replicated_state_is_told(memories: list[RankMemory], seed: int,
         if whole:
             replicated.load(memory.slots, 3)
         else:
-            state_slices._described(memory, 3)
+            state_slices.described(memory, 3)
 
     replicated.save(memory.slots, 3)
     slot = next(name for name in ("slot0", "slot1") if memory.arena.get(f"{name}_label") == 3)

@@ -36,7 +36,7 @@ from ecemb.errors import (
     TooManyErasures,
     UnsupportedTable,
 )
-from ecemb.startup import create, negotiate, opening
+from ecemb.startup import create, opening, spread
 from ecemb.startup.request import Request
 from ecemb.startup.training import examine
 from ecemb.step.window import Window
@@ -394,18 +394,19 @@ def test_ranks_other_than_0_and_layouts_that_never_survived_a_host_warn_of_nothi
 def test_without_enough_hosts_auto_says_what_is_survived(
     code: ecemb.Code, hosts: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = SimpleNamespace(rank=0, hosts=tuple(hosts))
-    placement = negotiate._placement(code, session, "auto")
+    placement = spread.placed(code, tuple(hosts), "auto", first=True)
     said = "; ".join(record.getMessage() for record in caplog.records)
     assert says in said
     assert bool(says) == bool(said)
     assert placement == Placement.interleaved(code.n, code.k, hosts)
-    assert negotiate._placement(code, session, "rank") == Placement.ranks(code.n, code.k, len(hosts))
+    assert spread.placed(code, tuple(hosts), "rank", first=True) == Placement.ranks(
+        code.n, code.k, len(hosts)
+    )
     if says:
         with pytest.raises(PlacementError, match=rf"fits? here.*; \({code.n}, {code.k}\) fits on"):
-            negotiate._placement(code, session, "host")
+            spread.placed(code, tuple(hosts), "host", first=True)
     else:
-        assert negotiate._placement(code, session, "host") == placement
+        assert spread.placed(code, tuple(hosts), "host", first=True) == placement
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,23 @@ def test_every_launch_seats_every_rank_once(
     assert assign(workers, reports) == assignments
 
 
-def test_another_number_of_workers_is_refused() -> None:
-    reports = [report(rank, "a", "aaa") for rank in range(3)]
-    with pytest.raises(RendezvousError, match="was 3 when it was started, and is 4 in this launch: launch 3"):
-        assign(workers_on("aaaa"), reports)
+def test_another_number_of_workers_holds_the_arenas_of_its_hosts() -> None:
+    """New ranks follow the old ranks of their hosts, whatever torchrun numbers them."""
+    reports = [report(rank, host, "aabbcc") for rank, host in enumerate("aabbcc") if host != "b"]
+    names = {rank: f"{rank:08x}" for rank in range(6)}
+    assert assign(workers_on("ccdaa"), reports) == (
+        Assignment(2, None, (names[4],)),
+        Assignment(3, None, (names[5],)),
+        Assignment(4, None),
+        Assignment(0, None, (names[0],)),
+        Assignment(1, None, (names[1],)),
+    )
+    assert assign(workers_on("ca"), reports) == (
+        Assignment(1, None, (names[4], names[5])),
+        Assignment(0, None, (names[0], names[1])),
+    )
+    one = assign(workers_on("aaaa"), [report(0, "a", "a")])
+    assert one == (Assignment(0, None, (names[0],)), *(Assignment(rank, None) for rank in (1, 2, 3)))
 
 
 def test_a_host_with_more_arenas_than_workers_is_refused() -> None:

@@ -1,0 +1,385 @@
+"""Moves a job's memory to another number of ranks: what each worker does, in order.
+
+    plan_move       what every new rank needs, and one plan for all: nothing is written before
+    settle          the old arenas come to one transaction, as in a recovery, and the space is checked
+    MovedContent    new arenas are filled from the old ones, as they are from a checkpoint at a resume
+
+The new arenas count from the first one that is LIVE; the old ones stay as they are until all are. A failure
+before that leads here again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .._wording import byte_size, counted
+from ..arena import capacity
+from ..arena.arena import Arena
+from ..arena.header import page_aligned
+from ..checkpoint import contents
+from ..checkpoint.interface import Piece, Stored
+from ..checkpoint.matching import Source
+from ..checkpoint.saver import shared
+from ..coding.rows import Column, TableLayout
+from ..coding.slices import Share
+from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
+from ..kernels.contract import Kernels, Words
+from ..local.rank_memory import Geometry, RankMemory
+from ..recovery.execute import RecoveryReport
+from ..recovery.rebuild import BUFFER_BYTES
+from ..recovery.relayout import Move, Relayout, Want, plan_relayout, state_wants
+from ..recovery.relocate import carry, compare_state, gather_state
+from ..state import rank_state as rank_states
+from ..state.flatten import in_front, unpacked
+from .create import InitialContent, Start, new_arena_bytes
+from .former import Former
+from .leftovers import make_room
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+@dataclasses.dataclass
+class Moving:
+    """A move, on this worker.
+
+    Attributes:
+        former: the arenas that it begins with.
+        plan: the same on all ranks.
+        generator: uint8 [n, k], of the old code.
+        memories: old rank -> its memory, of those that this worker holds.
+        state_bytes: of the replicated state: in front of the tensors, and the tensors' whole area.
+        undone_rows: rows that were copied back from journals here.
+        redone: whether the parity of a step that was decided was redone here.
+        received_bytes: rows and replicated state that arrived here.
+    """
+
+    former: Former
+    plan: Relayout
+    generator: NDArray[np.uint8]
+    memories: dict[int, RankMemory] = dataclasses.field(default_factory=dict[int, RankMemory])
+    state_bytes: tuple[int, int] = (0, 0)
+    undone_rows: int = 0
+    redone: bool = False
+    received_bytes: int = 0
+
+    def report(self, report: RecoveryReport) -> RecoveryReport:
+        """The report of a fill, with that of the move."""
+        return dataclasses.replace(
+            report,
+            lost=self.plan.recovery.lost,
+            undone_rows=self.undone_rows,
+            redone=self.redone,
+            rebuilt_bytes=self.received_bytes,
+            moved_from=self.former.history.world_size,
+        )
+
+
+# --- what moves where ------------------------------------------------------------------------------
+
+
+def plan_move(start: Start, former: Former) -> Moving:
+    """Agrees on what moves where. All ranks; nothing is written.
+
+    Raises:
+        InconsistentArenas: the old arenas have different generators, or the ranks came to different plans.
+        LayoutMismatch: no old rank had a row that is needed.
+    """
+    session, transport = start.session, start.transport
+    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wants(start, former)]
+    text = json.dumps([mine, new_arena_bytes(start)]).encode()
+    told = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
+    survivors = session.roster.judgement.survivors
+    found = {header.constants.rank: header.constants.arena_id for header in survivors}
+    holders = [session.holders.get(found.get(rank, "")) for rank in range(former.history.world_size)]
+    plan = plan_relayout(
+        former.recovery,
+        holders,
+        former.layout,
+        session.hosts,
+        [[Want(key, range(first, last)) for key, first, last in wants] for wants, _ in told],
+        [size for _, size in told],
+        abortable=former.history.abortable,
+    )
+    if len(set(transport.gather(plan.digest(), "comparing moves"))) > 1:
+        raise InconsistentArenas(
+            "the ranks came to different plans of one move; nothing was written. Do all hosts run the same "
+            "version of ecemb?"
+        )
+    return Moving(former, plan, _generator(start, former))
+
+
+def _wants(start: Start, former: Former) -> list[Want]:
+    """The rows of the old layout that this rank needs."""
+    rank, wants = start.session.rank, dict[str, Want]()
+    for shard in start.world.shards:
+        rows = range(shard.start, shard.start + shard.layout.rows)
+        for column in shard.layout.columns if rows else ():
+            for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
+                wants[source.table] = Want(source.table, rows)
+    return [*wants.values(), *state_wants(former.history.world_size, rank)]
+
+
+def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
+    """The generator of the old arenas' code. All ranks."""
+    n, k = former.history.n, former.history.k
+
+    def own() -> bytes:
+        texts = {one.region("generator")[: n * k].tobytes() for one in start.session.held}
+        return b"".join(sorted(texts))
+
+    told = start.transport.together("reading the generator", own)
+    every = set(start.transport.gather(told, "sharing the generator")) - {b""}
+    if len(every) != 1 or len(text := every.pop()) != n * k:
+        raise InconsistentArenas(
+            "the code's generator is not the same in all arenas: memory is damaged; nothing was written. "
+            "Remove the arena that is wrong (python -m ecemb arenas rm PATH): it counts as lost then"
+        )
+    return np.frombuffer(text, np.uint8).reshape(n, k).copy()
+
+
+# --- the old arenas --------------------------------------------------------------------------------
+
+
+def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], None]) -> None:
+    """Brings the old arenas to one transaction, and makes room for the new ones. All ranks.
+
+    The old arenas are members of this start's generation from here on, so that an absent one is stale. When
+    all have come to the transaction, those that were still being filled are LIVE: what an earlier move left
+    is then removed, and nothing else vouches for them.
+
+    Args:
+        start: this start.
+        moving: gets the old memories.
+        kernels: for the arithmetic.
+        mark: sets the job's `started` flag.
+
+    Raises:
+        InconsistentArenas: memory is damaged; nothing was moved.
+        NotEnoughSpace: a host has no room for old and new arenas at once; the old ones are as they were.
+        PeerFailure: a peer died; the next start does this again.
+    """
+    session, transport, roster = start.session, start.transport, start.session.roster
+    recovery = moving.plan.recovery
+
+    def attach() -> None:
+        for arena in session.held:
+            memory = _opened(arena, moving, kernels)
+            moving.memories[memory.rank] = memory
+
+    transport.together("opening the old arenas", attach)
+    for memory in moving.memories.values():
+        memory.join(roster.generation, roster.generation_id)
+    transport.barrier("joining the generation")
+    mark()
+    for memory in moving.memories.values():
+        memory.mark_opened(roster.generation)
+
+    def decide() -> None:
+        for memory in moving.memories.values():
+            undone, redone = memory.decide(recovery.transaction)
+            moving.undone_rows += undone
+            moving.redone |= redone
+
+    transport.together("undo and redo", decide)
+    for memory in moving.memories.values():
+        memory.go_live()
+    layout, abortable = moving.former.layout, moving.former.history.abortable
+    moving.state_bytes = compare_state(moving.plan, layout, moving.memories, transport, abortable=abortable)
+    make_room(session, start.world.plan)
+    transport.barrier("making room")
+    transport.together("asking for space", lambda: _check_space(start, moving))
+
+
+def _opened(arena: Arena, moving: Moving, kernels: Kernels) -> RankMemory:
+    history = moving.former.history
+    tables = json.loads(arena.constants.layout)["tables"]
+    layouts = [*map(TableLayout.from_json, tables), rank_states.layout(history.rank_state_bytes)]
+    geometry = Geometry(history.placement, arena.constants.block_words, moving.generator)
+    return RankMemory(arena, layouts, geometry, kernels)
+
+
+def _check_space(start: Start, moving: Moving) -> None:
+    """Raises unless this host has room for the new arenas beside the old ones."""
+    session, world = start.session, start.world
+    front_bytes, area_bytes = moving.state_bytes
+    buffers = Counter(session.hosts)
+    needed = dict(moving.plan.needed_bytes)
+    for rank, host in enumerate(session.hosts):
+        share = Share.of(world.placement, rank, abortable=start.request.abortable)
+        needed[host] += page_aligned(front_bytes + share.size_bytes(area_bytes))
+    process_bytes = BUFFER_BYTES + front_bytes + area_bytes
+    before = counted(moving.former.history.world_size, "rank")
+    if session.rank == 0:
+        each = ", ".join(f"{byte_size(size)} on {host}" for host, size in sorted(needed.items())[:8])
+        logger.info(
+            "the memory of %s moves to %s: beside it, new arenas take %s, and each process takes at most %s "
+            "until all are there",
+            before,
+            counted(session.world_size, "rank"),
+            each + (", ..." if len(needed) > 8 else ""),
+            byte_size(process_bytes),
+        )
+    host = session.directory.host
+    try:
+        with session.directory.opened() as fd:
+            total = needed[host] + buffers[host] * process_bytes
+            capacity.check(total, fd, Path(session.directory.path))
+    except NotEnoughSpace as error:
+        raise NotEnoughSpace(
+            f"the memory of {before} can't move to {counted(session.world_size, 'rank')}: {error} Old and "
+            f"new arenas are there at the same time; the old ones are as they were: launch {before} to go on "
+            f"with them, or begin from a checkpoint under another job=, with ecemb.protect(resume=)"
+        ) from error
+
+
+# --- the new arenas --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Into:
+    """Where values of an old column go.
+
+    Attributes:
+        start: the whole table's row at which the rows begin.
+        values: this rank's values, [rows, width]; overwritten.
+        source: which of the stored values are taken.
+        column: the old column.
+        at: its first byte in an old record.
+    """
+
+    start: int
+    values: torch.Tensor
+    source: Source
+    column: Column
+    at: int
+
+    def take(self, rows: range, records: NDArray[np.uint8]) -> None:
+        """Takes these rows' values out of their records, uint8 [rows, record bytes]."""
+        low, high = max(rows.start, self.start), min(rows.stop, self.start + len(self.values))
+        if low < high and self.column.row_bytes:
+            part = records[low - rows.start : high - rows.start, self.at : self.at + self.column.row_bytes]
+            values = contents.values_of(self.column, np.ascontiguousarray(part))
+            self.values[low - self.start : high - self.start, self.source.into] = values[
+                :, self.source.values
+            ]
+
+
+class _Arrivals:
+    """Takes what arrives at this rank, and is then the reader of what is not rows.
+
+    Args:
+        content: what is filled.
+    """
+
+    def __init__(self, content: MovedContent) -> None:
+        world, memory, self._former = content.start.world, content.memory, content.moving.former
+        self._into: dict[str, list[_Into]] = {}
+        self._states: dict[int, bytes] = {}
+        self._read: dict[str, torch.Tensor] = {}
+        old = {one.key: one.layout for of_rank in self._former.layout.shards for one in of_rank}
+        for shard, table in zip(world.shards, memory.space.tables, strict=False):
+            for column, rows in zip(shard.layout.columns, table.columns, strict=True):
+                values = contents.values_of(column, rows)
+                for source in world.sources[f"{shard.key(memory.rank)}.{column.name}"]:
+                    found = _column(old[source.table], source.column)
+                    into = _Into(shard.start, values, source, *found)
+                    self._into.setdefault(source.table, []).append(into)
+
+    def land(self, move: Move, words: Words) -> None:
+        """See `ecemb.recovery.relocate.Land`."""
+        records = words.view(np.uint8).reshape(len(move.rows), -1)
+        prefix, _, rank = move.key.rpartition("/")
+        if prefix == "rank_state" and move.key not in self._into:
+            self._states[int(rank)] = rank_states.read(records[0, : self._former.history.rank_state_bytes])
+        for into in self._into.get(move.key, ()):
+            into.take(move.rows, records)
+
+    def stored(self, job: str, state: NDArray[np.uint8]) -> Stored:
+        """Begins to read replicated state and rank states.
+
+        Args:
+            job: its name.
+            state: the replicated state, whole.
+        """
+        _, names, tensors = unpacked(state)
+        front = torch.from_numpy(in_front(state).copy())
+        self._read = {**dict(zip(names, tensors, strict=True)), contents.OUTLINE: front}
+        sizes = [len(self._states.get(rank, b"")) for rank in range(self._former.history.world_size)]
+        for rank, packed in self._states.items():
+            self._read[f"rank_state/{rank}"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return self._former.stored(job, {"outline_bytes": len(front), "rank_state_bytes": sizes})
+
+    def finished(self, job: str) -> str | None:
+        """See `CheckpointReader.finished`."""
+        return None
+
+    def newest(self) -> Stored | None:
+        """See `CheckpointReader.newest`."""
+        return None
+
+    def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
+        """See `CheckpointReader.read`."""
+        for piece in pieces:
+            if piece.key not in self._read:
+                raise CheckpointFailed(
+                    f"{stored.name} has no {piece.key!r}: run the script that started the job"
+                )
+            piece.tensor.copy_(self._read[piece.key])
+
+
+def _column(layout: TableLayout, name: str) -> tuple[Column, int]:
+    """A column, and its first byte in a record."""
+    at = 0
+    for column in layout.columns:
+        if column.name == name:
+            return column, at
+        at += column.row_bytes
+    raise CheckpointFailed(f"table {layout.name!r} in the job's memory has no column {name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedContent(InitialContent):
+    """The content of new arenas: that of old ones.
+
+    Attributes:
+        moving: the move, settled.
+        kernels: for the arithmetic.
+    """
+
+    moving: Moving
+    kernels: Kernels
+
+    def read(self, stored: Stored) -> bytes:
+        """Fills rows, and restores replicated and rank state, from the old arenas. All ranks."""
+        start, memory, moving = self.start, self.memory, self.moving
+        transport, training = start.transport, start.training
+        transport.together(
+            "placing the tables", lambda: training.tables.place(memory.space.tables, fresh=False)
+        )
+        arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
+        layout, memories = moving.former.layout, moving.memories
+        moving.received_bytes += carry(
+            moving.plan, layout, memories, moving.generator, transport, self.kernels, arrivals.land
+        )
+        state = gather_state(moving.plan, memories, transport, *moving.state_bytes)
+        moving.received_bytes += len(state)
+        read: list[bytes] = []
+
+        def act() -> str:
+            known = arrivals.stored(start.session.job, state)
+            parts = memory.rank, transport.world_size, training.replicated, training.rank_state
+            read.append(contents.restore_state(arrivals, known, *parts))
+            training.tables.put()
+            return ""
+
+        shared(transport, "restoring what moved", act)
+        return read[0]

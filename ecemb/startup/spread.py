@@ -1,0 +1,104 @@
+"""How the parity of new arenas is spread over ranks and hosts: the choice of code, and the placement.
+
+Pure, but for the warnings: the same on all ranks. Must not know: arenas, plans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from .._wording import counted
+from ..coding.code import Code
+from ..coding.placement import Placement
+from ..errors import PlacementError
+
+FailureDomain = Literal["auto", "host", "rank"]
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+def chosen(codes: Sequence[Code], hosts: Sequence[str], domain: FailureDomain) -> Code:
+    """The first of `codes` that fits, by preference.
+
+    With "auto", the first that puts the blocks of each stripe on different hosts, else the first that fits
+    the number of ranks. One rank has no parity, so that any code fits.
+
+    Args:
+        codes: one or more.
+        hosts: rank -> its host.
+        domain: of failures.
+
+    Raises:
+        PlacementError: none fits; the message, that of the last one, has codes that do.
+    """
+    if len(codes) == 1 or len(hosts) == 1:
+        return codes[0]
+    if domain != "rank":
+        for code in codes:
+            if _fits(code, hosts):
+                return code
+    if domain != "host":
+        for code in codes:
+            if code.n <= len(hosts):
+                return code
+    try:
+        Placement.plan(codes[-1].n, codes[-1].k, hosts if domain == "host" else range(len(hosts)))
+    except PlacementError as error:
+        asked = ", ".join(f"({code.n}, {code.k})" for code in codes)
+        raise PlacementError(f"none of the codes {asked} fits these {len(hosts)} ranks: {error}") from error
+    return codes[-1]
+
+
+def _fits(code: Code, hosts: Sequence[str]) -> bool:
+    try:
+        Placement.plan(code.n, code.k, hosts)
+    except PlacementError:
+        return False
+    return True
+
+
+def placed(code: Code, hosts: Sequence[str], domain: FailureDomain, *, first: bool) -> Placement | None:
+    """The placement of a start with new arenas; None for one rank.
+
+    Args:
+        code: which fits, or an error names codes that do.
+        hosts: rank -> its host.
+        domain: of failures.
+        first: whether this is the rank that warns.
+
+    Raises:
+        PlacementError: the code does not fit.
+    """
+    if len(hosts) == 1:
+        logger.warning(
+            "one rank has no other to keep its parity: it survives crashes of its process, but not "
+            "the loss of its memory"
+        )
+        return None
+    if domain == "host":
+        return Placement.plan(code.n, code.k, hosts)
+    ranks = Placement.ranks(code.n, code.k, len(hosts))
+    if domain == "rank":
+        return ranks
+    try:
+        return Placement.plan(code.n, code.k, hosts)
+    except PlacementError as error:
+        spread = Placement.interleaved(code.n, code.k, hosts)
+        if first:
+            _warn_of_spread(code, hosts, spread)
+            logger.debug("%s", error)
+        return spread
+
+
+def _warn_of_spread(code: Code, hosts: Sequence[str], placement: Placement) -> None:
+    survived = f"the loss of any one host is survived, but not that of any r = {code.r} at once"
+    if fragile := placement.fragile(hosts):
+        others = f", and so for {counted(len(fragile) - 1, 'other host')}" if len(fragile) > 1 else ""
+        survived = f"the loss of host {fragile[0]!r} alone would be more than the code survives{others}"
+    logger.warning(
+        "parity is spread over ranks, not over hosts: %s; failure_domain='host' names codes that fit, 'rank' "
+        "silences this",
+        survived,
+    )

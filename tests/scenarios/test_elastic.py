@@ -1,0 +1,46 @@
+"""A job goes on from memory with another number of ranks: the same bits as by a save and a resume."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from support.torchrec.checkpoint_runs import ROOT, assert_same
+
+DEADLINE_S = 600.0
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "OMP_NUM_THREADS": "1",
+}
+LAUNCHES = (("first", "a,b,c", 3, "b"), ("second", "a,c", 5, "c"), ("third", "a,d,e", 7, ""))
+"""Name, hosts of two ranks each, the step after which it ends, and the host that is lost in that step."""
+
+
+def launched(root: Path, way: str, launch: str, hosts: str, end: int, lost: str = "") -> str:
+    """Runs one launch under torchrun; returns what it said."""
+    worker = ROOT / "tests/support/elastic_worker.py"
+    ranks = str(2 * len(hosts.split(",")))
+    command = [sys.executable, "-W", "ignore", "-m", "support.forked_torchrun", "support.moving_imports"]
+    command += ["--nproc-per-node", ranks, str(worker), str(root), way, launch, hosts, str(end), lost]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S)
+    said = done.stdout + done.stderr
+    assert (done.returncode != 0) == bool(lost), said[-5000:]
+    return said
+
+
+def test_from_6_to_4_to_6_ranks_with_a_host_lost_each_time(tmp_path: Path) -> None:
+    for launch, hosts, end, _ in LAUNCHES:
+        launched(tmp_path, "durable", launch, hosts, end)
+    for launch, hosts, end, lost in LAUNCHES:
+        said = launched(tmp_path, "elastic", launch, hosts, end, lost)
+        if launch != "first":
+            assert "was lost and decoded" in said
+    found = {path.name: torch.load(path) for path in tmp_path.glob("*.*s")}
+    for launch in ("second.begins", "third.begins", "third.ends"):
+        assert_same(found[f"elastic-{launch}"], found[f"durable-{launch}"])
+    assert not list(tmp_path.rglob("*.arena"))
