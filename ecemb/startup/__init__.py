@@ -4,5 +4,6 @@
 holds; `negotiate` agrees on layout and plan with all ranks, from the `history` that surviving arenas share;
 `create` makes new arenas and fills them; `leftovers` removes those of earlier starts; `connections` makes the
 process groups; `spread` chooses code and placement. Another number of ranks goes on from the arenas that
-`former` describes, whose rows stand where `places` says, and `moving` fills new arenas from them. `survey` describes a training for `python -m ecemb check`.
+`former` describes, whose rows stand where `places` says, and `moving` fills new arenas from them. `survey`
+describes a training for `python -m ecemb check`.
 """

@@ -4,8 +4,9 @@
 
 The workers of a launch are on HOSTS (names with commas between them), in equal runs. With WAY "elastic", the
 next launch finds the memory of this one: in step END, host LOST loses its memory and its processes. With
-"durable", each launch saves after END steps, and the next one resumes under another job's name. The state that
-a launch began with is in {WAY}-{LAUNCH}.begins; that of its end, unless a host was lost, in {WAY}-{LAUNCH}.ends.
+"durable", each launch saves after END steps, and the next one resumes under another job's name. The state
+that a launch began with is in {WAY}-{LAUNCH}.begins; that of its end, unless a host was lost, in
+{WAY}-{LAUNCH}.ends.
 """
 
 from __future__ import annotations
