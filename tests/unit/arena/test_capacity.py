@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,35 +60,51 @@ def arena_of(arena_dir: Path, job: str, region: str, size_bytes: int, reserved_b
     return Arena.create(Directory(arena_dir, job, "a"), made, {region: reserved_bytes})
 
 
-def take_slowly(arena_dir: Path, begun: Event, grown: Event) -> None:
-    """A job that allocates in 200 slices; the last one waits for the other job."""
+def take_slowly(arena_dir: Path, ready: Event, begun: Event, grown: Event) -> None:
+    """A job that allocates in 200 slices; from the first one on, the other job waits for its turn."""
     capacity.SLICE_BYTES = MIB
     allocate, calls = os.posix_fallocate, []
 
     def slow(fd: int, offset: int, length: int) -> None:
+        if not calls:
+            begun.set()
+            until(lambda: any(waits(claim) for claim in arena_dir.rglob(f"{capacity._CLAIM}*")))
         calls.append(length)
-        begun.set()
         if sum(calls) - length < 200 * MIB <= sum(calls):
-            if not grown.wait(PATIENCE_S):
-                raise TimeoutError("the other job's growth did not come between two slices")
+            until(grown.is_set)
             with (arena_dir / "order").open("a") as file:
                 file.write("last ")
         allocate(fd, offset, min(length, 4096))
 
+    until(ready.is_set)
     os.posix_fallocate = slow
     arena_of(arena_dir, "big", "rows", 200 * MIB, 200 * MIB).close()
 
 
-def grow(arena_dir: Path, begun: Event, grown: Event) -> None:
+def grow(arena_dir: Path, ready: Event, begun: Event, grown: Event) -> None:
     """A job whose journal grows in the middle of a step."""
     arena = arena_of(arena_dir, "small", "journal", 8 * MIB, MIB)
-    if not begun.wait(PATIENCE_S):
-        raise TimeoutError("the other job has not begun")
+    ready.set()
+    until(begun.is_set)
     arena.reserve("journal", 3 * MIB)
     with (arena_dir / "order").open("a") as file:
         file.write("grown ")
     grown.set()
     arena.close()
+
+
+def waits(claim: Path) -> bool:
+    data = claim.read_bytes()
+    return len(data) == capacity._CLAIMED.size and capacity._CLAIMED.unpack(data)[1]
+
+
+def until(has_come: Callable[[], bool]) -> None:
+    """Waits for the other job."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not has_come():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other job does not come")
+        time.sleep(0.001)
 
 
 def left(root: Path) -> list[int]:
@@ -309,9 +326,9 @@ class TestAllocate:
     def test_a_growth_comes_between_the_slices_of_another_jobs_allocation(self, tmp_path: Path) -> None:
         """By order, not by seconds: the last slice of the first waits for the growth of the second."""
         context = fork_server()
-        begun, grown = context.Event(), context.Event()
-        big = context.Process(target=take_slowly, args=(tmp_path, begun, grown))
-        small = context.Process(target=grow, args=(tmp_path, begun, grown))
+        signs = context.Event(), context.Event(), context.Event()
+        big = context.Process(target=take_slowly, args=(tmp_path, *signs))
+        small = context.Process(target=grow, args=(tmp_path, *signs))
         for process in (big, small):
             process.start()
         for process in (small, big):
