@@ -90,6 +90,20 @@ class Rules:
     slices_before_next_body: bool = True
     slices_before_live: bool = True
     all_fetch_slices: bool = True
+    # of chapter 11
+    ensured_before_lookup: bool = True
+    bytes_before_bit: bool = True
+    stored_where_unset: bool = True
+    asked_when_settled: bool = True
+    dropped_before_prepared: bool = True
+    journal_first: bool = True
+    looked_at_again: bool = True
+    attempt_looked_at: bool = True
+    no_apply_begun: bool = True
+    holders_are_whole: bool = True
+    inbox_keeps_all: bool = True
+    live_when_whole: bool = True
+    rebuilding_counts_as_lost: bool = True
 
     def without(self, *names: str) -> Rules:
         """These rules, with some switched off."""

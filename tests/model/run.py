@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from .background_table import BACKGROUND, BACKGROUND_FULL, BACKGROUND_QUICK
 from .rounds_table import ROUNDS, ROUNDS_FULL, ROUNDS_QUICK
 from .rules import Config
-from .search import Result, search
+from .search import Result, Searched, search
 from .starts import Starts
 from .table import ENTRIES, Entry, table
 
@@ -56,7 +57,14 @@ FULL = (
 """For `make model`."""
 
 
-def report(config: Config | Starts, result: Result) -> str:
+TABLES = ENTRIES, ROUNDS, BACKGROUND
+"""Of docs/protocol.md, in its order."""
+ALL_ENTRIES = tuple(entry for entries in TABLES for entry in entries)
+ALL_QUICK = *QUICK, *ROUNDS_QUICK, *BACKGROUND_QUICK
+ALL_FULL = *FULL, *ROUNDS_FULL, *BACKGROUND_FULL
+
+
+def report(config: Searched, result: Result) -> str:
     """One line of the verdicts."""
     verdict = result.broken or ("fine" if result.complete else "not all seen")
     return f"{config}: {result.states:,} states, {result.seconds:.0f} s: {verdict}"
@@ -76,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/model", description=__doc__)
     parser.add_argument(
         "--rule",
-        choices=sorted({e.rule for e in (*ENTRIES, *ROUNDS)}),
+        choices=sorted({e.rule for e in ALL_ENTRIES}),
         help="print this rule's counterexample only",
     )
     parser.add_argument(
@@ -85,19 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="search only what `make test` searches")
     args = parser.parse_args(arguments)
     if args.table:
-        for entries in (ENTRIES, ROUNDS):
+        for entries in TABLES:
             for line in table(entries):
                 print(line, flush=True)
         return 0
     fine = True
     if args.rule is None:
-        for config in (*QUICK, *ROUNDS_QUICK) if args.quick else (*FULL, *ROUNDS_FULL):
+        for config in ALL_QUICK if args.quick else ALL_FULL:
             result = search(config)
             print(report(config, result), flush=True)
             for line in result.trace:
                 print(f"    {line}")
             fine = fine and result.complete
-    for entry in (*ENTRIES, *ROUNDS):
+    for entry in ALL_ENTRIES:
         if args.rule in (None, entry.rule):
             fine = explain(entry) and fine
     return 0 if fine else 1

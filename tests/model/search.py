@@ -7,9 +7,14 @@ import itertools
 import time
 from typing import Any
 
+from .background import Background, BackgroundModel
 from .rules import ALL, Config, Rules
 from .starts import Starts, StartsModel
 from .system import Model
+
+Searched = Config | Starts | Background
+MODELS: dict[type, Any] = {Config: Model, Starts: StartsModel, Background: BackgroundModel}
+"""Of each part, by what says what is searched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Result:
     complete: bool
 
 
-def search(config: Config | Starts, rules: Rules = ALL, *, limit: int | None = None) -> Result:
+def search(config: Searched, rules: Rules = ALL, *, limit: int | None = None) -> Result:
     """Looks at every reachable state, or until the first that must never be.
 
     Args:
@@ -40,7 +45,7 @@ def search(config: Config | Starts, rules: Rules = ALL, *, limit: int | None = N
         limit: ends the search after that many states.
     """
     began = time.perf_counter()
-    model = StartsModel(config, rules) if isinstance(config, Starts) else Model(config, rules)
+    model = MODELS[type(config)](config, rules)
     initial = model.initial()
     parents: dict[Any, Any] = {initial: None}
     level = [initial]
@@ -60,7 +65,7 @@ def search(config: Config | Starts, rules: Rules = ALL, *, limit: int | None = N
     return Result(len(parents), time.perf_counter() - began, "", (), True)
 
 
-def _trace(model: Model | StartsModel, parents: dict[Any, Any], state: Any) -> list[str]:
+def _trace(model: Any, parents: dict[Any, Any], state: Any) -> list[str]:
     path = [state]
     while (parent := parents[path[-1]]) is not None:
         path.append(parent)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from .rules import ALL, Config
-from .search import Result, search
+from .search import Result, Searched, search
 from .starts import Starts
 
 
@@ -26,7 +26,7 @@ class Entry:
     says: str
     without: str
     kind: str
-    config: Config | Starts
+    config: Searched
 
     def search(self) -> Result:
         """Switches the rule off and looks."""

@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from model.rounds_table import ROUNDS, ROUNDS_QUICK
 from model.rules import ALL, Config, Rules
-from model.run import QUICK
-from model.search import search
-from model.table import ENTRIES, Entry
+from model.run import ALL_ENTRIES, ALL_QUICK, TABLES
+from model.search import Searched, search
+from model.table import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW_STATES = 45_000
 
 
-@pytest.mark.parametrize("config", [*QUICK, *ROUNDS_QUICK], ids=str)
-def test_the_protocol_holds(config: Config) -> None:
+@pytest.mark.parametrize("config", ALL_QUICK, ids=str)
+def test_the_protocol_holds(config: Searched) -> None:
     result = search(config)
     assert result.complete, "\n".join(result.trace)
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, *ROUNDS], ids=lambda entry: f"{entry.rule}-{entry.config}")
+@pytest.mark.parametrize("entry", ALL_ENTRIES, ids=lambda entry: f"{entry.rule}-{entry.config}")
 def test_a_rule_that_is_switched_off_shows_why_it_is_there(entry: Entry) -> None:
     result = search(entry.config, ALL.without(entry.rule), limit=FEW_STATES)
     if result.broken or entry.kind == "" or result.complete:  # else `make model` looks further
@@ -39,10 +38,9 @@ def test_more_losses_than_parity_are_always_refused() -> None:
 
 
 def test_every_rule_is_in_a_table() -> None:
-    today, following = ([entry.rule for entry in entries] for entries in (ENTRIES, ROUNDS))
-    assert len(set(today)) == len(today)
-    assert len(set(following)) == len(following)
-    assert {*today, *following} == {field.name for field in dataclasses.fields(Rules)}
+    for entries in TABLES:
+        assert len({entry.rule for entry in entries}) == len(entries)
+    assert {entry.rule for entry in ALL_ENTRIES} == {field.name for field in dataclasses.fields(Rules)}
 
 
 def test_the_document_has_the_tables() -> None:
@@ -50,4 +48,4 @@ def test_the_document_has_the_tables() -> None:
     shown = [
         line for line in lines if line.startswith("| `") and line.split("`")[1] in Rules.__dataclass_fields__
     ]
-    assert [line.rpartition(" N=")[0] for line in shown] == [entry.text() for entry in (*ENTRIES, *ROUNDS)]
+    assert [line.rpartition(" N=")[0] for line in shown] == [entry.text() for entry in ALL_ENTRIES]
