@@ -34,10 +34,18 @@ def table() -> str:
     for title, family in families().items():
         rows: dict[str, list[str]] = {}
         for name, decision in family.items():
-            said = f"no: {decision.reason}" if hasattr(decision, "reason") else "yes"
-            rows.setdefault(said, []).append(f"`{name}`")
+            rows.setdefault(verdict(decision), []).append(f"`{name}`")
         lines += [f"| {title} | {', '.join(names)} | {said} |" for said, names in rows.items()]
     return "\n".join(lines) + "\n"
+
+
+def verdict(decision: Any) -> str:
+    """Whether a member is protected, in words."""
+    if hasattr(decision, "reason"):
+        return f"no: {decision.reason}"
+    if decision.stand_in:
+        return f"yes; **not run on a device**: tested on CPUs with a stand-in for {decision.stand_in}"
+    return "yes"
 
 
 def families() -> dict[str, dict[str, Any]]:

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from ..coding.rows import Column, Table, TableLayout, joined
-from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable
+from ..errors import UndeclaredWrite, UnsupportedTable
 from ..state.composition import options
 from .engine import Ids
 from .host_mirror import is_apart
 from .residence import Places
+from .table_optimizers import Rule, rule_of
 
 TESTED = "1.8.0"
 INSTALL = (
@@ -39,20 +40,8 @@ REPLACED = (
     "the tensors in training are not the protected ones. Shard, load with assign=True, and move the model "
     "before ecemb.protect()"
 )
-_AVERAGING = "EMAINPLACE_ROWWISE_ADAGRAD"  # writes all rows in some lookups
-_STATES = {
-    "EXACT_SGD": (),
-    "EXACT_ROWWISE_ADAGRAD": ("momentum1",),
-    "EXACT_ADAGRAD": ("momentum1",),
-    _AVERAGING: ("momentum1",),
-}
-_BY_ROW = ("EXACT_ROWWISE_ADAGRAD", _AVERAGING)  # one value of state per row, else one per value of the row
 _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
-_UNSUPPORTED_MODES = (
-    "_used_rowwise_adagrad_with_counter",
-    "_used_rowwise_adagrad_with_global_weight_decay",
-)
 
 
 def own(thing: object, name: str) -> Any:
@@ -99,6 +88,7 @@ class FusedTable:
         first_row: the whole table's row at which the shard begins.
         rows: rows of the whole table.
         is_apart: whether it stays in a GPU's memory.
+        in_groups: whether several groups of ranks have the table, each with rows of its own.
     """
 
     name: str
@@ -106,15 +96,16 @@ class FusedTable:
     first_row: int
     rows: int
     is_apart: bool
+    in_groups: bool = False
 
     @property
     def sees_all_changes(self) -> bool:
         """See `EngineTable.sees_all_changes`: lookups report changes."""
         return True
 
-    def whole(self, world_size: int) -> tuple[int, int]:
-        """See `EngineTable.whole`."""
-        return self.first_row, self.rows
+    def whole(self, world_size: int) -> tuple[int, int] | None:
+        """See `EngineTable.whole`. Each group of ranks has other rows until the next average."""
+        return None if self.in_groups else (self.first_row, self.rows)
 
     def alike(self) -> tuple[list[int], dict[str, Any]]:
         """See `EngineTable.alike`. The plan says which ranks have a shard."""
@@ -153,8 +144,8 @@ class Batch:
         self.configs: list[Any] = own(own(kernel, "_config"), "embedding_tables")
         names = ", ".join(repr(config.name) for config in self.configs)
         self.what: str = f"{path} ({names})"
-        states = _states(self.what, self.module)
-        kinds = ("weights", *states)
+        self.rule: Rule = rule_of(self.what, own(self.module, "optimizer").name, self.module)
+        kinds = ("weights", *self.rule.states)
         where = "dev" if own(self.module, "weights_dev").numel() else "host"
         self._check_buffers(kinds, where)
         self.buffers: list[str] = [f"{kind}_{where}" for kind in kinds]
@@ -171,8 +162,9 @@ class Batch:
         self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
         self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *self._rows])
-        self.averages: bool = self.module.optimizer.name == _AVERAGING
-        self._mode: Mapping[str, float] = own(self.module, "_emainplace_mode") if self.averages else {}
+        if self.rule.mode:
+            own(self.module, self.rule.mode)
+        self._has_max_counter: bool = "prev_iter" in self.rule.states
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
     def _check_buffers(self, kinds: Sequence[str], where: str) -> None:
@@ -204,7 +196,7 @@ class Batch:
         columns: list[Column] = []
         for buffer in self.buffers:
             kind = buffer.rpartition("_")[0]
-            by_row = kind != "weights" and self.module.optimizer.name in _BY_ROW
+            by_row = kind in self.rule.by_row
             tensor = getattr(self.module, buffer)
             row_bytes = (1 if by_row else width) * tensor.element_size()
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -285,10 +277,9 @@ class Batch:
             yield from self.named(numbers)
 
     @property
-    def averages_next(self) -> bool:
-        """Whether the next lookup writes all rows, as FBGEMM's `ema_inplace` decides."""
-        count = int(self.module.iter_cpu) or int(self.module.iter)
-        return self.module.training and (count + 1) % int(self._mode["step_ema"]) == 0
+    def overwrites_next(self) -> bool:
+        """Whether the next lookup writes all rows."""
+        return self.rule.overwrites_next(self.module)
 
     def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
         """Rows in the form for capture, by table of this batch (see `rows.joined`).
@@ -327,9 +318,10 @@ class Batch:
         """Raises UnsupportedTable unless all of TorchRec's views of the tables are in the arena."""
         optimizer: Any = self.kernel.fused_optimizer
         shown: list[torch.Tensor] = []
+        count = self.module.iter.data_ptr()  # which some optimizers show beside the state of rows
         for state in optimizer.state.values():
             for value in state.values():
-                shown += local(value)
+                shown += [one for one in local(value) if one.data_ptr() != count]
         for parameter in optimizer.params.values():
             shown += local(parameter)
         shown += self.module.split_embedding_weights()
@@ -339,7 +331,8 @@ class Batch:
     def state(self) -> dict[str, Any]:
         """Learning rate, options and counters, which are not per row."""
         arguments = self.module.optimizer_args
-        return {
+        counter = {"max_counter": float(self.module.max_counter)} if self._has_max_counter else {}
+        return counter | {
             "lr": self.module.learning_rate_tensor.detach().clone(),
             "iter": int(self.module.iter),
             "iter_cpu": int(self.module.iter_cpu),
@@ -353,20 +346,11 @@ class Batch:
             self.module.learning_rate_tensor.copy_(state["lr"])
             self.module.iter.fill_(state["iter"])
             self.module.iter_cpu.fill_(state["iter_cpu"])
+            if self._has_max_counter:
+                self.module.max_counter.fill_(state["max_counter"])
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
         for group, kept in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
             group.update(kept)
-
-
-def _states(what: str, module: Any) -> tuple[str, ...]:
-    kind = own(module, "optimizer").name
-    if kind not in _STATES or any(getattr(module, mode, False) for mode in _UNSUPPORTED_MODES):
-        modes = "".join(f" with {mode}" for mode in _UNSUPPORTED_MODES if getattr(module, mode, False))
-        raise UnsupportedOptimizer(
-            f"{what} is updated by FBGEMM's {kind}{modes}, and ecemb doesn't know that it changes only the "
-            f"rows that a step looks up: use one of {', '.join(_STATES)} (docs/torchrec.md)"
-        )
-    return _STATES[kind]
 
 
 def local(value: Any) -> list[torch.Tensor]:

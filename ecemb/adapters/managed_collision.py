@@ -1,9 +1,9 @@
 """TorchRec's managed collision: the maps from raw ids to rows, with their counters and histories.
 
-Owns one `Remap` for each ManagedCollisionModule of this rank, and their engine. A map and its history are two
-tables of records, which are captured before `profile` changes them: the entries that it appends to the
-history, and the whole map where it evicts. Counters of iterations are the rank's state. The rows that an
-eviction draws again belong to `torchrec`, which gets them from `Evictions`, before they change.
+Owns one `Remap` for each MCHManagedCollisionModule of this rank, and the engine of all maps (for the others
+see `hashed_collision`). A map and its history are two tables of records, which are captured before `profile`
+changes them: the entries that it appends to the history, and the whole map where it evicts. Counters of
+iterations are the rank's state. The rows that an eviction draws again belong to `torchrec`.
 
 TorchRec calls these methods directly, so that no hook of a module sees the calls: the instances' methods are
 wrapped. Must not know: journals, parity, other ranks.
@@ -11,7 +11,6 @@ wrapped. Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,66 +23,13 @@ from ..coding.rows import Column, Table, TableLayout
 from ..errors import UndeclaredWrite, UnsupportedTable
 from .engine import Hooks, Ids, Tied, all_rows
 from .fbgemm import Move, check_inside, local, own, repoint
-from .members import POLICIES, REMAPPING
+from .hashed_collision import HashedRemap
+from .members import HASHED, POLICIES, REMAPPING
+from .remap_table import Before, Map, RemapTable
 from .residence import Places
 
 _BYTES = 8  # of an entry: all buffers are int64
 _COUNTERS = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset")
-
-
-class Before:
-    """A method of an object with a call before it; a copy of the object gets the method without the call.
-
-    Args:
-        thing: the object, which gets this in place of its method.
-        name: of the method.
-        call: called with the method's arguments first.
-    """
-
-    def __init__(self, thing: object, name: str, call: Callable[..., None]) -> None:
-        self._thing, self._name, self._call = thing, name, call
-        self._method: Callable[..., Any] = own(thing, name)
-        setattr(thing, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls both."""
-        self._call(*args, **kwargs)
-        return self._method(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, tuple[object, str]]:
-        return getattr, (self._thing, self._name)
-
-    def remove(self) -> None:
-        """Gives the object its own method back."""
-        self._thing.__dict__.pop(self._name, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class RemapTable:
-    """A map or a history of this rank.
-
-    Attributes:
-        name: path of the module in the model, with "map" or "history".
-        layout: an entry for a record.
-        is_apart: False: on CPUs.
-    """
-
-    name: str
-    layout: TableLayout
-    is_apart: bool = False
-
-    @property
-    def sees_all_changes(self) -> bool:
-        """See `EngineTable.sees_all_changes`: `profile` is the only one to change it."""
-        return True
-
-    def whole(self, world_size: int) -> None:
-        """See `EngineTable.whole`: entries are sorted by raw ids, on each rank by itself."""
-        return
-
-    def alike(self) -> None:
-        """See `EngineTable.alike`: histories may have different sizes."""
-        return
 
 
 class Remap:
@@ -94,16 +40,11 @@ class Remap:
         module: an MCHManagedCollisionModule.
 
     Raises:
-        UnsupportedTable: of another kind, or its history has no size yet.
+        UnsupportedTable: an unknown policy, or its history has no size yet.
     """
 
     def __init__(self, path: str, module: Any) -> None:
         self.path, self.module = path, module
-        if (kind := type(module).__name__) not in REMAPPING:
-            raise UnsupportedTable(
-                f"{path} is a {kind}, which ecemb refuses: it may hold state that would be lost. It protects "
-                f"{', '.join(REMAPPING)} (docs/torchrec.md)"
-            )
         if (policy := type(own(module, "_eviction_policy")).__name__) not in POLICIES:
             raise UnsupportedTable(
                 f"{path} evicts by a {policy}, which may hold state that would be lost: ecemb protects "
@@ -116,14 +57,8 @@ class Remap:
             )
         for name in (*_COUNTERS, "_current_iter_tensor", "_eviction_interval", "_evicted"):
             own(module, name)
-        parts = {
-            "map": [
-                "_mch_sorted_raw_ids",
-                "_mch_remapped_ids_mapping",
-                *_named(module, "_mch_metadata", "_mch_"),
-            ],
-            "history": ["_history_accumulator", *_named(module, "_history_metadata", "_history_")],
-        }
+        parts = parts_of(module)
+        self.parameters: list[nn.Parameter] = []
         self._buffers = list(parts.values())
         self.tables: list[RemapTable] = []
         for part, names in parts.items():
@@ -170,6 +105,17 @@ class Remap:
         shown += [value for name, value in self.module.state_dict().items() if name in names]
         check_inside(self.path, shown, self.spans)
 
+    def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
+        """Calls `before` before a batch in training, and `capture` with a table and its changed entries."""
+
+        def profiled(features: Mapping[str, Any]) -> None:
+            if self.module.training:
+                before()
+                for table, ids in self.changes(features):
+                    capture(table, ids)
+
+        return [Before(self.module, "profile", profiled)]
+
     def changes(self, features: Mapping[str, Any]) -> Iterator[tuple[int, Ids]]:
         """What the next `profile` changes: a table of this module, and entries of it."""
         module = self.module
@@ -214,6 +160,18 @@ class Remap:
                 yield getattr(self.module, name)
 
 
+def parts_of(module: Any) -> dict[str, list[str]]:
+    """The buffers of a map, and of its history."""
+    return {
+        "map": [
+            "_mch_sorted_raw_ids",
+            "_mch_remapped_ids_mapping",
+            *_named(module, "_mch_metadata", "_mch_"),
+        ],
+        "history": ["_history_accumulator", *_named(module, "_history_metadata", "_history_")],
+    }
+
+
 def _named(module: Any, metadata: str, prefix: str) -> list[str]:
     """The buffers that a policy asked for; each must be the module's own."""
     names = [prefix + name for name in own(module, metadata)]
@@ -230,7 +188,7 @@ class Remaps:
         collections: sharded ManagedCollisionCollections, by path.
 
     Raises:
-        UnsupportedTable: see `Remap`.
+        UnsupportedTable: a map of another kind; see `Remap` and `hashed_collision.HashedRemap`.
     """
 
     name = "managed collision"
@@ -238,12 +196,15 @@ class Remaps:
     def __init__(self, collections: Mapping[str, Any]) -> None:
         self._collections = dict(collections)
         self._remaps = [
-            Remap(f"{path}._managed_collision_modules.{table}", module)
+            _remap(f"{path}._managed_collision_modules.{table}", module)
             for path, collection in self._collections.items()
             for table, module in own(collection, "_managed_collision_modules").items()
         ]
+        self._of = [
+            (number, table) for number, remap in enumerate(self._remaps) for table in range(len(remap.tables))
+        ]
         self.tables: list[RemapTable] = [table for remap in self._remaps for table in remap.tables]
-        self.parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = [one for remap in self._remaps for one in remap.parameters]
         self.stepped: dict[str, nn.Parameter] = {}
         self.aside: list[nn.Module] = list(self._collections.values())
         self.averaged: list[Any] = []
@@ -252,13 +213,15 @@ class Remaps:
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """See `Engine.tensors`."""
-        return self._remaps[index // 2].tensors(index % 2)
+        number, table = self._of[index]
+        return self._remaps[number].tensors(table)
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves all buffers into the arena, with all of this process's views of them."""
+        """Moves buffers into the arena, with all of this process's views of them, unless they stay apart."""
         moves: list[Move] = []
         for number, remap in enumerate(self._remaps):
-            moves += remap.place(stored[2 * number : 2 * number + 2], fresh=fresh)
+            of_map = [table for (its, _), table in zip(self._of, stored, strict=True) if its == number]
+            moves += remap.place(of_map, fresh=fresh)
         repoint(moves)
         for remap in self._remaps:
             remap.check_views()
@@ -272,8 +235,9 @@ class Remaps:
         """Registers with each map; from here on undeclared changes raise."""
         self._hooks = hooks
         for number, remap in enumerate(self._remaps):
-            before = functools.partial(self._before_profile, number)
-            self._handles.append(Before(remap.module, "profile", before))
+            before = functools.partial(self._before_batch, number)
+            capture = functools.partial(self._capture, self._of.index((number, 0)))
+            self._handles += remap.watch(before, capture)
         for path, collection in self._collections.items():
             before_load = Tied(functools.partial(self._before_load, path))
             self._handles.append(collection.register_load_state_dict_pre_hook(before_load))
@@ -286,7 +250,7 @@ class Remaps:
 
     def touch(self, index: int, ids: Ids) -> None:
         """Captures entries that are about to be written by hand."""
-        self._expect(index // 2)
+        self._expect(self._of[index][0])
         if len(ids):
             self._hooks.capture(index, ids)
 
@@ -320,34 +284,42 @@ class Remaps:
             self._check(self._remaps[number])
         self._touched.add(number)
 
-    def _check(self, remap: Remap) -> None:
+    def _check(self, remap: Map) -> None:
         if not self._hooks.protects:
             return
         remap.check_storage()
         if remap.is_written():
             self._hooks.on_undeclared()
             raise UndeclaredWrite(
-                f"{remap.path} was written in place, but not by TorchRec's profile(): declare such entries "
-                f"with guard.touch({remap.tables[0].name!r}) inside the step, before the write. Restart the "
-                f"job: it computes parity again from the present entries"
+                f"{remap.path} was written in place, but not by a batch: declare such entries with "
+                f"guard.touch({remap.tables[0].name!r}) inside the step, before the write. Restart the job: "
+                f"it computes parity again from the present entries"
             )
 
-    def _before_profile(self, number: int, features: Mapping[str, Any]) -> None:
-        """Captures the entries that a batch in training changes, before it does."""
-        remap = self._remaps[number]
-        if not remap.module.training:
-            return
+    def _before_batch(self, number: int) -> None:
+        """Expects the changes of a batch in training; TorchRec writes even for one without ids."""
         if not self._hooks.is_open():
             raise UndeclaredWrite(
-                f"a lookup in training mode would change {remap.path} outside of a step: call the model "
-                f"inside `with guard.step():`, or after model.eval(). No entry was written"
+                f"a lookup in training mode would change {self._remaps[number].path} outside of a step: call "
+                f"the model inside `with guard.step():`, or after model.eval(). No entry was written"
             )
-        self._expect(number)  # TorchRec writes even a batch without ids
-        for table, ids in remap.changes(features):
-            self.touch(2 * number + table, ids)
+        self._expect(number)
+
+    def _capture(self, base: int, table: int, ids: Ids) -> None:
+        self.touch(base + table, ids)
 
     def _before_load(self, path: str, *_: Any) -> None:
         raise UndeclaredWrite(
             f"load_state_dict() would overwrite the maps of {path}, and not their histories: load before "
             f"ecemb.protect()"
         )
+
+
+def _remap(path: str, module: Any) -> Map:
+    """What protects a map, by the class of its module."""
+    if (kind := type(module).__name__) not in REMAPPING:
+        raise UnsupportedTable(
+            f"{path} is a {kind}, which ecemb refuses: it may hold state that would be lost. It protects "
+            f"{', '.join(REMAPPING)} (docs/torchrec.md)"
+        )
+    return HashedRemap(path, module) if kind == HASHED else Remap(path, module)

@@ -30,11 +30,17 @@ AROUND: tuple[str, ...] = ("ShardedFeatureProcessedEmbeddingBagCollection", *EVI
 MAPS: tuple[str, ...] = ("ShardedManagedCollisionCollection",)
 """Sharded modules with maps from raw ids to rows."""
 
-REMAPPING: tuple[str, ...] = ("MCHManagedCollisionModule",)
+HASHED = "HashZchManagedCollisionModule"
+"""The map that probes slots by a hash of the raw id."""
+
+REMAPPING: tuple[str, ...] = ("MCHManagedCollisionModule", HASHED)
 """The maps."""
 
 POLICIES: tuple[str, ...] = ("LFU_EvictionPolicy", "LRU_EvictionPolicy", "DistanceLFU_EvictionPolicy")
 """What maps evict by."""
+
+AVERAGING: tuple[str, ...] = ("DMPCollection",)
+"""Kinds of DistributedModelParallel that hold tables in several groups of ranks, and average them."""
 
 KERNELS: tuple[str, ...] = ("BatchedFusedEmbedding", "BatchedFusedEmbeddingBag")
 """TorchRec's modules around FBGEMM's, which have the compute kernel 'fused'."""
@@ -66,7 +72,6 @@ REFUSED: dict[str, str] = {
 """Sharded modules, and why they are refused."""
 
 REFUSED_MODELS: dict[str, str] = {
-    "DMPCollection": "its sync() averages whole tables over groups of ranks; it needs CUDA, and is untried",
     "HybridEvalDMP": "it is for evaluation, and trains nothing",
 }
 """Kinds of DistributedModelParallel, and why they are refused."""

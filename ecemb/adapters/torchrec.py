@@ -24,9 +24,11 @@ from ..coding.rows import Table
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .engine import Hooks, Ids, Tied, all_rows
 from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
-from .managed_collision import Before, Remaps
-from .members import AROUND, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
+from .managed_collision import Remaps
+from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
+from .remap_table import Before
 from .residence import Places
+from .table_replicas import TableReplicas
 
 Optimizer = torch.optim.Optimizer
 
@@ -42,9 +44,9 @@ def find(model: nn.Module) -> FusedTables | None:
         return None
     sharded = need("torchrec.distributed.types", "ShardedModule")
     parallel = need("torchrec.distributed.model_parallel", "DistributedModelParallel")
-    for path, module in model.named_modules():
-        if isinstance(module, parallel):
-            check_model(path, module)
+    models = {path: module for path, module in model.named_modules() if isinstance(module, parallel)}
+    for path, module in models.items():
+        check_model(path, module)
     found = {path: module for path, module in _walk(model) if isinstance(module, sharded)}
     collections = [
         Collection(path, module)
@@ -52,7 +54,14 @@ def find(model: nn.Module) -> FusedTables | None:
         if type(module).__name__ not in (*AROUND, *MAPS)
     ]
     evicting = [module for module in found.values() if type(module).__name__ in EVICTING]
-    return FusedTables(collections, evicting) if collections else None
+    if not collections:
+        return None
+    averaging = [
+        TableReplicas(path, module)
+        for path, module in models.items()
+        if any(kind.__name__ in AVERAGING for kind in type(module).__mro__)
+    ]
+    return FusedTables(collections, evicting, averaging)
 
 
 def find_maps(model: nn.Module) -> Remaps | None:
@@ -223,14 +232,24 @@ class FusedTables:
     Args:
         collections: the sharded modules.
         evicting: modules around some of them, which draw evicted rows again.
+        replicas: the tables that are in several groups of ranks.
     """
 
     name = "torchrec"
 
-    def __init__(self, collections: Sequence[Collection], evicting: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        collections: Sequence[Collection],
+        evicting: Sequence[Any] = (),
+        replicas: Sequence[TableReplicas] = (),
+    ) -> None:
         self._collections = list(collections)
         self._evicting = list(evicting)
+        self._replicas = list(replicas)
         self._batches = [batch for one in collections for batch in one.batches]
+        for batch in self._batches:
+            if any(one.has(batch) for one in self._replicas):
+                batch.tables = [dataclasses.replace(table, in_groups=True) for table in batch.tables]
         self.tables: list[FusedTable] = []
         for batch in self._batches:
             batch.base = len(self.tables)
@@ -259,6 +278,8 @@ class FusedTables:
             batch.check_views()
         for collection in self._collections:
             collection.check_views()
+        for replicas in self._replicas:
+            replicas.check_views([span for batch in self._batches for span in batch.spans])
         self.mark_clean()
 
     def watch(self, hooks: Hooks) -> None:
@@ -267,16 +288,18 @@ class FusedTables:
         for batch in self._batches:
             after = Tied(functools.partial(self._after_lookup, batch))
             self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
-            if batch.averages:
+            if batch.rule.counts:
                 counted = Tied(functools.partial(self._before_lookup, batch))
                 self._handles.append(batch.module.register_forward_pre_hook(counted))
         for collection in self._collections:
             before = Tied(functools.partial(self._before_load, collection))
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
-
         for module in self._evicting:
             before_eviction = functools.partial(self._before_eviction, own(module, "_embedding_module"))
             self._handles.append(Before(module, "_evict", before_eviction))
+        for replicas in self._replicas:
+            before_sync = functools.partial(self._before_sync, replicas)
+            self._handles.append(Before(replicas.model, "sync", before_sync))
 
     def unwatch(self) -> None:
         """Removes all hooks."""
@@ -342,14 +365,14 @@ class FusedTables:
             )
 
     def _before_lookup(self, batch: Batch, *_: Any) -> None:
-        """Captures all rows of tables that this lookup averages."""
+        """Captures all rows of tables that this lookup overwrites."""
         if not self._hooks.is_open():
             raise UndeclaredWrite(
-                f"a lookup of {batch.what} outside of a step: FBGEMM counts lookups, and averages all rows "
-                f"in some of them. Call the model inside `with guard.step():`, also to evaluate it. No row "
-                f"was written"
+                f"a lookup of {batch.what} outside of a step: FBGEMM counts lookups, and "
+                f"{batch.rule.why_in_steps}. Call the model inside `with guard.step():`, also to evaluate "
+                f"it. No row was written"
             )
-        if batch.averages_next:
+        if batch.overwrites_next:
             self._touch_all(batch)
 
     def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -394,6 +417,17 @@ class FusedTables:
             )
         for batch in collection.batches:
             self._touch_all(batch)
+
+    def _before_sync(self, replicas: TableReplicas, *_: Any, **__: Any) -> None:
+        """Captures all rows of the tables that are about to be averaged over groups of ranks."""
+        if not self._hooks.is_open():
+            raise UndeclaredWrite(
+                f"sync() of {replicas.path} would average protected tables outside of a step: call it inside "
+                f"`with guard.step():`, after the optimizers. No row was written"
+            )
+        for batch in self._batches:
+            if replicas.has(batch):
+                self._touch_all(batch)
 
     def _touch_all(self, batch: Batch) -> None:
         for number, table in enumerate(batch.tables):

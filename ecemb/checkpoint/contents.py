@@ -250,8 +250,8 @@ def check(
     if hand and facts["world_size"] != world_size:
         raise CheckpointMismatch(
             f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
-            f"{sorted(hand)} are sharded by hand, so ecemb can't shard them again. Start "
-            f"{facts['world_size']} ranks, or use ecemb.nn.ShardedEmbeddingBag"
+            f"{sorted(hand)} are of their ranks (sharded by hand, maps of ids, or in groups of ranks), so "
+            f"ecemb can't shard them again. Start {facts['world_size']} ranks"
         )
     match = Match(facts, everywhere, renamed)
     problems = list(match.problems_of_names())

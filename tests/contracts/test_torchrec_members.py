@@ -32,6 +32,7 @@ from torchrec.distributed.embedding_kernel import BaseEmbedding  # isort: skip
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel  # isort: skip
 from torchrec.distributed.types import ShardedModule, ShardingType  # isort: skip
+from torchrec.modules import mc_modules  # isort: skip
 
 from ecemb.adapters import torchrec as adapter
 from ecemb.adapters.members import KERNELS
@@ -95,6 +96,8 @@ def offered(family: str) -> set[str]:
     return {
         "model": lambda: {DistributedModelParallel.__name__, *models()},
         "sharded module": lambda: set(sharded_modules()),
+        "map of ids": lambda: {one.__name__ for one in below(mc_modules.ManagedCollisionModule)},
+        "eviction policy of a map": lambda: {one.__name__ for one in below(mc_modules.MCHEvictionPolicy)},
         "sharding type": lambda: {one.value for one in ShardingType},
         "compute kernel": lambda: {one.value for one in EmbeddingComputeKernel},
         "optimizer of tables": lambda: set(EmbOptimType.__members__),
@@ -236,7 +239,7 @@ def trains(**options: Any) -> bool:
 @pytest.mark.parametrize("name", members.OPTIMIZERS)
 def test_what_is_said_of_an_optimizer_is_so(name: str) -> None:
     decision = members.OPTIMIZERS[name]
-    by_fbgemm = isinstance(decision, members.Refused) and decision.by_fbgemm
+    by_fbgemm = decision.by_fbgemm if isinstance(decision, members.Refused) else bool(decision.stand_in)
     assert trains(optimizer=EmbOptimType[name]) is not by_fbgemm
 
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.torchrec.runs import (
     KILLED,
@@ -80,17 +81,46 @@ def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+def test_averages_of_2d_parallelism_survive(tmp_path: Path, code: tuple[int, int]) -> None:
+    """Two groups of two ranks, averaged in steps 1, 3 and 5; ranks die just after they were."""
+    setting = Setting(varied_tables(*KILLED["groups"]), code=code, steps=7, groups=2, aborts=(2,))
+    lost = (0, 3)[: code[0] - code[1]]
+    kills = (Kill(1, (2,), "synced"), Kill(3, lost, "synced", wipe=True), Kill(6, (1,), "body"))
+    memory = f"memory 3 {' '.join(map(str, lost))}"
+    assert check(tmp_path, setting, kills) == ["fresh 0", "process 1", memory, "process 6"]
+
+
+@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
 def test_managed_collisions_survive(tmp_path: Path, code: tuple[int, int]) -> None:
-    """Under each eviction policy; rows go from one id to another before the first kill and after the last."""
-    setting = Setting(varied_tables(*KILLED["managed"]), code=code, steps=11, aborts=(3,))
+    """Under each eviction policy; rows go from one id to another before the first kill and after the last.
+
+    A new job that begins from a checkpoint of step 8 ends with the same bits as well.
+    """
+    setting = Setting(varied_tables(*KILLED["managed"]), code=code, steps=11, aborts=(3,), save=8)
     lost = (0, 3)[: code[0] - code[1]]
     kills = (Kill(4, (2,), "body"), Kill(5, lost, "evicted", wipe=True), Kill(7, (1,), "evicted"))
     memory = f"memory 5 {' '.join(map(str, lost))}"
     assert check(tmp_path, setting, kills) == ["fresh 0", "process 4", memory, "process 7"]
     for rank in range(setting.ranks):
-        lines = (tmp_path / "killed" / f"evictions.{rank}").read_text().splitlines()
-        steps = [int(line.split()[0]) for line in lines]
-        assert min(steps) < 4 and max(steps) > 7
+        for name in ("evictions", "reused"):
+            lines = (tmp_path / "killed" / f"{name}.{rank}").read_text().splitlines()
+            steps = [int(line.split()[0]) for line in lines]
+            assert min(steps) < 4 and max(steps) > 7
+    if code == R1:
+        check_resume(tmp_path, setting)
+
+
+def check_resume(folder: Path, setting: Setting) -> None:
+    """A new job goes on from the checkpoint of the killed one, and ends as the undisturbed training did."""
+    resume = dataclasses.replace(
+        setting, protected=True, job="resumed", resume=str(folder / "killed" / "saved")
+    )
+    found = run(folder / "resumed", resume)
+    assert recoveries(folder / "resumed") == ["checkpoint 9"]
+    expected = [
+        torch.load(folder / "undisturbed" / f"end.{rank}", weights_only=True) for rank in range(setting.ranks)
+    ]
+    assert differences(expected, found) == []
 
 
 def check_of(folder: Path, collections: tuple[str, ...], code: tuple[int, int]) -> None:

@@ -19,9 +19,11 @@ class Protected:
 
     Attributes:
         part: of the names of tables in the kill tests (`runs.every_table`); tables with it have the member.
+        stand_in: what stands in for the part of the member that runs on CUDA only; "" if it runs on CPUs.
     """
 
     part: str
+    stand_in: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ def _refused(reasons: Mapping[str, str]) -> dict[str, Decision]:
 
 MODELS: dict[str, Decision] = {
     "DistributedModelParallel": Protected(""),
+    "DMPCollection": Protected("groups", "its device, and the operator that averages"),
     **_refused(members.REFUSED_MODELS),
 }
 """TorchRec's `DistributedModelParallel` and the classes below it."""
@@ -63,6 +66,19 @@ MODULES: dict[str, Decision] = {
     **_refused(members.REFUSED),
 }
 """Classes below TorchRec's `ShardedModule`."""
+
+MAPS: dict[str, Decision] = {
+    "MCHManagedCollisionModule": Protected("lfu"),
+    "HashZchManagedCollisionModule": Protected("hashed", "FBGEMM's operator that hashes"),
+}
+"""Classes below TorchRec's `ManagedCollisionModule`."""
+
+POLICIES: dict[str, Decision] = {
+    "LFU_EvictionPolicy": Protected("lfu"),
+    "LRU_EvictionPolicy": Protected("lru"),
+    "DistanceLFU_EvictionPolicy": Protected("distance"),
+}
+"""Classes below TorchRec's `MCHEvictionPolicy`."""
 
 SHARDINGS: dict[str, Decision] = {
     "row_wise": Protected("row_wise"),
@@ -99,7 +115,7 @@ KERNELS: dict[str, Decision] = {
 }
 """Values of TorchRec's `EmbeddingComputeKernel`."""
 
-_CUDA_ONLY = Refused("FBGEMM refuses it on CPUs, and ecemb hasn't tried it with CUDA", by_fbgemm=True)
+_CUDA_ONLY = Protected("", "FBGEMM's operator that looks rows up and updates them")
 _DEPRECATED = Refused("FBGEMM offers it neither on CPUs nor with CUDA", by_fbgemm=True)
 
 OPTIMIZERS: dict[str, Decision] = {
@@ -109,11 +125,11 @@ OPTIMIZERS: dict[str, Decision] = {
     "EMAINPLACE_ROWWISE_ADAGRAD": Protected("averaging"),
     "ADAM": _CUDA_ONLY,
     "LAMB": _CUDA_ONLY,
-    "LARS_SGD": _CUDA_ONLY,
+    "LARS_SGD": Refused("FBGEMM gives TorchRec no state of it, on any device", by_fbgemm=True),
     "PARTIAL_ROWWISE_ADAM": _CUDA_ONLY,
     "PARTIAL_ROWWISE_LAMB": _CUDA_ONLY,
     "ENSEMBLE_ROWWISE_ADAGRAD": _CUDA_ONLY,
-    "NONE": _CUDA_ONLY,
+    "NONE": Refused("it updates nothing: the script writes the rows", by_fbgemm=True),
     "SGD": _DEPRECATED,
     "ROWWISE_ADAGRAD": _DEPRECATED,
     "EXACT_ROWWISE_WEIGHTED_ADAGRAD": _DEPRECATED,
@@ -141,6 +157,8 @@ WEIGHTS: dict[str, Decision] = {
 FAMILIES: dict[str, dict[str, Decision]] = {
     "model": MODELS,
     "sharded module": MODULES,
+    "map of ids": MAPS,
+    "eviction policy of a map": POLICIES,
     "sharding type": SHARDINGS,
     "compute kernel": KERNELS,
     "optimizer of tables": OPTIMIZERS,

@@ -94,9 +94,14 @@ def build(
     dtype: Any = DataType.FP32,
     sharding: Mapping[str, Any] | None = None,
     fused: bool = True,
+    fused_params: Mapping[str, Any] | None = None,
+    parallel: Any = DistributedModelParallel,
     **options: Any,
 ) -> DistributedModelParallel:
-    """A model; tables are rows and features by name. Of the kind "averaging", each second lookup averages."""
+    """A model; tables are rows and features by name. Of the kind "averaging", each second lookup averages.
+
+    With `fused_params` these say FBGEMM's optimizer and its options.
+    """
     config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
     configs = [
         config(
@@ -106,18 +111,20 @@ def build(
     ]
     make = torchrec.EmbeddingCollection if sequence else torchrec.EmbeddingBagCollection
     collection = make(device=torch.device("meta"), tables=configs)
-    if fused and kind != "averaging":
+    if kind == "averaging":
+        fused_params = AVERAGING
+    if fused and fused_params is None:
         apply_optimizer_in_backward(OPTIMIZERS[kind], collection.parameters(), {"lr": 0.5} | options)
-    fused_params = AVERAGING if kind == "averaging" else None
-    sharder: Any = (EmbeddingCollectionSharder if sequence else EmbeddingBagCollectionSharder)(fused_params)
+    of_sharder = None if fused_params is None else dict(fused_params)
+    sharder: Any = (EmbeddingCollectionSharder if sequence else EmbeddingBagCollectionSharder)(of_sharder)
     kinds = {name: plans.table_wise(rank=0) for name in tables} | dict(sharding or {})
     plan = plans.construct_module_sharding_plan(
         collection, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
     )
-    for one in plan.values() if fused_params else ():
+    for one in plan.values() if fused_params is not None else ():
         one.compute_kernel = "fused"
     torch.manual_seed(3)
-    return DistributedModelParallel(
+    return parallel(
         SequenceModel(collection) if sequence else Model(collection),
         plan=ShardingPlan({"collection": plan}),
         sharders=[sharder],
@@ -129,7 +136,13 @@ HASHED = 1000  # raw ids are below
 
 
 def build_managed(
-    policy: str, kind: str = "sgd", *, sequence: bool = False, rows: int = 9, first: Any = None
+    policy: str,
+    kind: str = "sgd",
+    *,
+    sequence: bool = False,
+    rows: int = 9,
+    first: Any = None,
+    remapping: Any = None,
 ) -> DistributedModelParallel:
     """A model whose raw ids of the feature "u" are mapped to rows of the table "user", and evicted.
 
@@ -139,19 +152,18 @@ def build_managed(
         sequence: instead of bags.
         rows: of the table.
         first: the batch that gives the history its size; by default one with four ids.
+        remapping: another map, without a policy.
     """
     config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
     configs: Any = [config(name="user", embedding_dim=WIDTH, num_embeddings=rows, feature_names=["u"])]
     make: Any = torchrec.EmbeddingCollection if sequence else torchrec.EmbeddingBagCollection
     inner = make(device=torch.device("meta"), tables=configs)
     apply_optimizer_in_backward(OPTIMIZERS[kind], inner.parameters(), {"lr": 0.5})
-    remapping = mc_modules.MCHManagedCollisionModule(
-        rows,
-        torch.device("cpu"),
-        getattr(mc_modules, f"{policy}_EvictionPolicy")(),
-        2,
-        input_hash_size=HASHED,
-    )
+    if remapping is None:
+        chosen = getattr(mc_modules, f"{policy}_EvictionPolicy")()
+        remapping = mc_modules.MCHManagedCollisionModule(
+            rows, torch.device("cpu"), chosen, 2, input_hash_size=HASHED
+        )
     around: Any = (
         mc_embedding_modules.ManagedCollisionEmbeddingCollection
         if sequence
@@ -232,6 +244,7 @@ class Watched:
         self.names = [layout.name for layout in layouts]
         self.named = joined(layouts)
         self.captured: dict[str, set[int]] = {}
+        self.saved: dict[tuple[str, int], bytes] = {}  # of a step, as a journal saves them
         self.sizes: list[int] = []  # of each capture
         self.undeclared = 0
         self.is_open = False
@@ -242,7 +255,7 @@ class Watched:
     @contextmanager
     def step(self) -> Iterator[None]:
         """What a guard does around a step's body."""
-        self.captured = {}
+        self.captured, self.saved = {}, {}
         self.is_open = True
         try:
             self.tables.begin()
@@ -265,6 +278,16 @@ class Watched:
         found = {name: set(np.flatnonzero((now[name] != before[name]).any(axis=1)).tolist()) for name in now}
         return {name: rows for name, rows in found.items() if rows}
 
+    def unsaved(self, before: Mapping[str, NDArray[np.uint8]]) -> list[tuple[str, int]]:
+        """The rows that a journal would not bring back to `before`: not captured, or after they changed."""
+        changed = self.changed(before)
+        return [
+            (name, row)
+            for name, rows in changed.items()
+            for row in sorted(rows)
+            if self.saved.get((name, row)) != before[name][row].tobytes()
+        ]
+
     def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
         assert ids.dtype == np.int64 and ids.ndim == 1
         self.sizes.append(len(ids))
@@ -273,7 +296,10 @@ class Watched:
             rows = self.stored[table].layout.rows
             here = ids[ids < rows].tolist()
             if here:
-                self.captured.setdefault(self.names[table], set()).update(here)
+                name, columns = self.names[table], self.stored[table].columns
+                self.captured.setdefault(name, set()).update(here)
+                for row in here:
+                    self.saved.setdefault((name, row), b"".join(column[row].tobytes() for column in columns))
             ids, table = ids[ids >= rows] - rows, table + 1
 
     def _on_undeclared(self) -> None:

@@ -41,6 +41,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 import ecemb  # noqa: E402
 from ecemb.adapters import engine  # noqa: E402
 from ecemb.arena.scan import arenas  # noqa: E402
+from support.torchrec.stand_ins import collection_on_cpus, hash_on_cpus  # noqa: E402
 from support.torchrec.trained_model import (  # noqa: E402
     HASHED,
     LONGEST,
@@ -62,14 +63,19 @@ class Training:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks // 2)
         torch.manual_seed(5)
-        collections = Collections(setting["tables"], ranks)
+        self.set_clock = hash_on_cpus()
+        collections = Collections(setting["tables"], ranks // setting["groups"])
         self.features, self.rows, self.ids = collections.features, collections.rows, collections.ids
-        self.model = DistributedModelParallel(
-            Model(collections),
-            plan=ShardingPlan(collections.plan),
-            sharders=list(dict.fromkeys(SHARDERS.values())),
-            device=torch.device("cpu"),
-        )
+        given: dict[str, Any] = {
+            "plan": ShardingPlan(collections.plan),
+            "sharders": list(dict.fromkeys(SHARDERS.values())),
+            "device": torch.device("cpu"),
+        }
+        if setting["groups"] > 1:
+            size = ranks // setting["groups"]
+            given |= {"world_size": ranks, "sharding_group_size": size, "global_pg": dist.group.WORLD}
+        make = DistributedModelParallel if setting["groups"] == 1 else collection_on_cpus
+        self.model: Any = make(Model(collections), **given)
         fused: Any = self.model.fused_optimizer
         if setting["warmup"]:
             stages = [WarmupStage(WarmupPolicy.LINEAR, 3, 0.5), WarmupStage(WarmupPolicy.CONSTANT, 90, 0.9)]
@@ -86,6 +92,7 @@ class Training:
                 self.model(self.batch(999), self.others(999))
         self.losses: list[float] = []
         self.declare: Callable[[], None] = lambda: None
+        self.synced: Callable[[], None] = lambda: None
         self.pipeline: Any = None
         if setting["pipeline"]:
             self.pipeline = TrainPipelineSparseDist(
@@ -136,6 +143,7 @@ class Training:
 
     def run(self, step: int, batches: Iterator[KeyedJaggedTensor]) -> None:
         """All that belongs into a step."""
+        self.set_clock(step)
         if self.pipeline is not None:
             self.pipeline.progress(batches)
             return
@@ -155,6 +163,9 @@ class Training:
             loss.backward()
             self.losses.append(loss.item())
         self.optimizer.step()
+        if self.setting["groups"] > 1 and step % 2:
+            self.model.sync()
+            self.synced()
 
     def evaluate(self, step: int) -> None:
         """Between steps, which changes nothing."""
@@ -203,6 +214,10 @@ def count_evictions(folder: Path, killers: list[Killer]) -> None:
 
     def evicted(module: Any, evictions: dict[str, Tensor | None]) -> None:
         evict(module, evictions)
+        for table, rows in evictions.items():
+            if rows is not None and table.startswith("hashed"):
+                with (folder / f"reused.{dist.get_rank()}").open("a") as file:
+                    print(killers[0].step, len(rows), file=file)
         for killer in killers if any(rows is not None for rows in evictions.values()) else ():
             killer.reach("evicted")
 
@@ -216,8 +231,11 @@ def flat(name: str, value: Any) -> dict[str, Any]:
         parts = [flat(f"{name}.{key}", one) for key, one in value.items()]
     elif isinstance(value, (list, tuple)):
         parts = [flat(f"{name}.{number}", one) for number, one in enumerate(value)]
+    elif hasattr(value, "to_local"):
+        parts = [flat(name, value.to_local())]
     elif hasattr(value, "local_shards"):
-        parts = [flat(f"{name}[{i}]", shard.tensor) for i, shard in enumerate(value.local_shards())]
+        shards = (getattr(shard, "tensor", shard) for shard in value.local_shards())
+        parts = [flat(f"{name}[{i}]", shard) for i, shard in enumerate(shards)]
     else:
         return {name: value.detach() if isinstance(value, Tensor) else value}
     return {key: one for part in parts for key, one in part.items()}
@@ -284,11 +302,13 @@ def main() -> None:
             code=ecemb.Code(n=n, k=k),
             failure_domain="rank",
             abortable=bool(setting["aborts"]),
+            resume=setting["resume"] or None,
         )
         with (folder / f"recoveries.{training.rank}").open("a") as file:
             print(guard.recovery.kind, guard.next_step, *sorted(guard.recovery.lost), file=file)
         training.declare = lambda: [guard.touch(table) for table in guard.tables] and None
         killers.append(killer := Killer(folder, training, setting["kills"]))
+        training.synced = lambda: killer.reach("synced")
         batches = training.batches(range(guard.next_step, steps))
         for step in range(guard.next_step, steps):
             with guard.step() as one:
@@ -298,6 +318,8 @@ def main() -> None:
                     one.abort()
                 killer.reach("body")
             training.evaluate(step)
+            if step == setting["save"]:
+                guard.save(folder / "saved")
         (folder / f"tables.{training.rank}").write_text("\n".join(guard.tables))
         end = training.end()
         guard.close()

@@ -36,6 +36,8 @@ OFFERED = {
     "lru": SHARDINGS[:1],
     "distance": SHARDINGS[:1],
     "mapped": SHARDINGS[:1],
+    "hashed": SHARDINGS[:1],
+    "groups": ("row_wise", "table_wise", "column_wise", "data_parallel"),  # in groups of two ranks
     "fused": SHARDINGS[:-1],  # DistributedDataParallel refuses the data-parallel ones on CPU
 }
 """The sharding types of each kind of collection that run on CPUs."""
@@ -44,7 +46,8 @@ KILLED = {
     "weighted": ("weighted", "variable"),
     "dense parts": ("processed", "fused"),
     "whole tables": ("bags", "averaged"),
-    "managed": ("lfu", "lru", "distance", "mapped"),
+    "managed": ("lfu", "lru", "distance", "mapped", "hashed"),
+    "groups": ("groups",),
 }
 """The kinds of collections in each test of tests/scenarios/test_torchrec_kills.py."""
 OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad", "averaging")
@@ -90,6 +93,9 @@ class Setting:
         load: the step that begins with load_state_dict() of the model, halved.
         write: the step in which the script writes all rows of all sharded tables.
         aborts: steps that one rank aborts; unprotected, they are left out.
+        groups: of ranks, each with all tables; a DMPCollection averages them in each second step.
+        save: the step after which a checkpoint is saved, to saved/ in the folder of the run.
+        resume: the checkpoint that a protected run begins from.
     """
 
     tables: tuple[str, ...]
@@ -101,6 +107,9 @@ class Setting:
     load: int = -1
     write: int = -1
     aborts: tuple[int, ...] = ()
+    groups: int = 1
+    save: int = -1
+    resume: str = ""
     kills: tuple[Kill, ...] = ()
     protected: bool = False
     job: str = "torchrec-kills"

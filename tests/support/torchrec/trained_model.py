@@ -40,6 +40,10 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from support.torchrec.stand_ins import HashZchManagedCollisionModule, hash_mc_evictions
+
+HashZchEvictionConfig = hash_mc_evictions.HashZchEvictionConfig
+HashZchEvictionPolicyName = hash_mc_evictions.HashZchEvictionPolicyName
 WIDTH = 8
 OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
@@ -52,7 +56,7 @@ DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 def shardings(number: int, ranks: int) -> dict[str, Any]:
     """Every sharding type, over other ranks for every `number`; two hosts are imagined."""
-    hosts = ranks // 2
+    hosts = max(1, ranks // 2)
     return {
         "row_wise": plans.row_wise(),
         "table_wise": plans.table_wise(rank=number % ranks),
@@ -124,6 +128,8 @@ class Collections:
         per_table: dict[str, Any] = {}
         for number, name in enumerate(names):
             self.rows[name] = 37 + len(self.rows) % 5  # not too few: FBGEMM needs rows on every rank
+            if kind == "hashed":
+                self.rows[name] = 5 * ranks  # of equally many slots
             self.ids[name] = 300 if kind in MANAGED else self.rows[name]
             _, dtype, _, sharding = name.split("/")
             table = name.replace("/", "_")
@@ -143,7 +149,7 @@ class Collections:
             module._embedding_module if kind in MANAGED else module,
             per_table,
             sharder=SHARDERS[kind]._e_sharder if kind in MANAGED else SHARDERS[kind],
-            local_size=ranks // 2,
+            local_size=max(1, ranks // 2),
             world_size=ranks,
             device_type="cpu",
         )
@@ -170,6 +176,8 @@ SHARDERS: dict[str, Any] = {
     "lru": _managed,
     "distance": _managed,
     "mapped": ManagedCollisionEmbeddingCollectionSharder(),
+    "hashed": _managed,
+    "groups": _bags,
 }
 SEQUENCES = ("sequences", "mapped")
 MANAGED: dict[str, Any] = {
@@ -177,6 +185,7 @@ MANAGED: dict[str, Any] = {
     "lru": LRU_EvictionPolicy,
     "distance": DistanceLFU_EvictionPolicy,
     "mapped": DistanceLFU_EvictionPolicy,
+    "hashed": HashZchEvictionPolicyName.LRU_EVICTION,
 }
 HASHED = 4000  # raw ids of a managed collision are below
 LONGEST = 3  # ids of a bag
@@ -200,12 +209,7 @@ def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
         lr = 0.1 if kind == "variable" else 0.1 + 0.01 * number  # FBGEMM looks the former up at once
         apply_optimizer_in_backward(optimizer, inner[one.name].parameters(), {"lr": lr})
     if kind in MANAGED:
-        remapping: Any = {
-            one.name: MCHManagedCollisionModule(
-                one.num_embeddings, torch.device("cpu"), MANAGED[kind](), 2, input_hash_size=HASHED
-            )
-            for one in configs
-        }
+        remapping: Any = {one.name: _map(kind, one) for one in configs}
         around = (
             ManagedCollisionEmbeddingCollection
             if kind in SEQUENCES
@@ -216,6 +220,23 @@ def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
         processors: Any = {name: PositionWeightedModule(LONGEST) for name in names}
         return FeatureProcessedEmbeddingBagCollection(module, processors)
     return module
+
+
+def _map(kind: str, config: Any) -> Any:
+    """A map from raw ids to the rows of a table."""
+    rows, cpu = config.num_embeddings, torch.device("cpu")
+    if kind != "hashed":
+        return MCHManagedCollisionModule(rows, cpu, MANAGED[kind](), 2, input_hash_size=HASHED)
+    return HashZchManagedCollisionModule(
+        rows,
+        cpu,
+        total_num_buckets=rows // 5,
+        max_probe=3,
+        input_hash_size=HASHED,
+        eviction_policy_name=MANAGED[kind],
+        eviction_config=HashZchEvictionConfig(config.feature_names, single_ttl=2),
+        track_id_freq=True,
+    )
 
 
 class Model(nn.Module):
