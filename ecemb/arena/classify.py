@@ -42,7 +42,8 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
       it.
     - A header is stale if its `joined` is below the last generation that was opened: the job went on without
       it. The last generation is the highest of `opened` and fill in settled headers, and of the mark.
-    - Survivors are not stale, and LIVE; or INIT, prepared, and of the fill of a LIVE or REBUILDING arena.
+    - Survivors are not stale, and LIVE; or INIT, prepared, and of the fill of a LIVE or REBUILDING arena. Of
+      two fills, the higher counts, if no arena of the other has opened its generation, or a later one.
     - LIVE and REBUILDING arenas show that the job had started. So does an INIT arena that a resume prepared
       with a transaction above 0.
     - A tombstone counts only if it is not stale, and no header shows that a later history had started. The
@@ -53,7 +54,7 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
         opened: the last generation that was opened according to the store's mark; NONE without a mark.
 
     Raises:
-        InconsistentArenas: one generation has two ids; or survivors have two fills; or two survivors have one
+        InconsistentArenas: one generation has two ids; or two fills went on apart; or two survivors have one
             rank.
     """
     born = {header.constants.fill for header in headers if header.state is not State.INIT}
@@ -62,8 +63,7 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
     current = [header for header in heard if header.joined >= last]
     _check_generations(current)
     living = {h.constants.fill for h in headers if h.state in (State.LIVE, State.REBUILDING)}
-    survivors = tuple(header for header in current if _holds(header, living))
-    _check_fills(survivors)
+    survivors = _of_last_history([header for header in current if _holds(header, living)], heard)
     _check_ranks(survivors)
     evidence = tuple(header for header in headers if _shows_a_start(header))
     begun = max((header.constants.fill for header in evidence), default=NONE)
@@ -122,19 +122,24 @@ def _check_generations(headers: Sequence[Header]) -> None:
             )
 
 
-def _check_fills(survivors: Sequence[Header]) -> None:
-    """Raises if survivors have two fills: parity of one doesn't fit rows of the other."""
-    fills: dict[int, Header] = {}
-    for header in survivors:
-        fills.setdefault(header.constants.fill, header)
-    if len(fills) > 1:
-        one, other = (fills[fill].constants for fill in sorted(fills)[-2:])
+def _of_last_history(survivors: Sequence[Header], heard: Sequence[Header]) -> tuple[Header, ...]:
+    """The survivors of the highest fill, if no other fill has gone on since. Parity of one fits no other.
+
+    Raises:
+        InconsistentArenas: another one has.
+    """
+    last = max((header.constants.fill for header in survivors), default=NONE)
+    others = {header.constants.fill for header in survivors} - {last}
+    if apart := [h for h in heard if h.constants.fill in others and h.opened >= last]:
+        other = apart[0].constants
+        one = next(header.constants for header in survivors if header.constants.fill == last)
         raise InconsistentArenas(
-            f"arenas of job {one.job!r} have two histories, which began in generations {one.fill} (such as "
-            f"arena {one.arena_id} of rank {one.rank}) and {other.fill} (such as arena {other.arena_id} of "
-            f"rank {other.rank}), and it is unknown which replaced the other. Remove the arenas of the "
+            f"arenas of job {one.job!r} have two histories, which began in generations {other.fill} (such as "
+            f"arena {other.arena_id} of rank {other.rank}) and {one.fill} (such as arena {one.arena_id} of "
+            f"rank {one.rank}), and it is unknown which replaced the other. Remove the arenas of the "
             f"history that is not to count with `python -m ecemb arenas rm`."
         )
+    return tuple(header for header in survivors if header.constants.fill == last)
 
 
 def _check_ranks(headers: Sequence[Header]) -> None:

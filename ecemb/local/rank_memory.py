@@ -119,7 +119,12 @@ class RankMemory:
         return Share.of(self.geometry.placement, rank, abortable=self.arena.constants.abortable)
 
     def join(self, generation: int, generation_id: int) -> None:
-        """Says that this arena is a member of a generation (docs/protocol.md, 2)."""
+        """Says that this arena is a member of a generation (docs/protocol.md, 2).
+
+        A survivor that is INIT goes LIVE before: the arenas that vouch for it may be lost from then on.
+        """
+        if self.arena.get(Word.STATE) == State.INIT and self.prepared != NONE:
+            self.go_live()
         self.arena.join(generation, generation_id)
 
     def mark_opened(self, generation: int) -> None:

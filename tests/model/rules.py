@@ -63,6 +63,15 @@ class Rules:
     fill_of_donor: bool = True
     other_format_stops: bool = True
     kept_until_superseded: bool = True
+    # a move to another number of ranks
+    old_join_the_move: bool = True
+    decided_before_copy: bool = True
+    live_before_join: bool = True
+    leftovers_after_open: bool = True
+    new_fill_is_higher: bool = True
+    joined_is_not_opened: bool = True
+    all_moved_before_live: bool = True
+    old_until_all_live: bool = True
     # of chapter 10: agreement
     failed_before_first_round: bool = True
     rounds_finished_first: bool = True

@@ -6,11 +6,17 @@ import argparse
 from collections.abc import Sequence
 
 from .background_table import BACKGROUND, BACKGROUND_FULL, BACKGROUND_QUICK
+from .moves import Moves
 from .rounds_table import ROUNDS, ROUNDS_FULL, ROUNDS_QUICK
 from .rules import Config
 from .search import Result, Searched, search
 from .starts import Starts
 from .table import ENTRIES, Entry, table
+
+ALONE = ((1, 0, 0), (2, 2, 1))
+HALVED = ((2, 2, 1), (4, 4, 2))
+TWICE = ((3, 3, 1), (4, 4, 2))
+"""Codes of moves between one rank and two, two and four, and with r = 2 between three and four."""
 
 QUICK = (
     Config(crashes=1, losses=1, steps=1),
@@ -21,6 +27,10 @@ QUICK = (
     Starts(crashes=1, cuts=2, resumes=1, tombstones=1),
     Starts(crashes=1, losses=1, cuts=1, formats=1),
     Starts(steps=1, crashes=1, losses=1, relaunches=1, tombstones=1, close=True, fresh=True),
+    Moves(size=2, crashes=1, losses=1),
+    Moves(crashes=1, losses=1),
+    Moves(size=2, codes=ALONE, losses=1),
+    Moves(size=4, codes=TWICE, steps=1, crashes=1, losses=2),
 )
 """For `make test`."""
 
@@ -53,6 +63,17 @@ FULL = (
     Starts(steps=1, losses=1, cuts=1, relaunches=1, tombstones=1, close=True, fresh=True),
     Starts(n=3, k=2, size=3, steps=1, cuts=2, resumes=1),
     Starts(n=3, k=1, size=3, steps=1, losses=2, fresh=True),
+    Moves(size=1, codes=ALONE),
+    Moves(size=3, codes=TWICE, steps=1, crashes=1, losses=2),
+    Moves(size=4, codes=HALVED, steps=1, crashes=1, losses=2),
+    Moves(size=2, crashes=3),
+    Moves(losses=1),
+    Moves(losses=2),
+    Moves(size=2, cuts=1),
+    Moves(cuts=1),
+    Moves(size=2, crashes=1, cuts=2),
+    Moves(size=2, losses=1, relaunches=1),
+    Moves(losses=1, cuts=1),
 )
 """For `make model`."""
 

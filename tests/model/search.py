@@ -8,12 +8,18 @@ import time
 from typing import Any
 
 from .background import Background, BackgroundModel
+from .moves import Moves, MovesModel
 from .rules import ALL, Config, Rules
 from .starts import Starts, StartsModel
 from .system import Model
 
-Searched = Config | Starts | Background
-MODELS: dict[type, Any] = {Config: Model, Starts: StartsModel, Background: BackgroundModel}
+Searched = Config | Starts | Moves | Background
+MODELS: dict[type, Any] = {
+    Config: Model,
+    Starts: StartsModel,
+    Moves: MovesModel,
+    Background: BackgroundModel,
+}
 """Of each part, by what says what is searched."""
 
 

@@ -86,6 +86,8 @@ class Start(abc.ABC):
         return [Move(f"creates an arena, {state.name}", 0, None, new)]
 
     def do_join(self, me: Rank, i: int, life: Life) -> list[Move]:
+        if me.state == State.INIT and me.prepared >= 0 and self.rules.live_before_join:
+            return [Move("state := LIVE", 0, None, me._replace(state=int(State.LIVE)))]
         new = me._replace(joined=life.generation)
         if self.rules.id_void_while_joining:  # then the instant between is as good as after it
             new = new._replace(gid=life.gid, pc="open", sent=JOINED)

@@ -489,6 +489,8 @@ class StartsModel:
         return Next(f"creates an arena, {State(arena.state).name}", world._replace(ranks=ranks))
 
     def _do_join(self, world: World, life: Life, i: int, me: Process) -> Next | None:
+        if self.rules.live_before_join and me.arena and me.arena.state == State.INIT and me.arena.whole():
+            return self._moves(world, i, me, "join", "state := LIVE", state=int(State.LIVE))
         if self._all_said(world, CREATED):
             return self._moves(world, i, me, "open", "joined", joined=life.number, said=JOINED)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from .moves import Moves
 from .rules import ALL, Config
 from .search import Result, Searched, search
 from .starts import Starts
@@ -462,6 +463,70 @@ ENTRIES = (
         "A crash when some arenas are removed and others still LIVE, and the store is new: too many losses.",
         "false refusal",
         _three(relaunches=1, close=True),
+    ),
+    # a move to another number of ranks
+    Entry(
+        "old_join_the_move",
+        "All old arenas that survived join and open the move's generation before one is undone or redone.",
+        "A host is away, T is decided without it, and it comes back after a crash: the others have committed "
+        "what it has not prepared.",
+        "false refusal",
+        Moves(crashes=2, cuts=1),
+    ),
+    Entry(
+        "decided_before_copy",
+        "Barrier between undo and redo on old arenas, and the first row that is copied.",
+        "A row is copied from an arena that still has to undo or redo, or is decoded with its parity: "
+        "garbage.",
+        "rows",
+        Moves(size=2, crashes=1),
+    ),
+    Entry(
+        "live_before_join",
+        "An INIT arena that survived goes LIVE before it joins a generation.",
+        "The only new arena that is LIVE is lost in the next start, after it has opened: the others don't "
+        "count, and beside the mark the old ones are stale.",
+        "false refusal",
+        Moves(size=2, crashes=2, cuts=1),
+    ),
+    Entry(
+        "leftovers_after_open",
+        "What an earlier move left is removed when all old arenas have opened this one.",
+        "The only new arena that was LIVE is away, the others are removed, and it comes back: beside it the "
+        "old ones are stale.",
+        "false refusal",
+        Moves(size=2, crashes=2, cuts=1),
+    ),
+    Entry(
+        "new_fill_is_higher",
+        "New arenas begin a history of g + 1, and old ones join g.",
+        "A crash when the first new arena is LIVE: old and new ones are two histories, and no rule can tell "
+        "which one counts.",
+        "false refusal",
+        Moves(size=2, crashes=1),
+    ),
+    Entry(
+        "joined_is_not_opened",
+        "Of two histories, the higher fill counts, if no arena of the other has opened its generation.",
+        "The only new arena that was LIVE is away, one old arena has joined the next start, and it comes "
+        "back: both look current.",
+        "false refusal",
+        Moves(size=2, crashes=2, cuts=1),
+    ),
+    Entry(
+        "all_moved_before_live",
+        "Barrier between `prepared` = T of all new arenas and the first LIVE.",
+        "A crash when one new arena is LIVE and another holds nothing: beside it the old ones are stale.",
+        "false refusal",
+        Moves(size=2, crashes=1),
+    ),
+    Entry(
+        "old_until_all_live",
+        "Old arenas are removed when all new ones are LIVE.",
+        "A crash when all new ones are prepared, none is LIVE, and one old one is removed, and another host "
+        "is lost: too little is left of either layout.",
+        "false refusal",
+        Moves(size=2, crashes=1, losses=1),
     ),
 )
 

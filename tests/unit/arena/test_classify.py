@@ -52,7 +52,12 @@ def says(headers: tuple[Header, ...]) -> Any:
     living = {fills[i] for i in indices if headers[i].state in (LIVE, REBUILDING)}
     prepared = {i for i in current if headers[i].state == INIT and headers[i].prepared != NONE}
     chosen |= {i for i in prepared if fills[i] in living}
-    if len({headers[i].constants.rank for i in chosen}) < len(chosen) or len({fills[i] for i in chosen}) > 1:
+    newest = max((fills[i] for i in chosen), default=NONE)
+    older = {fills[i] for i in chosen} - {newest}
+    if any(fills[i] in older and headers[i].opened >= newest for i in indices if i not in silent):
+        return InconsistentArenas
+    chosen = {i for i in chosen if fills[i] == newest}
+    if len({headers[i].constants.rank for i in chosen}) < len(chosen):
         return InconsistentArenas
     shows = [i for i in indices if headers[i].state in (LIVE, REBUILDING)]
     shows = sorted({*shows, *(i for i in indices if headers[i].state == INIT and headers[i].prepared > 0)})
@@ -104,6 +109,11 @@ def test_every_pair_of_reports() -> None:
             id="a newcomer opened what the survivor never joined",
         ),
         pytest.param([report(0), report(1, INIT, prepared=0)], [0, 1], id="crash between LIVE and LIVE"),
+        pytest.param(
+            [report(0, joined=8, opened=1), report(1, fill=NEW, joined=2, opened=2)],
+            [1],
+            id="joined after a later history began, and not opened",
+        ),
         pytest.param([report(0), report(1, INIT, prepared=NONE)], [0], id="INIT, and not prepared"),
         pytest.param([report(0, INIT, prepared=0), report(1, INIT, prepared=0)], [], id="nobody is LIVE"),
         pytest.param(
