@@ -152,9 +152,8 @@ def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
 def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], None]) -> None:
     """Brings the old arenas to one transaction, and makes room for the new ones. All ranks.
 
-    The old arenas are members of this start's generation from here on, so that an absent one is stale. When
-    all have come to the transaction, those that were still being filled are LIVE: what an earlier move left
-    is then removed, and nothing else vouches for them.
+    The old arenas are members of this start's generation from here on, so that an absent one is stale. What
+    an earlier move left is removed after that: before, its only LIVE arena could come back.
 
     Args:
         start: this start.
@@ -190,8 +189,6 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
             moving.redone |= redone
 
     transport.together("undo and redo", decide)
-    for memory in moving.memories.values():
-        memory.go_live()
     layout, abortable = moving.former.layout, moving.former.history.abortable
     moving.state_bytes = compare_state(moving.plan, layout, moving.memories, transport, abortable=abortable)
     make_room(session, start.world.plan)

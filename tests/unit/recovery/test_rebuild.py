@@ -22,7 +22,7 @@ def test_every_choice_of_ranks_is_rebuilt_in_pieces(
     shape: tuple[int, int, int], words: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(rebuild, "CHUNK_WORDS", words)
-    monkeypatch.setattr(rebuild, "_TOGETHER", 3)
+    monkeypatch.setattr(rebuild, "TOGETHER", 3)
     n, k, size = shape
     base = Machines(tmp_path / "base", job_of(*shape, random.Random(seed)))
     assert not base.run(DONE).failures
