@@ -57,7 +57,7 @@ OF_ENGINES = {
 OF_SETTINGS = {
     "agreement": ("4", "8", "16", "32", "64"),
     "gpu": ("kernels", "step", "recovery"),
-    "overhead": ("dlrm", "sparse-heavy"),
+    "overhead": ("dlrm", "sparse-heavy", "managed-collision"),
     "recovery": ("sparse", "torchrec"),
     "start": ("8", "64"),
 }

@@ -5,6 +5,7 @@ A model of TorchRec looks as its users write it. torchrec is imported when such 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ BOTTOM = (512, 256)
 TOP = (512, 512, 256)
 SMALL = 64
 TABLES_LR, DENSE_LR = 0.02, 0.005
+RAW_IDS = 4
+"""Raw ids for each row, of a table with a managed collision."""
+EVICT_EVERY = 32
+"""Batches between two evictions."""
 
 
 class Batch(NamedTuple):
@@ -153,8 +158,17 @@ def perceptron(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
 
 
-def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
-    """Tables of TorchRec, sharded by rows over all ranks, with row-wise Adagrad inside backward."""
+def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str, *, interval: int = 0) -> Twin:
+    """Tables of TorchRec, sharded by rows over all ranks, with row-wise Adagrad inside backward.
+
+    Args:
+        tables: How many there are.
+        rows: Of each table, over all ranks.
+        dim: Of each row.
+        dense_part: One of `DENSE`.
+        interval: Batches between two evictions of a managed collision, which maps `RAW_IDS` raw ids for each
+            row; 0 for plain tables.
+    """
     import torchrec
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed import DistributedModelParallel
@@ -181,21 +195,29 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
             self.dense = DENSE[dense_part](tables, dim)
 
         def forward(self, integers: Tensor, ids: torchrec.KeyedJaggedTensor) -> Tensor:
-            return self.dense(integers, self.tables(ids).values().reshape(-1, tables, dim))
+            found = self.tables(ids)
+            found = found[0] if interval else found  # without the remapped ids
+            return self.dense(integers, found.values().reshape(-1, tables, dim))
 
     def feed(ids: Tensor) -> torchrec.KeyedJaggedTensor:
         lengths = torch.full((ids.shape[0] * ids.shape[1],), ids.shape[2])
-        return torchrec.KeyedJaggedTensor(features, ids.reshape(-1), lengths=lengths)
+        values = ids.reshape(-1)
+        if interval:
+            values = values * RAW_IDS + torch.arange(len(values)) % RAW_IDS
+        return torchrec.KeyedJaggedTensor(features, values, lengths=lengths)
 
     features = [f"f{i}" for i in range(tables)]
-    bare = Model()
+    bare: Any = Model()
     _apply_optimizer_in_backward(RowWiseAdagrad, bare.tables.parameters(), {"lr": TABLES_LR})
     ranks = dist.get_world_size()
-    sharder = EmbeddingBagCollectionSharder()
+    inner: Any = bare.tables
+    sharder: Any = EmbeddingBagCollectionSharder()
+    if interval:
+        bare.tables, sharder = managed(inner, interval)
     plan = construct_module_sharding_plan(
-        bare.tables,
-        {f"t{i}": row_wise() for i in range(tables)},
-        sharder=sharder,
+        inner,
+        {f"t{i}": row_wise(compute_kernel="fused") for i in range(tables)},
+        sharder=sharder._e_sharder if interval else sharder,
         device_type="cpu",
         local_size=ranks,
         world_size=ranks,
@@ -208,12 +230,15 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
 
     # TorchRec keeps FBGEMM's modules in plain lists, which model.modules() doesn't see.
     tables_module: Any = get_unwrapped_module(model).tables
-    lookups = tables_module._lookups
+    lookups = (tables_module._embedding_module if interval else tables_module)._lookups
     (module,) = (kernel.emb_module for lookup in lookups for kernel in lookup._emb_modules)
+    if interval:
+        module.reset_embedding_weight_momentum = functools.partial(reset_rows, module)
 
     def local() -> list[list[Tensor]]:
         weights, states = module.split_embedding_weights(), module.split_optimizer_states()
-        return [[weight, *of_table] for weight, of_table in zip(weights, states, strict=True)]
+        found = [[weight, *of_table] for weight, of_table in zip(weights, states, strict=True)]
+        return [*found, list(tables_module._managed_collision_collection.buffers())] if interval else found
 
     def touched() -> Callable[[], Ids]:
         looked_up: list[Tensor] = []
@@ -232,6 +257,47 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str) -> Twin:
         return rows
 
     return Twin(model, [model.fused_optimizer, dense], feed, local, touched)
+
+
+def managed(inner: Any, interval: int) -> tuple[nn.Module, Any]:
+    """A managed collision around a collection, evicting by distance and frequency; and its sharder.
+
+    Evicted rows begin with the same values in all models: all of a process draw from one generator.
+    """
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
+
+    configs = inner.embedding_bag_configs()
+    maps: Any = {}
+    for config in configs:
+        config.init_fn = begin_rows
+        maps[config.name] = MCHManagedCollisionModule(
+            config.num_embeddings,
+            torch.device("cpu"),
+            DistanceLFU_EvictionPolicy(),
+            interval,
+            input_hash_size=RAW_IDS * config.num_embeddings,
+        )
+    around = ManagedCollisionEmbeddingBagCollection(inner, ManagedCollisionCollection(maps, configs))
+    return around, ManagedCollisionEmbeddingBagCollectionSharder()
+
+
+def begin_rows(weights: Tensor) -> Tensor:
+    """Overwrites rows with small values, the same each time; returns them."""
+    with torch.no_grad():
+        return weights.copy_(torch.linspace(-0.01, 0.01, weights.numel()).view_as(weights))
+
+
+def reset_rows(module: Any, *, pruned_indices: Tensor, logical_table_ids: Tensor, **_: Any) -> None:
+    """Zeroes rows of a table and their states, as FBGEMM's operator, which lacks row-wise Adagrad on CPUs."""
+    table = int(logical_table_ids)
+    for tensor in (module.split_embedding_weights()[table], *module.split_optimizer_states()[table]):
+        tensor[pruned_indices] = 0
 
 
 def sparse_twin(
@@ -292,6 +358,7 @@ RULES: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]
 """Optimizer of `sparse_twin`'s tables -> it, and what it keeps for each row."""
 ENGINES: Mapping[str, Callable[..., Twin]] = {
     "torchrec": torchrec_twin,
+    "managed": functools.partial(torchrec_twin, interval=EVICT_EVERY),
     "sparse": sparse_twin,
 }
 """Engine -> what builds a model: tables, rows of each, their dimension, and a kind of `DENSE`."""

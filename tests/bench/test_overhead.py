@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.harness.result import Arguments, Row, WrongResult
+from bench.harness.result import Arguments, Row, Unavailable, WrongResult
 from bench.harness.thread_clocks import ThreadClocks, threads
-from bench.questions.overhead import estimate
+from bench.questions.overhead import estimate, managed_collision
 from bench.questions.overhead import question as overhead
 from bench.questions.overhead.estimate import Strata
 from bench.questions.overhead.question import QUICK, Scale, Steps, sparse_heavy
-from bench.workloads import pairs, training_rank
+from bench.workloads import models, pairs, training_rank
 from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED, REPLICATION, RIVALS, Order
 from ecemb.coding.code import Code
 from ecemb.coding.rows import Column, TableLayout
@@ -90,6 +90,27 @@ def test_models_stay_the_same_and_the_cost_is_told(
     assert witness.low > 0
     chosen = [row.value for row in rows if row.metric == "window_steps"]
     assert len(chosen) == (window == "auto") and all(1 <= steps == int(steps) for steps in chosen)
+
+
+def test_a_managed_collision_is_measured_beside_plain_tables() -> None:
+    """Over an interval between evictions; its models have the same maps at the end."""
+    pytest.importorskip("torchrec", reason="TorchRec is not installed")
+    rows = overhead.with_managed_collision(dataclasses.replace(QUICK, tables=2), "torchrec", [CODE], seed=3)
+    assert {row.labels.get("engine") for row in rows} == {*managed_collision.ENGINES, None}
+    (ratio,) = (row for row in rows if row.metric == "managed_over_plain")
+    plain, managed = (
+        next(row for row in rows if row.metric == "overhead_cpu_pct" and row.labels["engine"] == engine)
+        for engine in managed_collision.ENGINES
+    )
+    assert ratio.value == managed.value / plain.value and ratio.repeats == models.EVICT_EVERY
+    touched = {row.labels["engine"]: row.value for row in rows if row.metric == "touched_rows_per_step"}
+    assert touched["managed"] > 2 * touched["torchrec"]  # maps and histories
+    with pytest.raises(Unavailable, match="managed-collision"):
+        overhead.with_managed_collision(QUICK, "sparse", [CODE], seed=3)
+
+
+def test_whole_intervals_between_evictions_are_measured() -> None:
+    assert [managed_collision.whole_intervals(pairs) for pairs in (2, 32, 40, 70)] == [32, 32, 32, 64]
 
 
 def test_the_rival_is_compared_with_bare_models_of_its_own() -> None:

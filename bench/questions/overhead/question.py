@@ -21,6 +21,8 @@ step on the same batch, in random order, so that other load on the machine meets
 - `touched_rows_per_step`: rows of a rank that are protected, or copied. Rows that several steps of a window
   change count once.
 - `window_steps`: what "auto" chose, for the mean time between failures of a job of 128 hosts.
+- `managed_over_plain`: `overhead_cpu_pct` with a managed collision over that of plain tables, in the setting
+  `managed-collision`, which is measured only if it is asked for. In brackets: of the ends of both intervals.
 
 `replication` is the rival: each rank copies its changed rows to the memory of n - k other ranks, which hold
 a replica of all its tables (n - k times their memory; parity takes (n - k)/k times). It survives the loss
@@ -38,11 +40,13 @@ the steps of all models, and `overhead_wall_pct` counts what the training's own 
 torch's Adagrad. `dlrm`: above them the dense part of a DLRM (13-512-256-dim, 512-512-256-1) under
 DistributedDataParallel, with Adagrad; a sample looks up one row of each table. `sparse-heavy`: a perceptron
 with one hidden layer of 64; a sample looks up 100 rows, 10 of each table, and takes their sums: hardly
-anything but the tables' work, which is the worst case. The popularity of rows falls with their place in its
-order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs in the
-design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. After the run all
-models have to hold the same bytes on every rank, replicas those of the rows, all steps have to be committed,
-and parity has to fit every row.
+anything but the tables' work, which is the worst case. `managed-collision`: `dlrm` with 8 tables, once as it
+is, engine `torchrec`, and once with four raw ids for each row and TorchRec's map (distance-LFU) before the
+tables, engine `managed`. It evicts in each 32nd batch; whole intervals are measured. The popularity of rows
+falls with their place in its order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step,
+which is what the costs in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on
+one machine. After the run all models have to hold the same bytes on every rank, replicas those of the rows,
+all steps have to be committed, and parity has to fit every row.
 """
 
 from __future__ import annotations
@@ -56,7 +60,17 @@ import numpy as np
 
 from bench.harness.devices import ARENA
 from bench.harness.ranks import Line, Ranks
-from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
+from bench.harness.result import (
+    Arguments,
+    Label,
+    Row,
+    Unavailable,
+    WrongResult,
+    by_metric,
+    once,
+    summary,
+)
+from bench.questions.overhead import managed_collision
 from bench.questions.overhead.estimate import (
     Estimate,
     Strata,
@@ -90,7 +104,7 @@ HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 CAPTURE = "capture"
 """The phase that is neither at the begin of a step nor at its end."""
-IMPORTS = {"torchrec": ("torchrec.distributed.model_parallel",)}
+IMPORTS = dict.fromkeys(managed_collision.ENGINES, ("torchrec.distributed.model_parallel",))
 """Engine -> what its ranks import, which takes long."""
 
 
@@ -161,6 +175,8 @@ def run(arguments: Arguments) -> list[Row]:
     scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
     if arguments.pairs:
         scale = replace(scale, pairs=arguments.pairs)
+    if arguments.setting == managed_collision.NAME:
+        return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
     settings = [scale, sparse_heavy(scale)]
     asked = arguments.setting or (scale.name if arguments.quick else "")
     rows: list[Row] = []
@@ -171,6 +187,27 @@ def run(arguments: Arguments) -> list[Row]:
             rival = replace(setting, methods=RIVALS)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
+
+
+def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], seed: int) -> list[Row]:
+    """Measures plain tables and those with a managed collision, each with a commit in each step.
+
+    Raises:
+        Unavailable: The engine has no managed collision.
+    """
+    name, plain = managed_collision.NAME, managed_collision.PLAIN
+    if engine != plain:
+        raise Unavailable(f"the setting {name} is of the engine {plain}; it was asked of {engine!r}")
+    tables, pairs = (
+        min(managed_collision.TABLES, scale.tables),
+        managed_collision.whole_intervals(scale.pairs),
+    )
+    setting = replace(scale, name=name, tables=tables, pairs=pairs)
+    rows: list[Row] = []
+    for code in codes:
+        both = [measure(setting, one, code, 1, False, seed) for one in managed_collision.ENGINES]
+        rows += [*both[0], *both[1], managed_collision.managed_over_plain(both[1], both[0])]
+    return rows
 
 
 def train(
