@@ -255,6 +255,8 @@ class _Leader:
             board.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
         if not before.counted:
             board.remove(*(f"plan/{nonce}" for nonce in before.nonces))
+        # Of a start with more workers: a later one with as many must not take them for its own.
+        board.remove(*(f"announce/{i}" for i in range(self._world_size, len(before.nonces))))
         used = {
             announcement.digest(names)
             for names in {one.header.constants.domains for one in roster.reports if one.header}

@@ -7,6 +7,8 @@ removed here that the arenas of a start have not superseded, or that could still
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..arena.header import State
@@ -18,6 +20,8 @@ from ..session import Session
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
+_BLOCK_BYTES = 512  # of `st_blocks`
+
 
 def make_room(session: Session, plan: RecoveryPlan) -> None:
     """Removes arenas of this host that hold nothing, before this start's own are LIVE.
@@ -26,6 +30,19 @@ def make_room(session: Session, plan: RecoveryPlan) -> None:
     that move and have opened this start's generation, neither do those that an earlier move made: they are
     stale from here on.
     """
+    for report in _spent(session, plan):
+        _remove(session, report)
+
+
+def room_to_make_bytes(session: Session, plan: RecoveryPlan) -> int:
+    """Memory that `make_room` frees on this host."""
+    here = [report.path for report in _spent(session, plan) if report.host == session.directory.host]
+    found = [os.stat(path).st_blocks * _BLOCK_BYTES for path in here if os.path.exists(path)]
+    return sum(found)
+
+
+def _spent(session: Session, plan: RecoveryPlan) -> Iterator[Report]:
+    """The arenas of all hosts that `make_room` removes."""
     survivors = {header.constants.arena_id for header in session.roster.judgement.survivors}
     half_made = () if plan.begins else (State.REBUILDING,)
     if plan.kind == "move":
@@ -39,7 +56,7 @@ def make_room(session: Session, plan: RecoveryPlan) -> None:
             name = header.constants.arena_id
             hollow = name in spent or (header.state in half_made and name not in survivors)
         if hollow:
-            _remove(session, report)
+            yield report
 
 
 def discard_superseded(session: Session) -> None:

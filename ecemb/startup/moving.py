@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from .._wording import byte_size, counted
 from ..arena import capacity
 from ..arena.arena import Arena
-from ..arena.header import page_aligned
+from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.matching import Source
@@ -39,10 +39,10 @@ from ..recovery.rebuild import BUFFER_BYTES
 from ..recovery.relayout import Move, Relayout, Want, plan_relayout, state_wants
 from ..recovery.relocate import carry, compare_state, gather_state
 from ..state import rank_state as rank_states
-from ..state.flatten import in_front, unpacked
+from ..state.flatten import in_front, measured, unpacked
 from .create import InitialContent, Start, new_arena_bytes
 from .former import Former
-from .leftovers import make_room
+from .leftovers import make_room, room_to_make_bytes
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -152,8 +152,9 @@ def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
 def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], None]) -> None:
     """Brings the old arenas to one transaction, and makes room for the new ones. All ranks.
 
-    The old arenas are members of this start's generation from here on, so that an absent one is stale. What
-    an earlier move left is removed after that: before, its only LIVE arena could come back.
+    The space is checked first, and nothing is written if it is too little. The old arenas then become members
+    of this start's generation, so that an absent one is stale. What an earlier move left is removed after
+    that: before, its only LIVE arena could come back.
 
     Args:
         start: this start.
@@ -163,7 +164,7 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
 
     Raises:
         InconsistentArenas: memory is damaged; nothing was moved.
-        NotEnoughSpace: a host has no room for old and new arenas at once; the old ones are as they were.
+        NotEnoughSpace: a host has no room for old and new arenas at once; nothing was written.
         PeerFailure: a peer died; the next start does this again.
     """
     session, transport, roster = start.session, start.transport, start.session.roster
@@ -175,6 +176,8 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
             moving.memories[memory.rank] = memory
 
     transport.together("opening the old arenas", attach)
+    state_bytes = _most_state_bytes(start, moving)
+    transport.together("asking for space", lambda: _check_space(start, moving, state_bytes))
     for memory in moving.memories.values():
         memory.join(roster.generation, roster.generation_id)
     transport.barrier("joining the generation")
@@ -193,7 +196,6 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
     moving.state_bytes = compare_state(moving.plan, layout, moving.memories, transport, abortable=abortable)
     make_room(session, start.world.plan)
     transport.barrier("making room")
-    transport.together("asking for space", lambda: _check_space(start, moving))
 
 
 def _opened(arena: Arena, moving: Moving, kernels: Kernels) -> RankMemory:
@@ -204,10 +206,25 @@ def _opened(arena: Arena, moving: Moving, kernels: Kernels) -> RankMemory:
     return RankMemory(arena, layouts, geometry, kernels)
 
 
-def _check_space(start: Start, moving: Moving) -> None:
+def _most_state_bytes(start: Start, moving: Moving) -> tuple[int, int]:
+    """The most replicated state in old slots: bytes in front of the tensors, and of their area. All ranks."""
+
+    def mine() -> bytes:
+        found = [(0, 0)]
+        for memory in moving.memories.values():
+            labels = {memory.arena.get(word) for word in (Word.SLOT0_LABEL, Word.SLOT1_LABEL)} - {NONE}
+            found += [measured(memory.slots.read(label))[:2] for label in labels]
+        return json.dumps([max(sizes) for sizes in zip(*found, strict=True)]).encode()
+
+    told = start.transport.together("reading the size of replicated state", mine)
+    each = [json.loads(one) for one in start.transport.gather(told, "sharing the size of replicated state")]
+    return max(one[0] for one in each), max(one[1] for one in each)
+
+
+def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> None:
     """Raises unless this host has room for the new arenas beside the old ones."""
     session, world = start.session, start.world
-    front_bytes, area_bytes = moving.state_bytes
+    front_bytes, area_bytes = state_bytes
     buffers = Counter(session.hosts)
     needed = dict(moving.plan.needed_bytes)
     for rank, host in enumerate(session.hosts):
@@ -228,8 +245,8 @@ def _check_space(start: Start, moving: Moving) -> None:
     host = session.directory.host
     try:
         with session.directory.opened() as fd:
-            total = needed[host] + buffers[host] * process_bytes
-            capacity.check(total, fd, Path(session.directory.path))
+            total = needed[host] + buffers[host] * process_bytes - room_to_make_bytes(session, world.plan)
+            capacity.check(max(0, total), fd, Path(session.directory.path))
     except NotEnoughSpace as error:
         raise NotEnoughSpace(
             f"the memory of {before} can't move to {counted(session.world_size, 'rank')}: {error} Old and "

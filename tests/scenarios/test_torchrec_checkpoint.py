@@ -24,3 +24,11 @@ def test_a_checkpoint_is_resumed_with_as_many_ranks_and_with_others(tmp_path: Pa
     assert_same(fewer["begins"], same["ends"])
     more = run(3, "differential", tmp_path / "b", 7)
     assert_same(more["begins"], fewer["ends"])
+    kept = run(3, "elastic", tmp_path / "c", 4)
+    assert_same(kept["ends"], same["ends"])
+    next(iter((tmp_path / "c").rglob("*.arena"))).unlink()  # of one rank
+    moved = run(2, "elastic", tmp_path / "c", 6)
+    assert_same(moved["begins"], fewer["begins"])
+    assert_same(moved["ends"], fewer["ends"])
+    moved = run(3, "elastic", tmp_path / "c", 7)
+    assert_same(moved["ends"], more["ends"])

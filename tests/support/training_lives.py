@@ -40,9 +40,11 @@ def launched(job: str, arena_dir: str | Path, host: str) -> Iterator[None]:
         yield
     finally:
         session = sessions.current()
-        if session.arena is not None:
-            session.arena.close()
-        session.watch.say_goodbye()
+        for arena in (session.arena, *session.held):
+            if arena is not None:
+                arena.close()
+        if session.watch is not None:
+            session.watch.say_goodbye()
         sessions._session = None
         dist.destroy_process_group()
         _past[:] = [group]

@@ -1,6 +1,7 @@
 """One rank that trains a TorchRec model, saves it, or resumes it with another number of ranks.
 
-A job whose name begins with "differential" resumes from the differential checkpoints of the others.
+A job whose name begins with "differential" resumes from the differential checkpoints of the others. The job
+"elastic" saves nothing, and its memory moves.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def main(job: str, root: Path, end: int) -> None:
     ranks = dist.get_world_size()
     tier = DurableTier(root / "differential", root / "memory", policy="consecutive")
     resume = tier if job.startswith("differential") else root / "saved"
-    guard = ecemb.protect(model, optimizers=dense, code=ecemb.Code(ranks, ranks - 1), resume=resume)
+    stays = job == "elastic"
+    code = ecemb.Code(ranks, ranks - 1)
+    guard = ecemb.protect(model, optimizers=dense, code=code, resume=None if stays else resume, elastic=stays)
     if dist.get_rank() == 0:
         print("from step", guard.next_step, flush=True)
     name = "begins" if guard.next_step else "nothing"
@@ -117,12 +120,15 @@ def main(job: str, root: Path, end: int) -> None:
             dense.zero_grad()
             model(batch(step)).backward()
             dense.step()
-        guard.save(tier)
-    guard.save(root / "saved")
+        if not stays:
+            guard.save(tier)
+    if not stays:
+        guard.save(root / "saved")
     ends = whole(model)
     if dist.get_rank() == 0:
         torch.save(ends, root / f"{job}.ends")
-    guard.close()
+    if not stays:
+        guard.close()
 
 
 if __name__ == "__main__":

@@ -95,6 +95,15 @@ def starts(request: pytest.FixtureRequest) -> Starts:
     return Starts(client)
 
 
+def test_a_start_with_fewer_workers_leaves_no_announcement_of_the_others(starts: Starts) -> None:
+    """A later start with as many as before would take them for its own."""
+    for size, name in ((3, "a"), (1, "b")):
+        for index in range(size):
+            starts.begin(index, size, f"{name}{index}", [report(0, "host", "abc")])
+        starts.join()
+    assert [starts.store.check([f"announce/{index}"]) for index in range(3)] == [True, False, False]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_workers_get_the_same_roster(starts: Starts, size: int, seed: int) -> None:
     order = random.Random(seed).sample(range(size), size)
