@@ -48,7 +48,7 @@ PROCESSES = 4
 DEADLINE_S = 600
 ROWS = 17
 STRIDE = 5
-"""Of the moments at which a move is cut off, one of so many is tried, and others in the next run."""
+"""Of the moments at which a move is cut off, every fifth is tried, beginning with a random one."""
 
 MEETINGS = itertools.count()
 MOST_MEETINGS = 1000

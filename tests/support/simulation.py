@@ -704,7 +704,7 @@ def slices_of(memory: RankMemory, transaction: int) -> dict[int, bytes]:
     """What a rank's slot holds, by slice; -1: what is in front of the slices."""
     slot, share = memory.slots.read(transaction), memory.slots.share
     front_bytes, area_bytes, _ = measured(slot)
-    held = state_slices._held(slot[front_bytes:], share, share.edges(area_bytes))
+    held = state_slices.held(slot[front_bytes:], share, share.edges(area_bytes))
     return {-1: slot[:front_bytes].tobytes(), **{c: words.tobytes() for c, words in held.items()}}
 
 
