@@ -24,6 +24,7 @@ from .startup.opening import Opened
 from .startup.request import Request
 from .state.batches import Batches, bind
 from .step.body import Step
+from .step.notice import Notice
 from .step.transaction import Transactions
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -54,6 +55,9 @@ class Guard:
             whereabouts=session.whereabouts,
             fetch=opened.tables.fetch if opened.tables.have_images else None,
         )
+        self._notice = Notice(self._transactions, session.watch)
+        if request.elastic:
+            self._notice.listen()
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
         self._closed = ""  # why it takes no more, if it is closed
@@ -107,6 +111,7 @@ class Guard:
             self._steps = self._whereabouts.steps = self._steps + 1
             if aborted:
                 self._undone(step, aborted)
+            self._notice.obey()
         except BaseException as error:
             self._fail(step.number, error)
             raise
@@ -363,6 +368,7 @@ class Guard:
 
     def _release(self, why: str) -> None:
         """Ends what belongs to the guard in this process; `why` says what has become of the job."""
+        self._notice.stop()
         self._tables.unwatch()
         self._optimizers.unwatch()
         self._saver.close()

@@ -1,0 +1,129 @@
+"""torchrun's own elasticity, `--nnodes=2:3`: hosts die, join and give notice, and the job goes on in memory.
+
+Three agents on one machine stand for hosts of one rank each. The first one hosts the rendezvous, and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.harness.ports import ReservedPort
+from support.torchrec.checkpoint_runs import ROOT, assert_same
+
+DEADLINE_S = 600.0
+STEPS = 10_000  # more than the test needs: it lets the job end
+
+# An agent counts as dead after 15 s, for a living one may stand still for less on a busy machine.
+CONF = {"keep_alive_interval": 1, "keep_alive_max_attempt": 15, "last_call_timeout": 2, "join_timeout": 600}
+
+
+class Agents:
+    """torchrun agents of one job, by host."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.root, self.port = root, port
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, host: str) -> None:
+        (self.root / host).mkdir()
+        conf = {**CONF, "is_host": int(not self.processes)}
+        command = [sys.executable, "-W", "ignore", "-m", "support.forked_torchrun", "support.moving_imports"]
+        command += ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=agents", "--monitor-interval=0.1"]
+        command += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items())]
+        command += [f"--local-addr=127.0.0.{len(self.processes) + 2}"]
+        command += [str(ROOT / "tests/support/agents_worker.py"), str(self.root), host, str(STEPS)]
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        with (self.root / f"{host}.log").open("wb") as log:
+            self.processes[host] = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+
+    def log(self, host: str) -> str:
+        return (self.root / f"{host}.log").read_text(errors="replace")
+
+    def wait(self, there: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not there():
+            said = "\n".join(f"--- {host}\n{self.log(host)[-2500:]}" for host in self.processes)
+            assert time.monotonic() < deadline, f"{what}\n{said}"
+            time.sleep(0.05)
+
+    def train(self, ranks: int, hosts: str) -> int:
+        """Waits until each of these hosts has trained in a job of `ranks`; returns their first step."""
+
+        def steps(host: str) -> list[int]:
+            return [int(one.name.split("-")[0]) for one in self.root.glob(f"*-{ranks}-{host}-0.trains")]
+
+        self.wait(lambda: all(steps(host) for host in hosts), f"{ranks} ranks do not train on {hosts}")
+        return min(steps(hosts[0]))
+
+    def hold(self) -> int:
+        """Lets all ranks wait in a step; returns its number."""
+        seen = [int(one.name.split("-")[0]) for one in self.root.glob("*.trains")]
+        step = max(seen) + 20
+        (self.root / "hold.new").write_text(str(step))
+        (self.root / "hold.new").rename(self.root / "hold")
+        return step
+
+    def release(self) -> None:
+        (self.root / "hold").unlink()
+        for path in self.root.glob("*.trains"):
+            path.unlink()
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    with contextlib.closing(ReservedPort()) as port:
+        found = Agents(tmp_path, port.number)
+        yield found
+        for process in found.processes.values():
+            process.kill()
+            process.wait()
+
+
+def assert_moved(root: Path, step: int, ranks: int) -> None:
+    """What the new ranks began with is what the old ones had, bit for bit."""
+    assert_same(torch.load(root / f"{step}-{ranks}.begins"), torch.load(root / f"{step}.state"))
+
+
+def test_hosts_die_join_and_give_notice(agents: Agents) -> None:
+    for host in "abc":
+        agents.start(host)
+    assert agents.train(3, "abc") == 0
+
+    step = agents.hold()  # c dies with its memory in the middle of a step
+    agents.wait(lambda: len(list(agents.root.glob(f"{step}-3-*.trains"))) == 3, f"not all are in step {step}")
+    (agents.root / f"{step + 1}.state").unlink()
+    agents.processes["c"].kill()
+    agents.processes["c"].wait()
+    shutil.rmtree(agents.root / "c")
+    agents.release()
+    assert agents.train(2, "ab") == step
+    assert_moved(agents.root, step, 2)
+
+    agents.start("d")
+    step = agents.train(3, "abd")
+    assert_moved(agents.root, step, 3)
+
+    for path in agents.root.glob("*-2-*.trains"):
+        path.unlink()
+    agents.processes["d"].send_signal(signal.SIGTERM)  # the notice: d's worker ends between two steps
+    step = agents.train(2, "ab")
+    assert_moved(agents.root, step, 2)
+    assert f"ends between two steps: step {step} is next" in agents.log("d")
+    assert agents.processes["d"].wait(DEADLINE_S) != 0
