@@ -5,7 +5,7 @@
 Kill any worker while it trains (`kill -9 PID`): training goes on from the step that was in flight,
 and ends with the same bits as if nothing had happened. The text is CPython's own language
 reference, or `--text FILE`. With `--checkpoints FOLDER`, examples/serve.py answers from the vectors
-while they are trained.
+while they are trained. With `--elastic`, a launch with another number of ranks goes on from memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--job", default="word2vec", help="names the arenas: same job, same memory")
 parser.add_argument("--arena-dir", default="/dev/shm")
 parser.add_argument("--code", default="4,3", help="n,k: any n-k of n blocks may be lost")
+parser.add_argument("--elastic", action="store_true", help="go on with any number of ranks")
 parser.add_argument("--save", type=Path, help="folder for every rank's final state")
 parser.add_argument("--checkpoints", type=Path, help="folder to save to, for examples/serve.py")
 parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
@@ -113,12 +114,15 @@ dense = torch.optim.Adam(dense_parameters, lr=1e-3)
 torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its own luck
 
 n, k = map(int, args.code.split(","))
+codes = [ecemb.Code(n=n, k=k)]
+if args.elastic:  # where there are too few ranks for it: as many blocks as ranks, one of parity
+    codes += [ecemb.Code(n=size, k=size - 1) for size in range(n - 1, 1, -1)]
 durable = args.checkpoints
 if durable and args.changes:
     from baselines.check_n_run.durable import DurableTier
 
     durable = DurableTier(durable, f"{args.arena_dir}/{args.job}-copies", policy=args.changes)
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k), resume=durable)
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=codes, resume=durable, elastic=args.elastic)
 
 for _ in range(guard.next_step, args.steps):
     with guard.step() as step:
