@@ -34,7 +34,7 @@ from bench.harness.devices import begin, settle
 from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
 from bench.harness.thread_clocks import ThreadClocks, threads
-from bench.workloads.models import ENGINES, Batch, Twin
+from bench.workloads.models import ENGINES, EVICT_EVERY, Batch, Twin
 from bench.workloads.training_rank import (
     PROTECTED,
     REPLICATION,
@@ -58,6 +58,8 @@ SETTLING = 3
 """Steps of all models between the guard and what is measured."""
 CHOOSING = SKIPPED + MEASURED + 5
 """Instead of them, for the window "auto", which chooses by the times of these. A choice holds a few later."""
+SETTLING_OF = {"managed": EVICT_EVERY}
+"""The same by engine: the first eviction lets journals grow to the size of the maps, once in a training."""
 LEAST_COMMITS = 3
 """Windows among which measured steps are spread, if there are enough steps."""
 
@@ -235,7 +237,7 @@ def work(line: Line, order: Order) -> None:
         t.native_id for t in threading.enumerate() if t.native_id and t.native_id not in others
     )
     rank = dist.get_rank()
-    settling = CHOOSING if order.window == "auto" else SETTLING
+    settling = CHOOSING if order.window == "auto" else SETTLING_OF.get(order.engine, SETTLING)
     batches = draw(order, rank, WARM_UP + settling + order.steps)
     if device is not None:
         batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]

@@ -10,6 +10,7 @@ from bench.workloads.training_rank import PROTECTED
 
 NAME = "managed-collision"
 TABLES = 8
+PAIRS = 4 * EVICT_EVERY
 PLAIN, MANAGED = ENGINES = "torchrec", "managed"
 """The engines of the two models."""
 

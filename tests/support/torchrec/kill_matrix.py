@@ -29,8 +29,9 @@ def main() -> int:
         if not all(part in case.split("/") for part in sys.argv[1:]):
             continue
         begun = time.monotonic()
-        load = -1 if case.split("/")[0] in KILLED["managed"] else 3  # of maps, it is refused
-        setting = Setting((case,), steps=7, load=load)
+        kind = case.split("/")[0]
+        load = -1 if kind in KILLED["managed"] else 3  # of maps, it is refused
+        setting = Setting((case,), steps=7, load=load, groups=2 if kind in KILLED["groups"] else 1)
         with tempfile.TemporaryDirectory() as folder:
             expected = run(Path(folder) / "undisturbed", setting)
             killed = dataclasses.replace(setting, protected=True, kills=KILLS)

@@ -3,6 +3,7 @@
 - `collection_on_cpus`: DMPCollection without its assertion that the device is CUDA, and with gloo's sums
   instead of NCCL's averages.
 - `hash_on_cpus`: FBGEMM's operator of MPZCH, by a loop over ids; and the clock by which it evicts.
+- `rounding_on_cpus`: stochastic rounding, which has no effect on CPUs, and the generator of the device.
 - `optimizers_on_cpus`: FBGEMM's module without its assertion on optimizers, and their operators by loops over
   rows. They use the same state, by the same names; the arithmetic is not FBGEMM's in every detail.
 
@@ -225,3 +226,34 @@ _UPDATES: dict[str, Callable[..., None]] = {
     "partial_rowwise_lamb": _lamb,
 }
 """FBGEMM's operators; those of the other optimizers run on CPUs."""
+
+
+@contextmanager
+def rounding_on_cpus(generator: torch.Generator) -> Iterator[None]:
+    """FBGEMM's SGD rounds rows of float16 stochastically, and draws from `generator`, which torch.cuda shows.
+
+    On a CUDA device its operator draws from the generator of the device.
+    """
+
+    def update(_: int, __: Any, lr: float, of_row: Tensor, row: Tensor) -> None:
+        exact = row.float() - lr * of_row
+        low = exact.half()
+        low = torch.where(low.float() > exact, torch.nextafter(low, torch.full_like(low, -torch.inf)), low)
+        high = torch.nextafter(low, torch.full_like(low, torch.inf))
+        share = (exact - low.float()) / (high.float() - low.float())
+        row.copy_(torch.where(torch.rand(len(row), generator=generator) < share, high, low))
+
+    device: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda state, _: generator.set_state(state),
+    }
+    cuda = SimpleNamespace(**vars(torch.cuda) | device)
+    operator = training.invokers.lookup_sgd
+    with (
+        mock.patch.object(operator, "invoke", functools.partial(_look_up, update)),
+        mock.patch("ecemb.state.rank_state.torch.cuda", cuda),
+    ):
+        yield

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from support.torchrec.models import Watched, batch, build, one_rank
+from support.torchrec.models import DataType, Watched, batch, build, one_rank
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType  # isort: skip
 from fbgemm_gpu.tbe.config import optimizer_config as config  # isort: skip
 
 from ecemb.errors import UndeclaredWrite
+from ecemb.state.rank_state import RankState
 from support.refusals import refused
-from support.torchrec.stand_ins import optimizers_on_cpus
+from support.torchrec.stand_ins import optimizers_on_cpus, rounding_on_cpus
 
 TABLES = {"user": (7, ("u", "v")), "item": (5, ("i",))}
 USER = "collection.embedding_bags.user"
@@ -60,7 +61,7 @@ def _world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _on_cpus(request: pytest.FixtureRequest) -> Iterator[None]:
-    name = request.node.callspec.params["name"]
+    name = request.node.callspec.params.get("name", COUNTED)
     with nullcontext() if name.startswith(COUNTED) else optimizers_on_cpus():
         yield
 
@@ -153,3 +154,27 @@ def test_lookups_that_overwrite_all_rows_capture_them(name: str) -> None:
         if len(watched.captured[USER]) == TABLES["user"][0]:
             whole.append(step)
     assert whole == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["kept", "left out"])
+def test_stochastic_rounding_draws_the_same_again(forget: bool) -> None:
+    """From the generator of the device, which is rank state; without it the bits would be others."""
+    generator = torch.Generator().manual_seed(1)
+    with rounding_on_cpus(generator):
+        one, other = (build(TABLES, "sgd", dtype=DataType.FP16, lr=0.001) for _ in range(2))
+        left, right = Watched(one), Watched(other)
+        kept = RankState([], dict, lambda _: None)
+        for step in range(3):
+            with left.step():
+                train(one, step)
+        right.memory[:] = left.memory
+        packed = kept.pack()
+        for model, watched in ((one, left), (other, right)):
+            if not forget:
+                kept.unpack(packed)
+            for step in range(3, 3 + STEPS):
+                before = watched.rows()
+                with watched.step():
+                    train(model, step)
+                assert not watched.unsaved(before)
+        assert (left.memory.tobytes() == right.memory.tobytes()) is not forget
