@@ -32,6 +32,7 @@ QUESTIONS = {
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
+    "elastic": "how long a move to another number of ranks takes, and what memory for the while",
     "gpu": "tests, kills, kernels, steps and recovery on a CUDA device, in 8 minutes (make gpu)",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",

@@ -42,6 +42,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
     "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
+    "elastic": ("bench/questions/elastic", *_RESTART),
     "failures": ("tests/failures", *_WARM),
     "follower_kills": ("tests/support/follower", *_FOLLOWER),
     "gpu": ("bench/questions/gpu", *_STEP),
