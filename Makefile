@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast docs site pages package model failures kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast docs site pages package model failures moves kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -82,6 +82,9 @@ follower-kills: $(READY)  ## kill 100 followers, and the trainings that they fol
 
 soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)
+
+moves: $(READY)  ## a second failure in each stage of a move to another number of ranks (15 minutes)
+	$(BIN)/python tests/failures/moves.py $(ARGS)
 
 hunt: $(READY)  ## kill all that a warm start has, at 200 random moments (ARGS="--kills 200")
 	$(BIN)/python tests/failures hunt $(ARGS)
