@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ecemb._wording import listed
 from failures.board import NAMES, Board, fell_together
 from failures.plan import Plan, Refused, Setting, Timed, Victim
 
@@ -403,7 +404,7 @@ def _misnamed(event: Refused, setting: Setting, told: list[dict[str, Any]]) -> l
         wrong.append(f"only ranks {sorted(one['rank'] for one in told)} refused")
     for one in told:
         says = one["message"]
-        named = f"ranks {list(event.lost)} lost" in says and f"stripe classes {broken} " in says
+        named = f"the memory of {listed(event.lost)} is lost" in says and f"stripe classes {broken} " in says
         stale = len(lost) == ranks and "only stale or half-rebuilt arenas are left" in says
         if one["error"] != "TooManyErasures" or not (named or stale):
             wrong.append(f"rank {one['rank']} says {one['error']}: {says}")

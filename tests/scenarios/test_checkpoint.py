@@ -261,7 +261,7 @@ def more_is_lost_than_the_code_survives(place: Place) -> None:
         assert place.arenas() == survivors
         with life(place):
             training = Training()
-            with logged("WARNING", "ranks [0, 3] lost", "steps 2 to 3 are lost, and are run again"):
+            with logged("WARNING", "ranks 0 and 3 is lost", "steps 2 to 3 are lost, and are run again"):
                 guard = training.protect(resume=place.checkpoints)
             assert (guard.recovery.kind, guard.next_step) == ("checkpoint", 2)
             assert training.bits() == middle
