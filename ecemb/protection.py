@@ -45,6 +45,7 @@ def protect(
     renamed: Mapping[str, str] | None = None,
     transfer: Transfer | None = None,
     elastic: bool = False,
+    shards: Mapping[str, tuple[int, int]] | None = None,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -92,7 +93,11 @@ def protect(
         transfer: tables of another training that this one takes at step 0, where it begins.
         elastic: whether the job goes on with another number of ranks, from memory: rows, their optimizer's
             state and dense state exactly, the rest as from a checkpoint. Has to be True when the arenas are
-            made as well. Hosts need room for old and new arenas at once. Not for tables sharded by hand.
+            made as well. Hosts need room for old and new arenas at once. Tables sharded by hand need
+            `shards`.
+        shards: where this rank's rows of a table that is sharded by hand stand, by its key in `tables`: the
+            whole table's row at which they begin, and its number of rows. With it, another number of ranks
+            can go on with the table, by `resume` or `elastic`.
 
     Returns:
         The guard.
@@ -133,6 +138,7 @@ def protect(
         transfer=transfer,
         elastic=elastic,
         codes=codes,
+        shards=shards or {},
     )
     opened = open_memory(session, request)
     session.protected = True

@@ -251,7 +251,8 @@ def check(
         raise CheckpointMismatch(
             f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
             f"{sorted(hand)} are of their ranks (sharded by hand, maps of ids, or in groups of ranks), so "
-            f"ecemb can't shard them again. Start {facts['world_size']} ranks"
+            f"ecemb can't shard them again. Start {facts['world_size']} ranks. Of tables that are sharded by "
+            f"hand, ecemb.protect(shards=) says where their rows stand, when they are saved and here"
         )
     match = Match(facts, everywhere, renamed)
     problems = list(match.problems_of_names())

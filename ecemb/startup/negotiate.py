@@ -44,7 +44,7 @@ from . import former as formers
 from .former import Former, is_former
 from .history import History
 from .origin import check_checkpoint, check_transfer
-from .places import packed
+from .places import check_hand, packed
 from .request import Request
 from .spread import placed
 
@@ -99,7 +99,8 @@ class _Proposal:
         arguments: what its user asked `protect` for.
         lineage: random; that of rank 0 counts where a job begins.
         alike: what the adapters need to be the same on all ranks.
-        places: of its tables in the whole tables, if the job is elastic: first row, and rows of the whole.
+        places: of its tables in the whole tables: first row, and rows of the whole.
+        by_hand: the tables that its user has placed.
     """
 
     layout: dict[str, Any]
@@ -107,6 +108,7 @@ class _Proposal:
     lineage: str
     alike: Any
     places: list[tuple[int, int | None]]
+    by_hand: list[str]
 
     @property
     def rank_state_bytes(self) -> int:
@@ -119,8 +121,8 @@ class _Proposal:
         return (*tables, rank_state.layout(room_bytes))
 
     def shards(self) -> list[Shard]:
-        """The rank's tables in the whole tables; none unless the job is elastic."""
-        tables = zip(self.layout["tables"], self.places, strict=False)
+        """The rank's tables in the whole tables."""
+        tables = zip(self.layout["tables"], self.places, strict=True)
         return [Shard(TableLayout.from_json(fields), *place) for fields, place in tables]
 
 
@@ -148,7 +150,7 @@ def negotiate(
     Raises:
         EcembError: on all ranks; nothing was written.
     """
-    shards = tuple(_shard(table, session.world_size) for table in tables.tables)
+    shards = tuple(_shard(table, session.world_size, request.shards) for table in tables.tables)
     proposals = _exchange_proposals(request, transport, tables, state_bytes, shards)
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
@@ -236,8 +238,8 @@ def _exchange_proposals(
         "elastic": request.elastic,
         **request.told(),
     }
-    places = [(shard.start, shard.rows) for shard in shards] if request.elastic else []
-    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike(), places])
+    places = [(shard.start, shard.rows) for shard in shards]
+    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike(), places, list(request.shards)])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
 
 
@@ -249,6 +251,7 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
             f"{ {rank: one.arguments for rank, one in enumerate(proposals)} }; call it alike on all ranks"
         )
     check_alike([one.alike for one in proposals])
+    check_hand([one.shards() for one in proposals], [one.by_hand for one in proposals])
     if not any(one.layout["tables"] for one in proposals):
         raise ConfigurationError(
             "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
@@ -374,8 +377,8 @@ def _compare_plans(transport: Transport, plans: Sequence[RecoveryPlan], placemen
         )
 
 
-def _shard(table: EngineTable, world_size: int) -> Shard:
-    whole = table.whole(world_size)
+def _shard(table: EngineTable, world_size: int, by_hand: Mapping[str, tuple[int, int]]) -> Shard:
+    whole = by_hand.get(table.name, table.whole(world_size))
     return Shard(table.layout) if whole is None else Shard(table.layout, *whole)
 
 

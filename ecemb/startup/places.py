@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ..checkpoint.contents import Shard
 from ..coding.rows import TableLayout
-from ..errors import InconsistentArenas
+from ..errors import ConfigurationError, InconsistentArenas
 
 Places = list[list[Shard]]
 """Of each rank: its tables in the order of their addresses."""
@@ -30,6 +30,31 @@ def packed(places: Sequence[Sequence[Shard]]) -> str:
             number = tables.setdefault(json.dumps([name, columns, group, shard.rows]), len(tables))
             ranks[-1].append([number, shard.layout.rows, shard.start])
     return json.dumps([list(map(json.loads, tables)), ranks], separators=(",", ":"))
+
+
+def check_hand(places: Sequence[Sequence[Shard]], named: Sequence[Sequence[str]]) -> None:
+    """Refuses tables whose shards, as the script places them, are not the whole table.
+
+    Args:
+        places: of each rank.
+        named: of each rank, the tables that it has placed by `shards=`.
+
+    Raises:
+        ConfigurationError: rows are missing or in two shards, or a rank says nothing.
+    """
+    for name in sorted({name for of_rank in named for name in of_rank}):
+        found = {rank: one for rank, held in enumerate(places) for one in held if one.layout.name == name}
+        if left := [rank for rank in found if name not in named[rank]]:
+            raise ConfigurationError(f"shards= has {name!r}, but not on ranks {left}: place it on all ranks")
+        runs = sorted((one.start, one.start + one.layout.rows) for one in found.values() if one.layout.rows)
+        wholes = {one.rows or 0 for one in found.values()}
+        ends = [0, *(stop for _, stop in runs)]
+        if [start for start, _ in runs] != ends[:-1] or wholes != {ends[-1]}:
+            held = ", ".join(f"{start} to {stop - 1}" for start, stop in runs)
+            raise ConfigurationError(
+                f"shards= places rows {held} of {name!r}, a table of {sorted(wholes)} rows: rows are missing "
+                f"or twice there. Each rank holds neighbouring rows, and each row is on one rank"
+            )
 
 
 def unpacked(text: str) -> Places:

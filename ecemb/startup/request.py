@@ -47,6 +47,8 @@ class Request:
         transfer: tables that a fresh start takes from another training.
         elastic: whether the memory may move to another number of ranks.
         codes: those to choose from, by preference; `code` alone if there are none.
+        shards: key of a table that is sharded by hand -> first row of this rank's rows in the whole table,
+            and the whole table's number of rows.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -69,6 +71,7 @@ class Request:
     transfer: Transfer | None = None
     elastic: bool = False
     codes: Sequence[Code] = ()
+    shards: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
@@ -97,6 +100,23 @@ class Request:
                 "each other forever. Leave one of the two out: over gloo, deltas go beside the next step"
             )
         self._check_sources()
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        """Checks where tables that are sharded by hand stand."""
+        given: Any = self.shards
+        form = "shards= takes a mapping from keys of tables= to (first row, rows of the whole table)"
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"{form}, e.g. {{'user': (500, 1000)}}; it is {given!r}")
+        for name, place in self.shards.items():
+            is_pair = isinstance(place, tuple) and [type(one) for one in place] == [int, int]  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not is_pair or not 0 <= place[0] <= place[1]:
+                raise ConfigurationError(f"{form}; of {name!r} it has {place!r}")
+            if name not in self.modules:
+                raise ConfigurationError(
+                    f"shards= has {name!r}, which is no key of tables= on this rank: name the module there, "
+                    f"or leave its place out; ecemb knows where its own tables and TorchRec's stand"
+                )
 
     def _check_sources(self) -> None:
         """Checks what names another training's tables."""

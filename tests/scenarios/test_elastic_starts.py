@@ -29,6 +29,7 @@ from ecemb.arena import arena as arenas
 from ecemb.arena import capacity
 from ecemb.errors import (
     CheckpointMismatch,
+    ConfigurationError,
     LayoutMismatch,
     NotEnoughSpace,
     PlacementError,
@@ -172,6 +173,66 @@ def other_arguments_may_come_with_the_move(place: Place) -> None:
     same(after, live(place, "abc", lambda: moved(step=4)))
 
 
+class ByHand:
+    """A table that the script shards, in runs of neighbouring rows."""
+
+    def __init__(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        first, last = (ROWS * one // size for one in (rank, rank + 1))
+        torch.manual_seed(5 + rank)
+        self.bag = nn.EmbeddingBag(last - first, DIM, sparse=True)
+        self.model = nn.ModuleDict({"bag": self.bag, "head": nn.Linear(2, 2)})
+        nn.init.zeros_(self.model["head"].weight), nn.init.zeros_(self.model["head"].bias)
+        self.sparse = torch.optim.Adagrad(self.bag.parameters(), lr=0.5)
+        self.place = {"words": (first, ROWS)}
+
+    def protect(self, **changes: Any) -> ecemb.Guard:
+        given = {"shards": self.place, "elastic": True, "failure_domain": "rank", "code": ecemb.Code(2, 1)}
+        more = {"without_optimizer": [self.model["head"]], "tables": {"words": self.bag}, **given, **changes}
+        return ecemb.protect(self.model, optimizers=self.sparse, **more)
+
+    def step(self, guard: ecemb.Guard) -> None:
+        with guard.step():
+            self.sparse.zero_grad()
+            self.bag(torch.arange(self.bag.num_embeddings)[:, None]).pow(2).sum().backward()
+            self.sparse.step()
+
+    def whole(self) -> Whole:
+        parts: list[Any] = [None] * dist.get_world_size()
+        own = self.bag.weight.detach().clone(), self.sparse.state[self.bag.weight]["sum"].clone()
+        dist.all_gather_object(parts, own)
+        return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(("weight", "sum"))}
+
+
+def tables_by_hand_move_if_the_script_says_where_they_stand(place: Place) -> None:
+    saved = place.root / f"saved-{place.job}"
+
+    def trained(**changes: Any) -> Whole:
+        training = ByHand()
+        training.step(training.protect(**changes))
+        return training.whole()
+
+    def moved(kind: str, **changes: Any) -> Whole:
+        training = ByHand()
+        guard = training.protect(**changes)
+        assert (guard.recovery.kind, guard.next_step) == (kind, 1)
+        guard.save(saved)
+        return training.whole()
+
+    def refused(error: type[Exception], text: str, **changes: Any) -> None:
+        with matching(error, text):
+            ByHand().protect(**changes)
+
+    live(place, "abc", lambda: refused(ConfigurationError, "missing or twice", shards={"words": (0, ROWS)}))
+    before = live(place, "abc", trained)
+    same(before, live(place, "ab", lambda: moved("move")))
+    elsewhere = replace(place, job=f"{place.job}-elsewhere")
+    same(before, live(elsewhere, "abc", lambda: moved("checkpoint", resume=saved)))
+    unplaced = replace(place, job=f"{place.job}-unplaced")
+    live(unplaced, "abc", lambda: trained(shards=None))
+    live(unplaced, "ab", lambda: refused(CheckpointMismatch, "sharded by hand.*shards="))
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -307,6 +368,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         any_number_of_ranks_takes_over_from_any_other,
         other_arguments_may_come_with_the_move,
         what_cannot_move_is_refused_and_nothing_is_lost,
+        tables_by_hand_move_if_the_script_says_where_they_stand,
         arenas_that_do_not_say_where_rows_stand_do_not_move,
         a_move_that_is_cut_off_is_begun_again,
     )
