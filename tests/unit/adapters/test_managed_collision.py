@@ -12,7 +12,9 @@ from torch import nn
 
 from ecemb.adapters import managed_collision
 from ecemb.adapters import torchrec as adapter
-from ecemb.errors import UndeclaredWrite, UnsupportedTable
+from ecemb.checkpoint.contents import FORMAT, Shard, check
+from ecemb.checkpoint.interface import Stored
+from ecemb.errors import CheckpointMismatch, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
 from support.torchrec.models import Watched, batch, build_managed, one_rank
 
@@ -246,6 +248,17 @@ def test_views_show_the_arena() -> None:
 
 
 # --- refused ------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_maps_is_for_as_many_ranks() -> None:
+    tables = Watched(build_managed("LFU")).tables.tables
+    shards = [Shard(table.layout, *(table.whole(4) or ())) for table in tables]
+    of_rank = [shard.describe() for shard in shards]
+    stored = Stored("step-8", 8, {"format": FORMAT, "job": "job", "world_size": 4, "tables": [of_rank] * 4})
+    names = [table.name for table in tables]
+    with refused(CheckpointMismatch, "saved by 4 ranks", f"{MODULE}.map", "maps of ids", "Start 4 ranks"):
+        check(stored, shards, 0, 2, names, {})
+    assert check(stored, shards, 0, 4, names, {})
 
 
 def test_a_map_without_a_history_is_refused() -> None:
