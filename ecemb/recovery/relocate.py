@@ -26,7 +26,7 @@ from ..group.collectives import Transport
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import RankMemory
 from .progress import Progress
-from .rebuild import CHUNK_WORDS, TOGETHER, Buffer, Wait, chunked, work_through
+from .rebuild import BUFFER_BYTES, CHUNK_WORDS, TOGETHER, Buffer, Wait, chunked, work_through
 from .relayout import Layout, Move, Relayout, chunks
 from .state_slices import compared, described, held
 
@@ -34,6 +34,9 @@ Land = Callable[[Move, Words], None]
 """Called with a chunk and its records, uint64 [words], which it reads."""
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
+PROCESS_BYTES = 2 * BUFFER_BYTES
+"""The most memory of one process for rows on their way: chunks, and the copies of those that it works on."""
 
 _SAY_S = 10.0
 _PART = struct.Struct("<qq")  # of one old rank: its number, and the bytes that follow

@@ -35,9 +35,8 @@ from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory
 from ..recovery.execute import RecoveryReport
-from ..recovery.rebuild import BUFFER_BYTES
 from ..recovery.relayout import Move, Relayout, Want, plan_relayout, state_wants
-from ..recovery.relocate import carry, compare_state, gather_state
+from ..recovery.relocate import PROCESS_BYTES, carry, compare_state, gather_state
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
 from .create import InitialContent, Start, new_arena_bytes
@@ -230,7 +229,7 @@ def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> 
     for rank, host in enumerate(session.hosts):
         share = Share.of(world.placement, rank, abortable=start.request.abortable)
         needed[host] += page_aligned(front_bytes + share.size_bytes(area_bytes))
-    process_bytes = BUFFER_BYTES + front_bytes + area_bytes
+    process_bytes = PROCESS_BYTES + front_bytes + area_bytes
     before = counted(moving.former.history.world_size, "rank")
     if session.rank == 0:
         each = ", ".join(f"{byte_size(size)} on {host}" for host, size in sorted(needed.items())[:8])

@@ -19,8 +19,8 @@ import ecemb
 from bench.harness.guarded_job import GuardedJob
 from bench.harness.ranks import Line
 from bench.questions.recovery.wire import WORD_BYTES, Links, seconds
-from ecemb.recovery.rebuild import BUFFER_BYTES
 from ecemb.recovery.relayout import Relayout
+from ecemb.recovery.relocate import PROCESS_BYTES
 from ecemb.startup import moving
 
 DIM = 64
@@ -130,7 +130,7 @@ def work(line: Line, order: Order) -> None:
             "said_bytes": sum(plans[0].needed_bytes.values()) if plans else 0,
             "arena_bytes": peak.arena_bytes - peak.before_bytes,
             "own_bytes": peak.own_bytes - peak.own_before_bytes,
-            "buffer_bytes": BUFFER_BYTES,
+            "buffer_bytes": PROCESS_BYTES,
         }
     )
     line.await_end()
