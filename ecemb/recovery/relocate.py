@@ -81,7 +81,9 @@ def carry(
             transport.barrier("the move of rows")
             if transport.rank == 0 and time.monotonic() > said + _SAY_S:
                 said = time.monotonic()
-                logger.info("the move: %d percent of this rank's rows are there", 100 * received // max(1, wanted))
+                logger.info(
+                    "the move: %d percent of this rank's rows are there", 100 * received // max(1, wanted)
+                )
     return received
 
 
