@@ -201,7 +201,8 @@ class Collection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded tables' parameters in the model."""
-        return [self._shown[name].weight for name in self._sharding if name not in self._replicated]
+        shown = self._shown._modules  # each step asks: not by `__getattr__`
+        return [shown[name]._parameters["weight"] for name in self._sharding if name not in self._replicated]
 
     def check(self) -> None:
         """Raises UndeclaredWrite if the module was sharded again."""

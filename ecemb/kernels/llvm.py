@@ -110,18 +110,6 @@ class Emitter:
             yield loop
 
     @contextmanager
-    def bits(self, word: Value, carried: Sequence[Value] = ()) -> Generator[Loop, None, None]:
-        """Repeats the block's instructions for the index of each set bit of `word`, lowest first."""
-        make, any_for_0 = self.make, ir.Constant(ir.IntType(1), 1)
-        some, rest = (
-            (lambda left: make.icmp_signed("!=", left, number(0))),
-            (lambda left: make.and_(left, make.sub(left, number(1)))),
-        )
-        with self._repeat((word, *carried), some, rest) as loop:
-            loop.index = self.call("llvm.cttz.i64", I64, loop.index, any_for_0)
-            yield loop
-
-    @contextmanager
     def _repeat(
         self, first: Sequence[Value], goes_on: Callable[[Value], Value], step: Callable[[Value], Value]
     ) -> Generator[Loop, None, None]:

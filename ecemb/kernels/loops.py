@@ -13,7 +13,7 @@ from .llvm import I64, LINE_BYTES, Emitter, Value, ir, number, vector
 
 WORD_BYTES: Final = number(8)
 
-AHEAD_ROWS: Final = 12
+AHEAD_ROWS: Final = 24
 AHEAD_BITS: Final = 16
 """How far ahead the words of a bitmap are prefetched, in rows."""
 
@@ -126,37 +126,26 @@ def dot(products: Products, outputs: int) -> Emitter:
 
 
 def distinct() -> Emitter:
-    """(ids, count, seen, fresh, summary, summary_words, out): returns the number of words written to out.
+    """(ids, count, seen, out): returns the number of words written to out, in the order of ids.
 
-    One pass tests a bit per id, and writes nothing for those that are known. The other one reads the new rows
-    from `fresh`, in ascending order.
+    Tests a bit per id, and writes nothing for those that are known.
     """
-    e = Emitter("distinct", 7)
-    ids, count, seen, fresh, summary, summary_words, out = e.arguments
+    e = Emitter("distinct", 4)
+    ids, count, seen, out = e.arguments
     last = e.make.sub(count, number(1))
-    with e.loop(count) as each:
+    with e.loop(count, carried=[number(0)]) as each:
         ahead = _at_most(e, e.make.add(each.index, number(AHEAD_BITS)), last)
         soon, _ = _bit(e, e.word(ids, ahead))
         e.prefetch(e.place(seen, soon, WORD_BYTES), write=True)
-        place, bit = _bit(e, e.word(ids, each.index))
+        row = e.word(ids, each.index)
+        place, bit = _bit(e, row)
         address = e.place(seen, place, WORD_BYTES)
         known = e.load(I64, address)
-        with e.make.if_then(e.make.icmp_signed("==", e.make.and_(bit, known), number(0))):
+        new = e.make.icmp_signed("==", e.make.and_(bit, known), number(0))
+        with e.make.if_then(new):
             e.store(e.make.or_(known, bit), address)
-            _include(e, e.place(fresh, place, WORD_BYTES), bit)
-            above, bit = _bit(e, place)
-            _include(e, e.place(summary, above, WORD_BYTES), bit)
-    with e.loop(summary_words, carried=[number(0)]) as each:
-        address = e.place(summary, each.index, WORD_BYTES)
-        with e.bits(_taken(e, address), each.carried) as words:
-            place = e.make.add(e.make.shl(each.index, number(6)), words.index)
-            new = _taken(e, e.place(fresh, place, WORD_BYTES))
-            with e.bits(new, words.carried) as rows:
-                row = e.make.add(e.make.shl(place, number(6)), rows.index)
-                e.store(row, e.place(out, rows.carried[0], WORD_BYTES))
-                rows.following = [e.make.add(rows.carried[0], number(1))]
-            words.following = rows.carried
-        each.following = words.carried
+            e.store(row, e.place(out, each.carried[0], WORD_BYTES))
+        each.following = [e.make.add(each.carried[0], e.make.zext(new, I64))]
     return e.end(each.carried[0])
 
 
@@ -201,14 +190,3 @@ def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:
     """The number of the word with bit `index` in a bitmap, and a word with only that bit set."""
     inner = e.make.and_(index, number(63))
     return e.make.lshr(index, number(6)), e.make.shl(number(1), inner)
-
-
-def _include(e: Emitter, address: Value, bits: Value) -> None:
-    e.store(e.make.or_(e.load(I64, address), bits), address)
-
-
-def _taken(e: Emitter, address: Value) -> Value:
-    """The word at an address; the address is set to 0."""
-    word = e.load(I64, address)
-    e.store(number(0), address)
-    return word

@@ -1,7 +1,6 @@
 """A set of rows of one table, as bits: the rows that a transaction has touched.
 
-Owns the bits, and the working bits from which `Kernels.distinct` reads the new rows in ascending order. Must
-not know: the content of rows.
+Owns the bits. Must not know: the content of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROWS_PER_WORD = 64
 class RowSet:
     """A set of row numbers below `rows`; empty at first. One thread may use it at a time.
 
-    The owner keeps it as long as the table, since making a set clears 2.03 bits of memory for each row.
+    The owner keeps it as long as the table, since making a set clears a bit of memory for each row.
 
     Args:
         rows: rows of the table, 0 or more.
@@ -26,16 +25,11 @@ class RowSet:
     Attributes:
         rows: the same.
         seen: uint64 [ceil(rows / 64)], bit i % 64 of word i // 64 is set if row i is in the set.
-        fresh: uint64, the same shape; all 0 between calls.
-        summary: uint64 [ceil(len(fresh) / 64)], a bit for each word of `fresh`; all 0 between calls.
     """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        words = -(-rows // ROWS_PER_WORD)
-        self.seen: NDArray[np.uint64] = np.zeros(words, np.uint64)
-        self.fresh: NDArray[np.uint64] = np.zeros(words, np.uint64)
-        self.summary: NDArray[np.uint64] = np.zeros(-(-words // ROWS_PER_WORD), np.uint64)
+        self.seen: NDArray[np.uint64] = np.zeros(-(-rows // ROWS_PER_WORD), np.uint64)
 
     def clear_(self) -> None:
         """Takes all rows out: faster than `Kernels.forget_` when they are many."""

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+_LEAVES = (int, float, bool, str, type(None))
+
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
@@ -104,12 +106,18 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(value: Any, tensors: list[torch.Tensor], rest: list[object]) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):
         for key, item in cast("Mapping[Any, Any]", value).items():
-            _flatten(item, tensors, [] if key == "options" else rest)
+            if type(item) not in _LEAVES:
+                _flatten(item, tensors, [] if key == "options" else rest)
+            elif key != "options":
+                rest.append(item)
     elif isinstance(value, (list, tuple)):
         for item in cast("Iterable[Any]", value):
-            _flatten(item, tensors, rest)
+            if type(item) in _LEAVES:
+                rest.append(item)
+            else:
+                _flatten(item, tensors, rest)
     else:
         rest.append(value)
 

@@ -141,9 +141,16 @@ def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> obj
     return plain(value, take, "replicated state", take_number)
 
 
+def separated(value: object) -> tuple[object, list[torch.Tensor], bytearray]:
+    """A structure as `taken` gives it, with the tensors and the numbers that it had."""
+    tensors: list[torch.Tensor] = []
+    numbers = bytearray()
+    return taken(value, tensors, numbers), tensors, numbers
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two structures are equal, with dicts in the same order, which is the order of tensors."""
-    return one == other and _in_order(one, other)
+    return one == other and (not isinstance(one, (dict, list)) or _in_order(one, other))
 
 
 def filled(value: Any, tensors: list[torch.Tensor]) -> object:
@@ -251,8 +258,10 @@ def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
 
 def _in_order(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_in_order, one.values(), other.values()))
-    return not isinstance(one, list) or all(map(_in_order, one, other))
+        if list(one) != list(other):
+            return False
+        one, other = one.values(), other.values()
+    return all(_in_order(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, (dict, list)))
 
 
 def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, bytes, bytes]:

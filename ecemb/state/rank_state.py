@@ -217,9 +217,9 @@ class RankState:
         """A copy of the current state except positions, for `put`.
 
         Args:
-            objects: whether to copy the user's objects. Without them the copy serves `moved` alone.
+            objects: whether to copy tensors, and the user's objects. Else the result serves `moved` at once.
         """
-        scalars = plain(self._scalars(), _clone, "the tables' scalars")
+        scalars = plain(self._scalars(), _clone if objects else None, "the tables' scalars")
         stateful = [
             plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
             for key, item in (self._objects.items() if objects else ())

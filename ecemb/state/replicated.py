@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
 from .composition import Composition, StepBegin, options, record
-from .flatten import Outline, Part, filled, same, taken, unpacked
+from .flatten import Outline, Part, filled, same, separated, unpacked
 from .optimizer_match import check_fit, kind
 from .partitioned import check_modules, check_optimizers, check_whole
 from .tensor_copies import any_of, copied, put, raw
@@ -77,7 +77,7 @@ class ReplicatedState:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors now."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._taken()[1])
+        return sum(tensor.numel() * tensor.element_size() for tensor in separated(self._collect())[1])
 
     @property
     def kept(self) -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
@@ -90,7 +90,8 @@ class ReplicatedState:
         Raises:
             LayoutMismatch: a restart could not restore it.
         """
-        outline, tensors, numbers = self._outlined(check=True)
+        collected = self._collect()
+        outline, tensors, numbers = self._outlined(collected, check=True)
         memory = slots.open(transaction, outline.size_bytes(slots.share))
         parts = self._parts.get(memory.ctypes.data)
         if parts is None:
@@ -100,7 +101,7 @@ class ReplicatedState:
             part.save(tensors)
         slots.seal(transaction)
         self._remember(transaction, tensors)
-        self._seen = self._composition()
+        self._seen = self._composition(collected)
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
@@ -114,7 +115,7 @@ class ReplicatedState:
         """
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
-        self._remember(transaction, self._outlined(check=False)[1])
+        self._remember(transaction, self._outlined(self._collect(), check=False)[1])
         self._seen = self._composition()
 
     def moved(self) -> dict[str, str]:
@@ -210,13 +211,16 @@ class ReplicatedState:
         outline.put_numbers(memory, numbers)
         return memory
 
-    def _outlined(self, *, check: bool) -> tuple[Outline, list[torch.Tensor], bytearray]:
-        """The current state: its outline, its tensors, its numbers; the outline is made again if it changed.
+    def _outlined(
+        self, collected: dict[str, object], *, check: bool
+    ) -> tuple[Outline, list[torch.Tensor], bytearray]:
+        """The outline, tensors and numbers of a state; the outline is made again if it changed.
 
         Args:
+            collected: the state.
             check: whether to raise LayoutMismatch if a restart could not restore it.
         """
-        value, tensors, numbers = self._taken()
+        value, tensors, numbers = separated(collected)
         if self._outline is None or not same(value, self._outline.value):
             if check:
                 self._check_fixed()
@@ -231,14 +235,9 @@ class ReplicatedState:
         while len(self._saved) > _GENERATIONS:
             del self._saved[next(iter(self._saved))]
 
-    def _taken(self) -> tuple[object, list[torch.Tensor], bytearray]:
-        """The current state: the structure without its tensors and numbers, the tensors, the numbers."""
-        tensors: list[torch.Tensor] = []
-        numbers = bytearray()
-        return taken(self._collect(), tensors, numbers), tensors, numbers
-
-    def _composition(self) -> Composition:
-        return record(self._collect(extra=False), self._optimizers)
+    def _composition(self, collected: dict[str, object] | None = None) -> Composition:
+        found = self._collect(extra=False) if collected is None else collected
+        return record({key: one for key, one in found.items() if key != "extra"}, self._optimizers)
 
     def _collect(self, *, extra: bool = True) -> dict[str, object]:
         tensors = self._tensors()

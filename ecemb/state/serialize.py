@@ -64,19 +64,24 @@ def _copy(
     on_tensor: Callable[[torch.Tensor], object] | None,
     on_number: Callable[[int | float], object] | None = None,
 ) -> Any:
-    kind = type(value)
+    kind = type(value)  # in each step thousands of times: the types that are many come first
     if kind is str:
         return sys.intern(value)  # torch.save writes each string object only once
-    if on_number is not None and (kind is int or kind is float):
-        return on_number(value)
+    if kind is int or kind is float:
+        return value if on_number is None else on_number(value)
     if kind in _PLAIN:
         return value
-    if isinstance(value, torch.Tensor):
-        return value if on_tensor is None else on_tensor(value)
     if kind is list:
         return [_copy(item, on_tensor, on_number) for item in value]
     if kind is tuple:
         return tuple([_copy(item, on_tensor, on_number) for item in value])
+    if kind is dict:
+        return {
+            sys.intern(key) if type(key) is str else _copy(key, None): _copy(item, on_tensor, on_number)
+            for key, item in value.items()
+        }
+    if isinstance(value, torch.Tensor):
+        return value if on_tensor is None else on_tensor(value)
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         return like(value, {_copy(key, None): _copy(item, on_tensor, on_number) for key, item in items})

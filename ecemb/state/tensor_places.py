@@ -61,8 +61,8 @@ class Members:
         now = [held.get(key) for _, held, key in self._places]
         return (
             self._counted() != self._count
+            or len(set(map(id, now))) != len(now)
             or any(tensor is None for tensor in now)
-            or len({id(tensor) for tensor in now}) != len(now)
             or any(held.get(key) is not now[place] for held, key, place in self._others)
             or any(list(held.values()) != children for held, children in self._children)
         )
@@ -102,7 +102,7 @@ class Members:
 
     def _counted(self) -> int:
         """Number of tensors; empty places don't count."""
-        return sum(one is not None for held in self._held for one in held.values())
+        return sum([one is not None for held in self._held for one in held.values()])
 
 
 def buffers(model: nn.Module, aside: Collection[int] = ()) -> dict[str, bool]:

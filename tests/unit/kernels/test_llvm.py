@@ -42,17 +42,6 @@ def test_a_loop_carries_values(stop: int) -> None:
     assert function(stop) == 100 + sum(range(stop))
 
 
-@pytest.mark.parametrize("word", [0, 1, -1, 0b1010, -(2**63)])
-def test_bits_come_from_the_lowest_on(word: int) -> None:
-    e = Emitter("bits", 1)
-    with e.bits(e.arguments[0], [number(0), number(0)]) as loop:
-        weighted = e.make.mul(loop.index, e.make.add(loop.carried[0], number(1)))
-        loop.following = [e.make.add(loop.carried[0], number(1)), e.make.add(loop.carried[1], weighted)]
-    set_bits = [i for i in range(64) if word >> i & 1]
-    (function,) = compiled(e.end(loop.carried[1]))
-    assert function(word) == sum(i * (j + 1) for j, i in enumerate(set_bits))
-
-
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127])
 def test_pieces_cover_every_byte_once(size: int) -> None:
     e = Emitter("count", 2)
