@@ -67,6 +67,8 @@ _SHORT_HASH = 12
 
 PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
 """Metrics for a picture, with too many rows for a table."""
+RENAMED = {"heads": "status"}
+"""Former names of a step's phases, in results that are older than the new ones."""
 ELSEWHERE = ("failures", "follower_kills", "kills", "soak")
 """What `make failures`, `follower-kills`, `kills` and `soak` write answers no question of bench/: no page."""
 
@@ -99,8 +101,16 @@ def load(results: Path) -> list[dict[str, Any]]:
                 f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
             )
         if content["question"] not in ELSEWHERE:
-            documents.append(content | ({"stale": old[path.name]} if path.name in old else {}))
+            rows = [row | _renamed(row) for row in content["rows"]]
+            documents.append(
+                content | {"rows": rows} | ({"stale": old[path.name]} if path.name in old else {})
+            )
     return documents
+
+
+def _renamed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The labels of a row that have another name since it was made."""
+    return {key: RENAMED[row[key]] for key in ("phase", "span") if row.get(key) in RENAMED}
 
 
 def origin(document: Mapping[str, Any]) -> str:

@@ -37,6 +37,14 @@ class Delta:
     offsets: Ids
     words: Words
 
+    def parts(self, size_bytes: int) -> Iterator[Delta]:
+        """This one in pieces of about `size_bytes`, in order; views."""
+        count, width = self.words.shape
+        step = max(1, size_bytes // max(1, self.words.itemsize * width))
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            yield Delta(self.block, self.offsets[part], self.words[part])
+
 
 def blank(out: Words, block: int, records: int, width: int) -> Delta:
     """Begins a Delta at the start of `out`: writes its head; the caller fills in offsets and words.

@@ -15,6 +15,7 @@ decision.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -22,14 +23,12 @@ import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.delta import HEAD_WORDS, Delta, Scratch, blank, parted, size_words, unpack
+from ..coding.delta import Delta, Scratch, parted, unpack
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
 from .ahead import Ahead
-
-Chunk = tuple[int, Ids, Words]
-"""A table, rows of it, and their old records (uint64 [m, record_words])."""
+from .outbox import Chunk, Outbox, Saved
 
 ROW_JOURNALS = {
     "row_journal": (Word.ROWS_LABEL, Word.ROWS_BYTES),
@@ -75,6 +74,7 @@ class RowJournal:
         kernels: copy and compare rows.
         region: one of `ROW_JOURNALS`.
         ahead: makes memory ready before it is needed; None leaves that to the rows that need it.
+        lock: shared by the journals of a rank: held while rows are captured, and while an outbox reads rows.
     """
 
     def __init__(
@@ -84,8 +84,10 @@ class RowJournal:
         kernels: Kernels,
         region: str = "row_journal",
         ahead: Ahead | None = None,
+        lock: threading.Lock | None = None,
     ) -> None:
         self._arena = arena
+        self._lock = lock or threading.Lock()
         self._ahead = ahead
         self._steps_left, self._ends = 0, list[int]()
         self._region = region
@@ -135,10 +137,11 @@ class RowJournal:
             steps: steps that it is expected to have.
             likely_bytes: what it is expected to need.
         """
-        self._end_step()
-        self._arena.set(self._bytes, 0)
-        self._arena.set(self._label, transaction)
-        self._drop(0)
+        with self._lock:
+            self._end_step()
+            self._arena.set(self._bytes, 0)
+            self._arena.set(self._label, transaction)
+            self._drop(0)
         self._steps_left, self._ends = steps, []
         if self._ahead is not None:
             self._ahead.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
@@ -212,6 +215,10 @@ class RowJournal:
                 "an exception interrupted the saving of rows before they change, and the step continued: "
                 "let the exception end the step; a restart undoes the step"
             )
+        with self._lock:
+            return self._capture(table, ids)
+
+    def _capture(self, table: int, ids: Ids) -> int:
         self._capturing = True
         savepoint = self._savepoint
         touched = ids
@@ -264,46 +271,24 @@ class RowJournal:
         self._arena.set(self._bytes, used + size)
         return table, saved, records
 
-    def changes(self, scratch: Scratch) -> tuple[Words, list[int]]:
-        """The Deltas of all captured rows: their old records XOR their current ones.
+    def outbox(self, scratch: Scratch, newer: RowJournal | None = None) -> Outbox:
+        """The deltas of all captured rows: their old records XOR those that the transaction has left.
 
         Args:
-            scratch: memory for the Deltas.
-
-        Returns:
-            The Deltas in the order of their blocks; and k + 1 edges: the first word of each block's Deltas,
-            and the end of the last.
+            scratch: memory for them.
+            newer: takes the rows of the next transaction while they are laid out; None if it begins later.
         """
-        chunks = [(*chunk, self._space.cut(*chunk[:2])) for chunk in self._chunks]
-        blocks = len(self._space.bounds) - 1
-        out = scratch.room(
-            sum(size_words(len(ids), old.shape[1]) + blocks * HEAD_WORDS for _, ids, old, _ in chunks)
-        )
-        edges = [0]
-        for block in range(blocks):
-            at = edges[-1]
-            for table, ids, old, cut in chunks:
-                rows = slice(cut[block], cut[block + 1])
-                if rows.start < rows.stop:
-                    at += self._change(out[at:], block, table, ids[rows], old[rows])
-            edges.append(at)
-        return out, edges
+        transaction = self.label
 
-    def _change(self, out: Words, block: int, table: int, ids: Ids, old: Words) -> int:
-        """Writes one Delta to the start of `out`; returns its size in words.
+        def since() -> Saved | None:
+            return None if newer is None or newer.label <= transaction else newer._saved()
 
-        The unchanged last words of a single record are left out: rank state fills only a part of its record.
-        """
-        records, width = old.shape
-        delta = blank(out, block, records, width)
-        first = self._space.bases[table] - self._space.bounds[block]
-        np.add(ids * width, first, out=delta.offsets)
-        self._space.named[table].change(ids, old, delta.words)
-        if records == 1:
-            changed = np.flatnonzero(delta.words)
-            width = int(changed[-1]) + 1 if len(changed) else 0
-            blank(out, block, records, width)
-        return size_words(records, width)
+        return Outbox(self._space, self._kernels, self._saved(), scratch, since, self._lock)
+
+    def _saved(self) -> Saved:
+        region = self._arena.region(self._region)
+        words = region[: len(region) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+        return Saved(words, list(self._chunks), self._seen)
 
     def undo(self) -> int:
         """Copies the saved records back, the last chunk first. The journal is void afterwards.

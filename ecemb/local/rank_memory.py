@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from ..errors import InconsistentArenas
 from ..kernels.contract import Kernels, Words
 from .ahead import Ahead
 from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
+from .outbox import PART_BYTES, Outbox
 from .room import Room
 from .state_slots import Slots
 
@@ -79,8 +81,9 @@ class RankMemory:
                 kernels,
             )
         self._ahead = Ahead(arena)
+        lock = threading.Lock()
         self._journals = [
-            RowJournal(arena, self.space, kernels, region, self._ahead) for region in ROW_JOURNALS
+            RowJournal(arena, self.space, kernels, region, self._ahead, lock) for region in ROW_JOURNALS
         ]
         self.journal: RowJournal = self._journals[0]
         self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
@@ -230,13 +233,23 @@ class RankMemory:
         else:
             self.space.write_(self.space.bounds[block] + start, words)
 
-    def outgoing(self) -> dict[int, Words]:
-        """The deltas of the transaction in flight, as messages to keepers; the next call overwrites them."""
+    def outbox(self) -> Outbox:
+        """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
+        other = next(one for one in self._journals if one is not self.journal)
+        return self.journal.outbox(self._messages, other)
+
+    def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:
+        """Lays out deltas, as messages to keepers.
+
+        Args:
+            outbox: from `outbox`.
+            rest: called between two parts of the work.
+        """
         placement = self.geometry.placement
         if placement is None:
             return {}
-        words, edges = self.journal.changes(self._messages)
-        return messages(words, edges, placement, self.rank)
+        outbox.lay_out(rest)
+        return messages(outbox.words, outbox.edges, placement, self.rank)
 
     def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
         """Makes room for other ranks' messages, and for the old parity under them.
@@ -276,18 +289,34 @@ class RankMemory:
         if self.parity is not None:
             self.parity.check(self.inbox.deltas(transaction))
 
-    def apply(self, transaction: int) -> None:
-        """Brings parity to `transaction` from the inbox, old words first; may be done again."""
+    def apply(self, transaction: int, rest: Callable[[], object] = lambda: None) -> None:
+        """Brings parity to `transaction` from the inbox, old words first; may be done again.
+
+        Args:
+            transaction: the one that is prepared.
+            rest: called between two parts of the work.
+        """
         if self.parity is None:
             return
-        received = self.inbox.deltas(transaction)
+        received = [
+            (sender, part)
+            for sender, delta in self.inbox.deltas(transaction)
+            for part in delta.parts(PART_BYTES)
+        ]
         saved = self.parity_journal.open(sum(delta.words.size for _, delta in received))
         if self.parity_journal.label == transaction:
             self.parity.restore_(received, saved)
         else:
-            self.parity.save(received, saved)
+            at = 0
+            for one in received:
+                size = one[1].words.size
+                self.parity.save([one], saved[at : at + size])
+                at += size
+                rest()
             self.parity_journal.seal(transaction)
-        self.parity.update_(received)
+        for one in received:
+            self.parity.update_([one])
+            rest()
 
     def commit(self, transaction: int) -> None:
         """Says that a transaction is decided, in its last store (docs/protocol.md, 1.1).

@@ -22,11 +22,12 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from .._threads import hand_over
@@ -36,7 +37,7 @@ from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
 from ..group.whereabouts import Whereabouts
-from ..kernels.contract import Words
+from ..local.outbox import Outbox
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..state.rank_state import RankState, Taken, read, write_
@@ -44,6 +45,7 @@ from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
 from .between_steps import Between
+from .pace import Pace
 from .window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -52,7 +54,7 @@ COMPARE_EVERY = 1000
 _NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
 
 
-BESIDE = ("exchange", "agree", "apply")
+BESIDE = ("delta", "exchange", "agree", "apply")
 """Phases of a decision, which training does not wait for with `overlap`; it waits for them in "wait"."""
 
 
@@ -106,6 +108,7 @@ class Transactions:
         self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
+        self._pace = Pace()
         self._handed = 0  # the transaction that is pending, if one is
         self.captured_rows: int = 0
         self.seconds: dict[str, float] = {}
@@ -278,6 +281,7 @@ class Transactions:
             The errors of `commit`: the transaction before is then not prepared.
         """
         if self._pending is not None:
+            self._pace.hurry()
             with self.phase("wait"), self._whereabouts.waiting():
                 self._pending.result()
             self._pending = None
@@ -288,44 +292,39 @@ class Transactions:
         Returns:
             The ranks that aborted its last step, which is then undone.
         """
-        messages = {} if self.aborting else self._write(transaction)
+        if not self.aborting:
+            self._write(transaction)
         verdict = self._conclude(transaction, whole=True)
         if verdict.aborted:
             self._restore_step(transaction)
-            messages = self._write(transaction)
+            self._write(transaction)
         self._steps = 0
         self._window.agree(verdict.window)
+        outbox = self._memory.outbox()
         if self._thread is None:
-            self._decide(transaction, verdict.turn, messages)
+            self._decide(transaction, verdict.turn, outbox)
             self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
-            hand_over(
-                self._thread, pending, self._decide_beside, transaction, verdict.turn, messages, spent_s
-            )
+            self._pace.begin()
+            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, outbox, spent_s)
         return verdict.aborted
 
-    def _write(self, transaction: int) -> dict[int, Words]:
-        """Writes rank state and replicated state of a transaction's end into the arena.
-
-        Returns:
-            The deltas, by keeper.
-        """
+    def _write(self, transaction: int) -> None:
+        """Writes rank state and replicated state of a transaction's end into the arena."""
         with self.phase("state"):
             self._memory.capture_rank_state()
             write_(self._memory.rank_state, self._rank_state.pack())
             self._replicated.save(self._memory.slots, transaction)
-        with self.phase("delta"):
-            return self._memory.outgoing()
 
     def _conclude(self, transaction: int, *, whole: bool) -> Verdict:
         """Agrees with all ranks on how the step ended, with which the window ends if it is `whole`."""
         flag, digest = ABORTED if self.aborting else FINE, 0
         if whole and flag == FINE and self._commits % self._compare_every == 0:
             digest = self._replicated.digest()
-        with self.phase("heads"):
+        with self.phase("status"):
             return self._agreement.conclude(
                 transaction,
                 flag,
@@ -336,28 +335,26 @@ class Transactions:
                 differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
             )
 
-    def _decide_beside(
-        self, transaction: int, turn: Turn, messages: dict[int, Words], spent_s: float
-    ) -> None:
-        """Runs `_decide` in the thread.
-
-        Args:
-            transaction: The one that has ended.
-            turn: That of its verdict.
-            messages: Its deltas, by keeper.
-            spent_s: Seconds of the main thread that its end has taken.
-        """
+    def _decide_beside(self, transaction: int, turn: Turn, outbox: Outbox, spent_s: float) -> None:
+        """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
+        self._pace.start()
         try:
-            self._decide(transaction, turn, messages)
-            self._window.end(spent_s)
+            laid_out_s = self._decide(transaction, turn, outbox, self._pace.rest)
+            self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
                 self._exit_undecided(transaction, error)
             raise
 
-    def _decide(self, transaction: int, turn: Turn, messages: dict[int, Words]) -> None:
-        """Runs the exchange, and all from `prepared` to `committed`. All ranks."""
+    def _decide(
+        self, transaction: int, turn: Turn, outbox: Outbox, rest: Callable[[], None] = lambda: None
+    ) -> float:
+        """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
         try:
+            began = time.thread_time()
+            with self.phase("delta"):
+                messages = self._memory.lay_out(outbox, rest)
+            laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
                 self._agreement.exchange(turn, messages, self._memory.receive, what)
@@ -368,9 +365,10 @@ class Transactions:
         with self.phase("agree"):
             self._agreement.vote(turn, f"the agreement on step {transaction - 1}")
         with self.phase("apply"):
-            self._memory.apply(transaction)
+            self._memory.apply(transaction, rest)
         self._memory.commit(transaction)
         self._commits += 1
+        return laid_out_s
 
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and announces the failure to the others.
@@ -393,6 +391,7 @@ class Transactions:
             level, "rank %d: step %d failed (%s); undoing it%s", self.rank, transaction - 1, text, dense
         )
         pending, self._pending = self._pending, None
+        self._pace.hurry()
         if pending is not None and not pending.cancel():
             wait([pending])  # it owes rounds of the vote
         if self._is_undecided:
@@ -440,6 +439,6 @@ class Transactions:
     def phase(self, name: str) -> Generator[None]:
         """Adds the block's duration to `seconds`, and shows the block to profilers."""
         began = time.perf_counter()
-        with record_function(f"ecemb.{name}"):
+        with record_function(f"ecemb.{name}") if profiler._is_profiler_enabled else nullcontext():  # pyright: ignore[reportPrivateUsage]
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

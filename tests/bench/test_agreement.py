@@ -11,13 +11,13 @@ from bench.harness.result import Row, WrongResult, once
 from bench.questions.agreement import question as agreement
 from bench.questions.agreement.question import CODE, QUICK
 
-ENDS = {"heads": (3, 120), "exchange": (3, 900), "agree": (3, 3)}
+ENDS = {"status": (3, 120), "exchange": (3, 900), "agree": (3, 3)}
 ANSWER: dict[str, Any] = {
     "rank": 0,
     "inside": [{}, {}],
     "ends": [ENDS, ENDS],
     "unknown": [],
-    "cpu_s": {"heads": 0.002, "agree": 0.001, "network": 0.003},
+    "cpu_s": {"status": 0.002, "agree": 0.001, "network": 0.003},
     "wrong_words": 0,
 }
 

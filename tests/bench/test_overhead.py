@@ -52,7 +52,7 @@ METRICS = {
     "bytes_sent_per_step": {PROTECTED},
     "touched_rows_per_step": {PROTECTED},
 }
-PHASES = {"capture", "savepoint", "state", "delta", "heads", "exchange", "agree", "apply"}
+PHASES = {"capture", "savepoint", "state", "delta", "status", "exchange", "agree", "apply"}
 
 
 def methods_of(rows: Sequence[Row], metric: str) -> set[Any]:
@@ -288,6 +288,8 @@ def test_the_slowest_steps_over_the_median() -> None:
     assert estimate.p99_over_median(seconds, strata, beside=False) == {PROTECTED: 3, BARE: 1}
     seconds = {PROTECTED: quiet, BARE: 2 * spike, CONTROL: 2 * quiet}
     assert estimate.p99_over_median(seconds, strata, beside=True) == {PROTECTED: 3, BARE: 3}
+    seconds = {REPLICATION: spike, BARE: quiet, CONTROL: quiet}
+    assert estimate.p99_over_median(seconds, strata, beside=False) == {REPLICATION: 3, BARE: 1}
 
 
 ANSWER: Mapping[str, Any] = {

@@ -32,7 +32,7 @@ def test_a_step_is_all_its_spans(engine: str) -> None:
     for row in parts:
         assert 0 <= float(row.labels["begin_ms"]) <= float(row.labels["begin_ms"]) + row.value <= whole.value
     begins = {str(row.labels["span"]): float(row.labels["begin_ms"]) for row in parts}
-    order = ("forward", "backward", "optimizer", "state", "delta", "heads", "exchange", "agree", "apply")
+    order = ("forward", "backward", "optimizer", "state", "status", "delta", "exchange", "agree", "apply")
     assert sorted(order, key=begins.__getitem__) == list(order)
 
     (touched,), (record,) = of("touched_rows_per_step"), of("record_bytes")

@@ -39,8 +39,8 @@ PHASES = {
     "optimizer": "step",
     "capture": "step",
     "state": "step",
+    "status": "step",
     "delta": "step",
-    "heads": "step",
     "exchange": "step",
     "prepare": "step",
     "agreement": "step",
@@ -52,7 +52,7 @@ PHASES = {
     "after closing": "end",
 }
 NAMES = tuple(PHASES)
-BESIDE = ("exchange", "prepare", "agreement", "apply", "commit")
+BESIDE = ("delta", "exchange", "prepare", "agreement", "apply", "commit")
 """With overlap, what a thread of its own does while the main thread is in the next step."""
 STARTING = ("start", "fresh start", "recovery")
 

@@ -24,7 +24,7 @@ from failures.draws import Deck, Lengths
 from failures.driver import Outcome
 from failures.plan import ABORT_EVERY, TIMED_STEPS, Event, Exact, Plan, Refused, Setting, Timed, Victim
 
-EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "heads", "aborting")
+EACH_STEP = (None, "in the body", "backward", "optimizer", "capture", "status", "aborting")
 """Phases of every step of a window; the others only come when it is full."""
 PAIRS = 4  # failures in steps, each with one in the recovery from it, in one run
 ATTEMPTS = 6  # for a cell that was missed: it had fewer lines than thought
@@ -115,6 +115,7 @@ ROWS = (
 ROW = {row.name: row for row in ROWS}
 OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memory; r stands for n - k
     "state": ("1", "1"),
+    "delta": ("1", "r"),
     "exchange": ("", "r"),
     "prepare": ("1", ""),
     "apply": ("1", ""),
@@ -126,8 +127,8 @@ OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memor
     "closing": ("1", ""),
 }
 
-BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "delta", "heads", "exchange")
-ROWS_CHANGED = ("state", "delta", "heads", "exchange")
+BEFORE_PREPARED = ("in the body", "backward", "optimizer", "capture", "state", "status", "delta", "exchange")
+ROWS_CHANGED = ("state", "status", "delta", "exchange")
 UNMADE = ("starting", "rendezvous", "attaching", "agreeing on a plan", "creating an arena")
 """Phases of a recovery in which a rank whose memory is gone may have no new one to lose."""
 ROLES = ("lowest", "highest", "middle", "donor", "newcomer")
@@ -402,7 +403,7 @@ class _Draw:
         if row.when != "step":
             return None
         self._step += 1
-        each = [phase for phase in EACH_STEP if phase != "heads" or self._setting.abortable]
+        each = [phase for phase in EACH_STEP if phase != "status" or self._setting.abortable]
         window = 1 if row.phase in each else self._setting.window
         while (self._step % ABORT_EVERY == ABORT_EVERY - 1) != (row.phase == "aborting") or (
             self._step % window != window - 1

@@ -56,14 +56,14 @@ _SOURCES = (str(Path(ecemb.__file__).parent), str(Path(__file__).with_name("work
 _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves instead; compiled at each start
 # Phases of a step that come but once in it.
 _ONCE = (
-    *("heads", "exchange", "prepare", "agreement", "apply", "commit", "aborting", "undoing a failed step"),
+    *("status", "exchange", "prepare", "agreement", "apply", "commit", "aborting", "undoing a failed step"),
     "closing",
 )
 _PARTS = {
     "agree": "agreement",
     "image": "state",
     "savepoint": "in the body",
-    "wait": "heads",
+    "wait": "status",
 }  # ecemb's own names of a step's parts, where they differ
 
 

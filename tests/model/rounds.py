@@ -24,6 +24,9 @@ YES, NO = range(2)
 MARK = (TORN,)
 """What stands in the place of deltas' sizes when there will be no deltas."""
 
+LAYS_OUT = "sizes"
+"""The place of a thread that lays out deltas next, and sends them."""
+
 STATUS, DELTAS, VOTE = "status", "deltas", "vote"
 BODY = (
     "arm",
@@ -285,11 +288,18 @@ class Rounds(Overlapped):
 
     def _decides(self, me: Rank, wave: Wave) -> Rank:
         """What follows the status: in this thread, or beside the next body."""
-        delta = me.rows ^ me.old
         if not self.config.overlap:
-            return me._replace(pc="sizes", said=((0, delta),), wave=wave)
-        behind = Thread("sizes", me.t, READY, ((0, delta),), me.old, wave)
+            return me._replace(pc="sizes", said=((0, me.rows ^ me.old),), wave=wave)
+        behind = Thread(LAYS_OUT, me.t, READY, (), me.old, wave)
         return self._onward(me._replace(behind=behind))
+
+    def _laid_out(self, me: Rank) -> tuple[int, int]:
+        """The deltas of a transaction, beside the body of the next one, which may have changed the rows."""
+        rows = me.rows
+        for journal in me.journals if self.rules.newer_from_journal else ():
+            if journal.label > me.t and journal.count:
+                rows = journal.over(rows)
+        return 0, rows ^ me.old
 
     def _onward(self, me: Rank) -> Rank:
         """With overlap: the next body, or the end."""
@@ -342,6 +352,7 @@ class Rounds(Overlapped):
 
     def do_sizes(self, me: Rank, i: int, life: Life) -> list[Move]:
         assert me.wave is not None
+        me = me if me.said else me._replace(said=(self._laid_out(me),))
         new = self._say(me, DELTAS, me.wave.number, (0,), me.said)._replace(pc="receive")
         if me.said[0][0] == ABORTED:
             bits = change(me.t, 2)  # dense state is not in the arena, and is undone

@@ -201,6 +201,14 @@ ROUNDS = (
         "no progress",
         _two(steps=2, window=2, crashes=1, shortages=2),
     ),
+    Entry(
+        "newer_from_journal",
+        "With overlap, the deltas of t are laid out beside the next body, and take a row that the next "
+        "transaction has journalled from that journal.",
+        "They say of the rows that both change what the next one made of them.",
+        "parity",
+        _two(steps=2, overlap=True),
+    ),
     # slices
     Entry(
         "slices_with_stripes",

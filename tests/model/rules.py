@@ -90,6 +90,7 @@ class Rules:
     kind_or_count_in_messages: bool = True
     window_in_fold: bool = True
     halved_window_kept: bool = True
+    newer_from_journal: bool = True
     # and slices
     slices_with_stripes: bool = True
     slots_by_label: bool = True
@@ -137,6 +138,7 @@ HEARD = (
     "kind_or_count_in_messages",
     "window_in_fold",
     "halved_window_kept",
+    "newer_from_journal",
 )
 """Rules of chapter 10 without which a start reads no more of an arena than with them."""
 

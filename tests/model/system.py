@@ -18,7 +18,8 @@ The search is made smaller in these ways, each of which leaves every verdict as 
 - Where ranks agree in rounds, such a move is taken together with the failures of its thread, which say more
   or less than later ones, but commute with the moves of others. The states between lives, and how lives end,
   are the same as without this: compared for N=2, 3 and 4. In the last life the order of ranks decides which
-  row journal a step takes, and where a body is when its process ends; no verdict depends on either.
+  row journal a step takes, and where a body is when its process ends; no verdict depends on either. While a
+  thread has deltas to lay out, it reads what the other thread writes: no move of that rank is taken first.
 - Generations are only compared. Where no arena is away, all are members of the last one, and it is named 1.
 """
 
@@ -37,7 +38,7 @@ from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .overlap import Overlapped
 from .rank import CREATED, NOTHING, READY, Broken, Journal, Life, Rank, change
-from .rounds import Rounds, is_over
+from .rounds import LAYS_OUT, Rounds, is_over
 from .rules import ALL, BUDGETS, HEARD, Config, Rules
 from .step import Program
 
@@ -216,6 +217,7 @@ class Model:
         except Broken as error:
             return [(f"rank {i} moves", 0, (), str(error), "", False, False)]
         choices = [move.behind for move in moves if move.event != "fail"]
+        hurries = self._hurries and rank.behind.pc != LAYS_OUT
         return [
             (
                 f"rank {i} {move.text}",
@@ -224,7 +226,7 @@ class Model:
                 self.name(move.new) if isinstance(move.new, Rank) else move.new,
                 move.event,
                 move.behind,
-                self._hurries and move.event != "fail" and choices.count(move.behind) == 1,
+                hurries and move.event != "fail" and choices.count(move.behind) == 1,
             )
             for move in moves
         ]

@@ -257,7 +257,7 @@ def test_a_message_from_a_peer_is_refused_before_it_can_be_prepared(
         for table, layout in enumerate(layout.layout for layout in other.space.tables):
             other.journal.capture(table, np.arange(layout.rows, dtype=np.int64))
     nothing = np.empty(0, np.uint64)
-    parts = [other.outgoing().get(0, nothing) for other in memories]
+    parts = [other.lay_out(other.outbox()).get(0, nothing) for other in memories]
     before = state_of(memory, "rows", "parity")
     refused = 0
     for _ in range(300):

@@ -178,7 +178,7 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert (stats["job"], stats["rank"]) == ("guard", 0)
     assert (stats["next_step"], stats["steps"], stats["sent_bytes"]) == (1, 1, 0)
     assert 2 <= stats["captured_rows"] <= 9 + 1 + 1
-    phases = {"savepoint", "capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    phases = {"savepoint", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
     assert set(stats["seconds"]) == phases
     assert stats["bytes"]["tables"] == 9 * (12 + 12) + 1 * (24 + 24)
     assert set(stats["bytes"]) >= {"rows", "row_journal", "parity", "inbox", "slot0", "slot1"}

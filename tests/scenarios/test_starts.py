@@ -458,7 +458,7 @@ def test_there_is_room_for_every_row_changed_alone(
                 for row in range(table.layout.rows):
                     memory.journal.capture(index, np.array([row]))
                     table.columns[0][row] ^= 255
-            for keeper, message in memory.outgoing().items():
+            for keeper, message in memory.lay_out(memory.outbox()).items():
                 lengths[keeper][memory.rank] = len(message)
         for memory, incoming in zip(memories, lengths, strict=True):
             session: Any = SimpleNamespace(world_size=size, rank=memory.rank)

@@ -122,7 +122,7 @@ def overheads(seconds: Mapping[str, Floats], strata: Strata) -> dict[str, Estima
 
 
 def p99_over_median(seconds: Mapping[str, Floats], strata: Strata, *, beside: bool) -> dict[str, float]:
-    """Of the protected and of the bare models, the 99th percentile of a step's wall time over the median.
+    """Of each method and of the bare models, the 99th percentile of a step's wall time over the median.
 
     Args:
         seconds: Wall times of all models, by round.
@@ -132,9 +132,9 @@ def p99_over_median(seconds: Mapping[str, Floats], strata: Strata, *, beside: bo
     """
     own = {name: each / quantile(each, strata.weights, 0.5) for name, each in seconds.items()}
     bare = [own[name] for name in (BARE, CONTROL) if name in own]
-    chosen = {BARE: bare}
-    if PROTECTED in own:
-        chosen[PROTECTED] = [*own.values()] if beside else [own[PROTECTED]]
+    chosen = {BARE: bare} | {name: [each] for name, each in own.items() if name not in (BARE, CONTROL)}
+    if PROTECTED in own and beside:
+        chosen[PROTECTED] = [*own.values()]
     found: dict[str, float] = {}
     for name, parts in chosen.items():
         each, weights = np.concatenate(parts), np.tile(strata.weights, len(parts))

@@ -15,7 +15,7 @@ step on the same batch, in random order, so that other load on the machine meets
   end of a step besides the phases, `network` are the threads that send and receive, `watch` those
   that watch the other ranks. What the hooks of optimizers and tables do besides `capture` isn't in it.
 - `phases_cpu_pct`: all of them together, over the bare models' processor time.
-- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `heads`, `exchange` and
+- `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `status`, `exchange` and
   `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
 - `bytes_sent_per_step`: what a rank sends for protection, or for replication.
 - `touched_rows_per_step`: rows of a rank that are protected, or copied. Rows that several steps of a window

@@ -37,7 +37,7 @@ from bench.workloads.training_rank import Order
 from ecemb.coding.code import Code
 
 TRAINING = ("forward", "backward", "optimizer")
-PHASES = ("capture", "state", "delta", "heads", "exchange", "agree", "apply")
+PHASES = ("capture", "state", "status", "delta", "exchange", "agree", "apply")
 WORD_BYTES = 8
 """Of an address, and what records are padded to."""
 MOVED, LEAST = "moved", "least"

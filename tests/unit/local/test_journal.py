@@ -62,6 +62,12 @@ def another_process(memory: RankMemory) -> RowJournal:
     return RowJournal(memory.arena, memory.space, contract.get_kernels("reference"))
 
 
+def changes(journal: RowJournal) -> tuple[Words, list[int]]:
+    outbox = journal.outbox(Scratch())
+    outbox.lay_out()
+    return outbox.words, outbox.edges
+
+
 # --- the rows' journal --------------------------------------------------------------------------
 
 
@@ -123,7 +129,7 @@ def test_changes_are_old_xor_new_block_by_block(memory: RankMemory, seed: int) -
     for table, rows in ((2, (1, 6)), (0, (3, 11)), (2, (0,)), (0, (4,)), (3, (0,))):
         memory.journal.capture(table, ids(*rows))
         scribble(memory.space, table, rows[:1], rng)  # the other row is captured and unchanged
-    words, edges = memory.journal.changes(Scratch())
+    words, edges = changes(memory.journal)
     bounds = memory.space.bounds
     assert len(edges) == len(bounds)
     delta = everything(memory.space) ^ before
@@ -152,7 +158,7 @@ def test_a_lone_records_unchanged_end_is_not_sent(memory: RankMemory) -> None:
         memory.journal.arm(1)
         memory.journal.capture(3, ids(0))
         memory.space.tables[3].columns[0][0, list(changed)] ^= 255
-        words, edges = memory.journal.changes(Scratch())
+        words, edges = changes(memory.journal)
         [delta] = unpack(words[: edges[-1]])
         assert delta.words.shape == (1, max(changed, default=-8) // 8 + 1)
         memory.journal.undo()
@@ -160,7 +166,7 @@ def test_a_lone_records_unchanged_end_is_not_sent(memory: RankMemory) -> None:
 
 def test_without_captures_there_are_no_changes(memory: RankMemory) -> None:
     memory.journal.arm(1)
-    _, edges = memory.journal.changes(Scratch())
+    _, edges = changes(memory.journal)
     assert set(edges) == {0}
     assert memory.journal.undo() == 0
 
@@ -185,7 +191,7 @@ def test_a_step_of_a_window_is_undone_alone_and_the_window_as_a_whole(memory: Ra
             rows = rng.choices(range(LAYOUTS[table].rows), k=6)
             journal.capture(table, ids(*rows))
             scribble(memory.space, table, sorted(set(rows)), rng)
-    words, edges = journal.changes(Scratch())
+    words, edges = changes(journal)
     got = np.zeros_like(states[0])
     for block, (a, b) in enumerate(itertools.pairwise(edges)):
         for one in unpack(words[a:b]):

@@ -1,6 +1,6 @@
 """One rank's side of the protocol, on real arenas: steps, undo, redo, and every place to be cut off.
 
-The messages that one rank's `outgoing` gives are handed to the keepers' `receive`, as the exchange does.
+The messages that one rank's `lay_out` gives are handed to the keepers' `receive`, as the exchange does.
 That whole jobs survive kills is test_recovery.py's affair.
 """
 
@@ -64,7 +64,7 @@ def change(memory: RankMemory, transaction: int, rng: random.Random) -> int:
 
 def exchange(memories: Memories) -> None:
     """Number 4: what each rank sends to the others lies in their inboxes."""
-    sent = [memory.outgoing() for memory in memories]
+    sent = [memory.lay_out(memory.outbox()) for memory in memories]
     for receiver, memory in enumerate(memories):
         inbox = memory.receive([len(messages.get(receiver, ())) for messages in sent])
         for sender, words in inbox.items():
@@ -146,9 +146,10 @@ def test_every_update_goes_to_r_keepers_and_to_nobody_else(tmp_path: Path, job: 
     with machines.memories() as memories:
         for memory in memories:
             change(memory, 1, random.Random(seed))
-            messages = memory.outgoing()
-            words, edges = memory.journal.changes(Scratch())
-            changed = sum(delta.words.size for delta in unpack(words[: edges[-1]]))
+            messages = memory.lay_out(memory.outbox())
+            outbox = memory.journal.outbox(Scratch())
+            outbox.lay_out()
+            changed = sum(delta.words.size for delta in unpack(outbox.words[: outbox.edges[-1]]))
             assert memory.rank not in messages
             sent = [(keeper, delta) for keeper, words in messages.items() for delta in unpack(words)]
             assert sum(delta.words.size for _, delta in sent) == 2 * changed
@@ -427,7 +428,7 @@ def test_one_rank_alone_survives_the_crash_of_its_process(tmp_path: Path, seed: 
         before = space(memory)
         change(memory, 1, rng)
         new = space(memory)
-        assert memory.outgoing() == {}
+        assert memory.lay_out(memory.outbox()) == {}
         assert memory.receive([0]) == {}
         assert torn(memory).decide(0)[1] is False
         assert np.array_equal(space(memory), before)

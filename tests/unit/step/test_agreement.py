@@ -40,7 +40,7 @@ def failing(owner: Any, name: str, ranks: frozenset[int]) -> Any:
 STAGES: dict[str, tuple[Any, str]] = {
     "the body": (Rank, "_train"),
     "state": (ReplicatedState, "save"),
-    "delta": (RankMemory, "outgoing"),
+    "delta": (RankMemory, "lay_out"),
     "after the verdict": (Agreement, "exchange"),
     "after the sizes": (RankMemory, "receive"),
     "before prepared": (RankMemory, "prepare"),

@@ -284,7 +284,7 @@ def test_transactions_count_up_and_alternate_the_slots(
         for kept in (expected - 1, expected):
             assert len(Slots(memory.arena).read(kept))
     assert transactions.captured_rows == 8
-    phases = {"savepoint", "capture", "state", "delta", "heads", "exchange", "agree", "apply"}
+    phases = {"savepoint", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
     assert set(transactions.seconds) == phases
 
 
@@ -442,7 +442,7 @@ def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
         (memory.journal, "arm"),
         (memory.journal, "capture"),
         (transactions._replicated, "save"),
-        (memory, "outgoing"),
+        (memory, "lay_out"),
         (transactions._agreement, "exchange"),
         (memory, "receive"),
         (memory, "prepare"),

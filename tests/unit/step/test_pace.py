@@ -1,0 +1,66 @@
+"""A commit beside training takes a part of the processor, and all of it when training waits."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+
+from ecemb.step import pace
+from ecemb.step.pace import AT_ONCE_S, SHARE, Pace
+
+
+class Clocked:
+    """Commits on a clock of processor time that stands still but for their work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pace = Pace()
+        self._work_s, self._rested_s = 100.0, 0.0
+        monkeypatch.setattr(pace, "_work", lambda: self._work_s)
+
+    def _wait(self, timeout_s: float) -> None:
+        self._rested_s += timeout_s
+
+    def commit(self, parts: int, part_s: float) -> float:
+        """A commit of some parts; how long it rested."""
+        self._rested_s = 0.0
+        self.pace.begin()
+        self.pace.start()
+        with mock.patch.object(self.pace._waiting, "wait", self._wait):
+            for _ in range(parts):
+                self._work_s += part_s
+                self.pace.rest()
+        return self._rested_s
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    return Clocked(monkeypatch)
+
+
+def test_a_commit_takes_a_part_of_the_processor(clocked: Clocked) -> None:
+    for _ in range(2):
+        rested_s = clocked.commit(100, 0.02)
+        assert 2.0 / (2.0 + rested_s) == pytest.approx(SHARE, rel=0.01)
+
+
+def test_a_small_commit_does_not_rest(clocked: Clocked) -> None:
+    for _ in range(2):
+        assert clocked.commit(4, AT_ONCE_S / 5) == 0
+
+
+def test_nothing_rests_while_training_waits() -> None:
+    """Also what has begun to rest."""
+    made = Pace()
+    made.begin()
+    made.start()
+    made._last_s -= 1e6  # a part that rests for months
+    made._spent_s = 1.0
+    thread = threading.Thread(target=lambda: [made.rest() for _ in range(3)])
+    thread.start()
+    made.hurry()
+    thread.join(240)
+    assert not thread.is_alive()
+    made.begin()
+    assert not made._waiting.is_set()
