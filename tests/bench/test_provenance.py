@@ -19,12 +19,10 @@ REFUSED = {
     "cpr.json": "d42387787e75",
     "drift.json": "6d3e55214fc4",
     "kernels.json": "73287ee941f6",
-    "kills.json": "fe6b5811e53f",
     "memory.json": "8fa1023210e4",
     "overhead-sparse-heavy.json": "a9748e7131e6",
     "overhead-sparse.json": "a9748e7131e6",
     "profile.json": "6d3e55214fc4",
-    "quality.json": "89181ebba282",
     "quantization.json": "639aa0fadc77",
     "scaling.json": "9d03644aecb7",
 }
