@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .errors import UsageError
 from .guard import Guard
 from .session import current
 from .startup.opening import open_memory
-from .startup.request import FailureDomain, ParityBackend, Request
+from .startup.request import FailureDomain, ParityBackend, Request, codes_of
 from .state.rank_state import Stateful
 from .step.transaction import COMPARE_EVERY
 from .step.window import Window
@@ -118,13 +118,12 @@ def protect(
     session = current()
     if session.protected:
         raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
-    given = code(session.world_size) if callable(code) else code
-    codes = (given,) if isinstance(given, Code) else tuple(given) if isinstance(given, (list, tuple)) else ()
+    codes = codes_of(code(session.world_size) if callable(code) else code)
     request = Request(
         model=model,
         optimizers=optimizers_of(optimizers),
         modules=modules_of(tables),
-        code=codes[0] if codes else cast("Code", given),
+        code=codes[0],
         state=state,
         without=listed(without_optimizer),
         window=Window(window, mtbf, max_replay),

@@ -25,6 +25,22 @@ from .spread import FailureDomain, chosen
 ParityBackend = Literal["gloo", "nccl"]
 
 
+def codes_of(given: object) -> tuple[Code, ...]:
+    """The codes that a `code=` stands for, by preference.
+
+    Raises:
+        ConfigurationError: it is neither a code nor some.
+    """
+    one_or_more: Any = given if isinstance(given, (list, tuple)) else (given,)
+    codes = tuple(one for one in one_or_more if isinstance(one, Code))
+    if not codes or len(codes) < len(one_or_more):
+        raise ConfigurationError(
+            f"code= takes an ecemb.Code, e.g. Code(n=4, k=3), a list of them by preference, or a function of "
+            f"the number of ranks that returns one of these; it is {given!r}"
+        )
+    return codes
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the user asked `protect` for.
@@ -78,12 +94,6 @@ class Request:
             raise ConfigurationError(
                 f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
             )
-        for code in (self.code, *self.codes):
-            if not isinstance(code, Code):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigurationError(
-                    f"code= takes an ecemb.Code, e.g. Code(n=4, k=3), a list of them by preference, or a "
-                    f"function of the number of ranks that returns one of these; it is {code!r}"
-                )
         for name in ("overlap", "abortable", "elastic"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
