@@ -120,16 +120,16 @@ class _LateCount:
 
 def rows_first() -> list[Patch]:
     """Rows change before the journal says that it holds their old records."""
-    init, changes = RowJournal.__init__, RowJournal.changes
+    init, capture = RowJournal.__init__, RankMemory.capture_rank_state
 
     def late(self: RowJournal, arena: Any, *args: Any) -> None:
         init(self, _LateCount(arena), *args)
 
-    def at_the_exchange(self: RowJournal, *args: Any) -> Any:
-        self._arena.store()
-        return changes(self, *args)
+    def at_the_end(self: RankMemory) -> None:
+        capture(self)
+        self.journal._arena.store()
 
-    return [(RowJournal, "__init__", late), (RowJournal, "changes", at_the_exchange)]
+    return [(RowJournal, "__init__", late), (RankMemory, "capture_rank_state", at_the_end)]
 
 
 def prepared_first() -> list[Patch]:
