@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast docs site pages package model failures moves kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast test-long docs site pages package model failures moves kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -41,10 +41,13 @@ types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/ an
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest --ignore=tests/docs/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRec, nor take long
-	$(BIN)/pytest -m "not processes and not torchrec and not slow" --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+
+test-long: $(READY)  ## variants of the tests that take too long for CI
+	$(BIN)/pytest -m long --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 docs: $(READY)  ## run the code in README.md and docs/
 	$(BIN)/pytest tests/docs/test_docs.py $(ARGS)

@@ -92,6 +92,7 @@ def test_models_stay_the_same_and_the_cost_is_told(
     assert len(chosen) == (window == "auto") and all(1 <= steps == int(steps) for steps in chosen)
 
 
+@pytest.mark.long
 def test_a_managed_collision_is_measured_beside_plain_tables() -> None:
     """Over an interval between evictions; its models have the same maps at the end."""
     pytest.importorskip("torchrec", reason="TorchRec is not installed")

@@ -57,6 +57,7 @@ def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:
     assert all(row.value > 0 for row in rows if row.metric.startswith(("rebuild", "first")))
 
 
+@pytest.mark.long
 @pytest.mark.torchrec
 @pytest.mark.timeout(1800)
 def test_torchrecs_example_is_measured_as_well() -> None:

@@ -51,19 +51,20 @@ def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
 
 
 R1, R2 = (4, 3), (4, 2)
+CODES = [pytest.param(R1, id="r = 1", marks=pytest.mark.long), pytest.param(R2, id="r = 2")]
 
 
-@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+@pytest.mark.parametrize("code", CODES)
 def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     check_of(tmp_path, KILLED["weighted"], code)
 
 
-@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+@pytest.mark.parametrize("code", CODES)
 def test_feature_processors_and_fused_collections_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     check_of(tmp_path, KILLED["dense parts"], code)
 
 
-@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+@pytest.mark.parametrize("code", CODES)
 def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     """By load_state_dict() in step 2, by the script in step 4, and by FBGEMM's averages in other steps.
 
@@ -84,7 +85,7 @@ def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -
     assert check(tmp_path, setting, kills) == ["fresh 0", "process 2", *memory, "process 6"]
 
 
-@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+@pytest.mark.parametrize("code", CODES)
 def test_averages_of_2d_parallelism_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     """Two groups of two ranks, averaged in steps 1, 3 and 5; ranks die just after they were."""
     setting = Setting(varied_tables(*KILLED["groups"]), code=code, steps=7, groups=2, aborts=(2,))
@@ -94,7 +95,7 @@ def test_averages_of_2d_parallelism_survive(tmp_path: Path, code: tuple[int, int
     assert check(tmp_path, setting, kills) == ["fresh 0", "process 1", memory, "process 6"]
 
 
-@pytest.mark.parametrize("code", [R1, R2], ids=["r = 1", "r = 2"])
+@pytest.mark.parametrize("code", CODES)
 def test_managed_collisions_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     """Under each eviction policy; rows go from one id to another before the first kill and after the last.
 

@@ -617,7 +617,7 @@ class Machines:
                 failures[rank] = error
             except BaseException as error:  # noqa: BLE001 - the test looks at it
                 failures[rank] = error
-                stays = rank in ranks and not isinstance(error, PeerFailure)
+                stays = rank in ranks and not _follows_a_death(error)
             finally:
                 if not stays:  # else the process goes on: it has told all others, and none may wait for it
                     hub.end(rank)
@@ -733,6 +733,13 @@ class Life:
             for rank, error in self.failures.items()
             if not isinstance(error, (Killed, KeyboardInterrupt, PeerFailure, StepFailed))
         }
+
+
+def _follows_a_death(error: BaseException | None) -> bool:
+    """Whether it, or what it interrupted, is that a peer is gone: then this process ends as well."""
+    while error is not None and not isinstance(error, PeerFailure):
+        error = error.__context__
+    return error is not None
 
 
 def _exit_undecided(self: Transactions, transaction: int, error: BaseException) -> None:
