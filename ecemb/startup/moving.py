@@ -118,13 +118,13 @@ def plan_move(start: Start, former: Former) -> Moving:
 
 def _wants(start: Start, former: Former) -> list[Want]:
     """The rows of the old layout that this rank needs."""
-    rank, wants = start.session.rank, dict[str, Want]()
+    rank, wants = start.session.rank, dict[Want, None]()
     for shard in start.world.shards:
         rows = range(shard.start, shard.start + shard.layout.rows)
         for column in shard.layout.columns if rows else ():
             for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
-                wants[source.table] = Want(source.table, rows)
-    return [*wants.values(), *state_wants(former.history.world_size, rank)]
+                wants[Want(source.table, rows)] = None
+    return [*wants, *state_wants(former.history.world_size, rank)]
 
 
 def _generator(start: Start, former: Former) -> NDArray[np.uint8]:

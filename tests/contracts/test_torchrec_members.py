@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from support.torchrec import members
-from support.torchrec.models import Watched, build, one_rank
+from support.torchrec.models import QUIET, Watched, build, one_rank
 from support.torchrec.runs import KILLED, varied_tables
 
 import torchrec.distributed  # isort: skip  # after the models, which silence its warnings
@@ -41,12 +41,7 @@ from support.refusals import refused
 
 TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
 NOT_FOR_TRAINING = ("benchmark", "test_utils", "tests")
-pytestmark = [  # torch's, TorchRec's and FBGEMM's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")]
 
 
 @pytest.fixture(scope="module", autouse=True)

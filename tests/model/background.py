@@ -25,6 +25,7 @@ from ecemb.coding.placement import Placement
 
 from .rank import Broken
 from .rules import ALL, Rules
+from .transition import Next
 
 Value = int
 GARBAGE = -1
@@ -121,14 +122,6 @@ class World(NamedTuple):
     aborts: int = 0
     top: int = 0
     over: bool = False
-
-
-class Next(NamedTuple):
-    """A successor: what happened, and the state after it or why it must never be."""
-
-    text: str
-    state: World
-    broken: str = ""
 
 
 class BackgroundModel:

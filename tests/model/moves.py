@@ -25,6 +25,7 @@ from ecemb.recovery.relayout import Layout, Relayout, Shard, Want, plan_relayout
 
 from .rank import Broken
 from .rules import ALL, Rules
+from .transition import Next
 
 JOINED, OPENED, DECIDED, FILLED, LIVE, READY = range(1, 7)
 """What a rank has said last in this life."""
@@ -122,14 +123,6 @@ class World(NamedTuple):
     trained: int = FIRST  # the number with which a step was begun last
     needed: tuple[bool, ...] = ()  # hosts whose memory may count, since all were ready last
     gone: int = 0  # of these, how many have lost it
-
-
-class Next(NamedTuple):
-    """A successor: what happened, and the state after it or why it must never be."""
-
-    text: str
-    state: World
-    broken: str = ""
 
 
 class MovesModel:

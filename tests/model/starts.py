@@ -23,6 +23,7 @@ from ecemb.recovery.plan import RecoveryPlan, plan_recovery, plan_resume
 
 from .rank import Broken
 from .rules import ALL, Rules
+from .transition import Next
 
 CREATED, JOINED, OPENED, DECIDED, REBUILT, LIVE, MARKED, READY = range(1, 9)
 CLOSING, CLOSED = 100, 101
@@ -131,14 +132,6 @@ class World(NamedTuple):
     trained: int = 0  # the last start in which a step was begun
     recovered: int = 0  # the last start in which a recovery began to change anything
     closed: bool = False
-
-
-class Next(NamedTuple):
-    """A successor: what happened, and the state after it or why it must never be."""
-
-    text: str
-    state: World
-    broken: str = ""
 
 
 Decision = tuple[RecoveryPlan | str, frozenset[Arena], frozenset[Arena]]

@@ -41,6 +41,7 @@ from .rank import CREATED, NOTHING, READY, Broken, Journal, Life, Rank, change
 from .rounds import LAYS_OUT, Rounds, is_over
 from .rules import ALL, BUDGETS, HEARD, Config, Rules
 from .step import Program
+from .transition import Next
 
 Ids = tuple[int, ...]
 
@@ -72,14 +73,6 @@ class Rest(NamedTuple):
     top: int = 0  # the last transaction that anybody returned from, in a step or in a recovery
     trained: int = 0  # the last start in which a step was begun
     closed: bool = False
-
-
-class Next(NamedTuple):
-    """A successor: what happened, and the state after it or why it must never be."""
-
-    text: str
-    state: Ids
-    broken: str = ""
 
 
 class Model:

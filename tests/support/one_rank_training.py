@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 import ecemb
 from baselines.method import Method, Training
+from support.torchrec import models
 from support.torchrec.models import batch, build, optimizer_of
 
-QUIET = [  # torch's and TorchRec's own warnings
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
+QUIET = [
+    *models.QUIET,
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]

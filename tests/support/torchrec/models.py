@@ -41,6 +41,11 @@ from ecemb.coding.rows import Table, arrange, joined
 from ecemb.kernels import contract
 
 WIDTH = 4
+QUIET = [  # torch's, TorchRec's and FBGEMM's own warnings
+    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
+]
 OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "rowwise-adagrad": torchrec.optim.RowWiseAdagrad,

@@ -16,7 +16,7 @@ from ecemb.adapters import torchrec as adapter
 from ecemb.adapters.hashed_collision import slots_of
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import HASHED, Watched, batch, build_managed, one_rank
+from support.torchrec.models import HASHED, QUIET, Watched, batch, build_managed, one_rank
 from support.torchrec.stand_ins import (
     HashZchManagedCollisionModule,
     hash_mc_evictions,
@@ -31,12 +31,7 @@ MODULE = "collection.module._managed_collision_collection._managed_collision_mod
 WEIGHT = "collection.module._embedding_module.embedding_bags.user"
 POLICIES = [None, *(one.name for one in HashZchEvictionPolicyName)]
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-pytestmark = [  # torch's and TorchRec's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-    pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")]
 Clock = Callable[[int], None]
 
 

@@ -9,15 +9,11 @@ import torch
 
 import ecemb
 from support.row_listener import Heard
-from support.torchrec.models import OPTIMIZERS, batch, build, one_rank
+from support.torchrec.models import OPTIMIZERS, QUIET, batch, build, one_rank
 
 BAGS = "collection.embedding_bags"
 STATES = {"sgd": {}, "rowwise-adagrad": {"momentum1": (7,)}, "adagrad": {"momentum1": (7, 4)}}
-pytestmark = [  # torch's and TorchRec's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-]
+pytestmark = QUIET
 
 
 @pytest.fixture(scope="module", autouse=True)

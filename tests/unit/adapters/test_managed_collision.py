@@ -16,13 +16,9 @@ from ecemb.checkpoint.contents import FORMAT, Shard, check
 from ecemb.checkpoint.interface import Stored
 from ecemb.errors import CheckpointMismatch, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import Watched, batch, build_managed, one_rank
+from support.torchrec.models import QUIET, Watched, batch, build_managed, one_rank
 
-pytestmark = [  # torch's and TorchRec's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-]
+pytestmark = QUIET
 POLICIES = ["LFU", "LRU", "DistanceLFU"]
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 bags_and_sequences = pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.torchrec.models import DataType, Watched, batch, build, one_rank
+from support.torchrec.models import QUIET, DataType, Watched, batch, build, one_rank
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType  # isort: skip
 from fbgemm_gpu.tbe.config import optimizer_config as config  # isort: skip
@@ -45,11 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 6
-pytestmark = [  # torch's, TorchRec's and FBGEMM's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-]
+pytestmark = QUIET
 every_optimizer = pytest.mark.parametrize("name", OPTIONS)
 
 

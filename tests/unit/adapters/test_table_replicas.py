@@ -14,16 +14,12 @@ from torch import Tensor
 from ecemb.adapters import torchrec as adapter
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import Watched, batch, build, one_rank
+from support.torchrec.models import QUIET, Watched, batch, build, one_rank
 from support.torchrec.stand_ins import collection_on_cpus
 
 TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
 EVERY = {"collection.embedding_bags.user": set(range(7)), "collection.embedding_bags.item": set(range(5))}
-pytestmark = [  # torch's, TorchRec's and FBGEMM's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-]
+pytestmark = QUIET
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from support.torchrec.models import (
     OPTIMIZERS,
+    QUIET,
     KeyedJaggedTensor,
     Watched,
     batch,
@@ -39,11 +40,7 @@ from support.refusals import refused
 TABLES = {"user": (7, ("u", "v")), "item": (5, ("i",)), "one": (1, ("o",))}
 BAGS = "collection.embedding_bags"
 Bags = dict[str, list[list[int]]]
-pytestmark = [  # torch's and TorchRec's own
-    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning"),
-]
+pytestmark = QUIET
 every_optimizer = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 
 
