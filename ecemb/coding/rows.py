@@ -303,6 +303,9 @@ class RowSpace:
         tables: the rank's tables, in the order of their addresses.
         k: number of data blocks.
         named: the tables by which rows are captured and undone (see `joined`); by default `tables`.
+
+    Attributes:
+        owners: for each table the named table that has its rows, and the number that its row 0 has there.
     """
 
     def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
@@ -322,6 +325,15 @@ class RowSpace:
             [self._first_row(one.layout, base, bound) for bound in self.bounds]
             for one, base in zip(self.named, self.bases, strict=False)
         ]
+        self.owners: list[tuple[int, int]] = list(self._owners())
+
+    def _owners(self) -> Iterator[tuple[int, int]]:
+        owner = first = left = 0
+        for index, (table, one) in enumerate(zip(self.tables, self.named, strict=True)):
+            if left == 0:
+                owner, first, left = index, 0, one.layout.rows
+            yield owner, first
+            first, left = first + table.layout.rows, left - table.layout.rows
 
     @staticmethod
     def _first_row(layout: TableLayout, base: int, bound: int) -> int:
@@ -336,6 +348,10 @@ class RowSpace:
     def cut(self, table: int, ids: Ids) -> list[int]:
         """The k + 1 indices at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
         return np.searchsorted(ids, self._cuts[table]).tolist()
+
+    def edges(self, table: int) -> list[int]:
+        """The first row of a named table in each block, and the end of its rows: k + 1 numbers."""
+        return self._cuts[table]
 
     def completed(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
         """The rows, table by table, whose last word is within words start..stop-1.

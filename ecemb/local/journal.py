@@ -74,7 +74,8 @@ class RowJournal:
         kernels: copy and compare rows.
         region: one of `ROW_JOURNALS`.
         ahead: makes memory ready before it is needed; None leaves that to the rows that need it.
-        lock: shared by the journals of a rank: held while rows are captured, and while an outbox reads rows.
+        lock: shared by the journals of a rank: held while rows are captured or undone, and while another
+            thread reads rows.
     """
 
     def __init__(
@@ -281,11 +282,12 @@ class RowJournal:
         transaction = self.label
 
         def since() -> Saved | None:
-            return None if newer is None or newer.label <= transaction else newer._saved()
+            return None if newer is None or newer.label <= transaction else newer.saved()
 
-        return Outbox(self._space, self._kernels, self._saved(), scratch, since, self._lock)
+        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock)
 
-    def _saved(self) -> Saved:
+    def saved(self) -> Saved:
+        """The old records of all captured rows, as they are now. Who reads them later holds the lock."""
         region = self._arena.region(self._region)
         words = region[: len(region) // WORD_BYTES * WORD_BYTES].view(np.uint64)
         return Saved(words, list(self._chunks), self._seen)
@@ -297,14 +299,20 @@ class RowJournal:
             The number of rows written.
         """
         rows = 0
-        for table, ids, records in reversed(list(self._stored())):
-            self._space.named[table].scatter_(ids, records)
-            rows += len(ids)
-        self._arena.set(self._label, NONE)  # a later transaction may reuse this number with the other journal
+        with self._lock:
+            for table, ids, records in reversed(list(self._stored())):
+                self._space.named[table].scatter_(ids, records)
+                rows += len(ids)
+            # A later transaction may reuse this number with the other journal.
+            self._arena.set(self._label, NONE)
         return rows
 
     def undo_step(self) -> None:
         """Restores the rows to the start of the transaction's last step, which is then empty."""
+        with self._lock:
+            self._undo_step()
+
+    def _undo_step(self) -> None:
         savepoint = self._savepoint
         began = savepoint or _Savepoint(0, 0)
         for table, ids, records in (*began.again, *self._chunks[began.chunks :]):

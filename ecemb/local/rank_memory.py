@@ -55,6 +55,11 @@ class RankMemory:
         layouts: this rank's tables in the order of their addresses; the rank state's record is the last.
         geometry: what all ranks know.
         kernels: does the work on bytes.
+
+    Attributes:
+        kernels: as given.
+        rows_lock: held while rows are captured or undone, and while an outbox or `AsOf` reads rows.
+        journals: both row journals; `journal` is that of the transaction that was armed last.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class RankMemory:
     ) -> None:
         self.arena = arena
         self.geometry = geometry
+        self.kernels: Kernels = kernels
         self.rank: int = arena.header().constants.rank
         rows = arena.region("rows")
         starts, _ = arrange(layouts)
@@ -81,11 +87,12 @@ class RankMemory:
                 kernels,
             )
         self._ahead = Ahead(arena)
-        lock = threading.Lock()
-        self._journals = [
-            RowJournal(arena, self.space, kernels, region, self._ahead, lock) for region in ROW_JOURNALS
+        self.rows_lock: threading.Lock = threading.Lock()
+        self.journals: list[RowJournal] = [
+            RowJournal(arena, self.space, kernels, region, self._ahead, self.rows_lock)
+            for region in ROW_JOURNALS
         ]
-        self.journal: RowJournal = self._journals[0]
+        self.journal: RowJournal = self.journals[0]
         self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
         self.parity_journal: ParityJournal = ParityJournal(arena)
         self.slots: Slots = Slots(arena, self.share_of(self.rank))
@@ -179,7 +186,7 @@ class RankMemory:
             steps: steps that it is expected to have.
         """
         likely_bytes = self.journal.likely_bytes
-        self.journal = next(one for one in self._journals if one.label <= self.committed)
+        self.journal = next(one for one in self.journals if one.label <= self.committed)
         self.journal.arm(transaction, steps, likely_bytes)
 
     def window_room(self, wanted: int, *, overlap: bool) -> int:
@@ -205,7 +212,7 @@ class RankMemory:
         Returns:
             The number of rows written.
         """
-        undone = [one for one in self._journals if one.label > transaction]
+        undone = [one for one in self.journals if one.label > transaction]
         return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
 
     def capture_rank_state(self) -> None:
@@ -235,7 +242,7 @@ class RankMemory:
 
     def outbox(self) -> Outbox:
         """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
-        other = next(one for one in self._journals if one is not self.journal)
+        other = next(one for one in self.journals if one is not self.journal)
         return self.journal.outbox(self._messages, other)
 
     def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:

@@ -156,7 +156,7 @@ def oldest_first() -> list[Patch]:
     """Of two transactions, the older one is undone first."""
 
     def undo(self: RankMemory, transaction: int) -> int:
-        undone = [one for one in self._journals if one.label > transaction]
+        undone = [one for one in self.journals if one.label > transaction]
         return sum(one.undo() for one in sorted(undone, key=lambda one: one.label))
 
     return [(RankMemory, "undo", undo)]

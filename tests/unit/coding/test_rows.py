@@ -355,5 +355,7 @@ def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) ->
     first_words = space.bases[1] + np.arange(11) * group.shape[1]
     for k in range(1, 12):
         space = RowSpace(tables, k, named)
+        assert space.owners == [(0, 0), (1, 0), (1, 3), (1, 3), (1, 10), (5, 0), (6, 0), (7, 0)]
+        assert space.cut(1, np.arange(11)) == space.edges(1)
         assert space.cut(1, np.arange(11)) == np.searchsorted(first_words, space.bounds).tolist()
     assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()

@@ -1,0 +1,318 @@
+"""What a replacement rank still lacks of its rows and its parity (docs/protocol.md, 11.1).
+
+Owns a bit for each row and for each chunk of a parity block. Bytes are stored where the bit is unset, and the
+bit is set after them. Threads may share an object. Must not know: the network, the ranks that have the bytes,
+and the moments at which they may be stored.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..coding.rows import WORD_BYTES, RowSpace
+from ..errors import KernelError
+from ..kernels.checks import check_ids
+from ..kernels.contract import Ids, Words
+from ..local.rank_memory import RankMemory
+
+CHUNK_WORDS = 1 << 17
+"""1 MiB: of parity there is a bit for each."""
+
+Bits = NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Neighbouring words of one block, of which some are not there.
+
+    Attributes:
+        block: number of the block in its stripe: data 0..k-1, parity k..n-1.
+        start: first word, counted from the block's start.
+        stop: end of the words.
+        table: of rows: the table, by its index in `RowSpace.named`; -1 for parity.
+        stripe_class: of parity: the stripe class; -1 for rows.
+    """
+
+    block: int
+    start: int
+    stop: int
+    table: int = -1
+    stripe_class: int = -1
+
+    @property
+    def is_parity(self) -> bool:
+        """Whether the words are of a parity block."""
+        return self.table < 0
+
+
+class _Part:
+    """The bits of one table, or of one parity block, of which some are unset.
+
+    Args:
+        size: number of bits.
+
+    Attributes:
+        bits: bool [size].
+        left: number of unset bits.
+        at: from here on bits have not been handed out in this pass.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.bits: Bits = np.zeros(size, np.bool_)
+        self.left, self.at = size, 0
+
+    def run(self, at: int, stop: int) -> tuple[int, int]:
+        """The first and the last unset bit of at..stop-1, as a range; empty without one."""
+        unset = np.flatnonzero(~self.bits[at:stop])
+        return (at + int(unset[0]), at + int(unset[-1]) + 1) if len(unset) else (stop, stop)
+
+    def first(self) -> int:
+        """The first unset bit from `at` on, or the number of bits."""
+        rest = self.bits[self.at :]
+        step = int(rest.argmin()) if len(rest) else 0
+        return self.at + step if len(rest) and not rest[step] else len(self.bits)
+
+
+class Missing:
+    """The rows and the parity that a replacement rank has, and those that it lacks: all, at first.
+
+    Tables are given by their index in `RowSpace.named`, and rows by their number there, as for
+    `ecemb.local.journal.RowJournal.capture`.
+
+    Args:
+        space: the rank's rows; written by `store_rows_` and `store_span_`.
+        parity: class -> the parity block that the rank keeps, uint64, in the order of parity rows; written by
+            `store_parity_`.
+    """
+
+    def __init__(self, space: RowSpace, parity: Mapping[int, Words]) -> None:
+        self._space, self._parity = space, dict(parity)
+        self._lock = threading.Lock()
+        self._rows = {
+            index: _Part(table.layout.rows)
+            for index, table in enumerate(space.named)
+            if table.layout.words and space.owners[index][0] == index
+        }
+        self._chunks = {c: _Part(-(-len(words) // CHUNK_WORDS)) for c, words in parity.items() if len(words)}
+        self._bytes_left = (space.words + sum(len(words) for words in parity.values())) * WORD_BYTES
+
+    @classmethod
+    def of(cls, memory: RankMemory) -> Missing:
+        """All rows and all parity of a rank that has nothing."""
+        blocks = {} if memory.parity is None else memory.parity.blocks
+        return cls(memory.space, {c: words for c, (_, words) in blocks.items()})
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes of the records and of the parity that are not there."""
+        return self._bytes_left
+
+    def is_whole(self) -> bool:
+        """Whether all rows and all parity are there."""
+        return not self._rows and not self._chunks
+
+    def table_is_whole(self, table: int) -> bool:
+        """Whether all rows of a table are there; of a table of a group, all rows of the group."""
+        return self._space.owners[table][0] not in self._rows
+
+    def rows_left(self) -> dict[str, int]:
+        """How many rows of each table are not there, without the tables that are whole."""
+        left: dict[str, int] = {}
+        for table, (owner, first) in zip(self._space.tables, self._space.owners, strict=True):
+            if (part := self._rows.get(owner)) is not None:
+                count = table.layout.rows - int(
+                    np.count_nonzero(part.bits[first : first + table.layout.rows])
+                )
+                if count:
+                    left[table.layout.name] = count
+        return left
+
+    def lacks(self, table: int, ids: Ids) -> Ids:
+        """The rows that are not there.
+
+        Args:
+            table: the table.
+            ids: int64 [m], in any order, repeats allowed; numbers that are not rows are ignored; read.
+
+        Returns:
+            int64, distinct, ascending; new.
+        """
+        owner, first = self._space.owners[table]
+        part = self._rows.get(owner)
+        if part is None:
+            return np.empty(0, np.int64)
+        rows = ids[(ids >= 0) & (ids < self._space.named[table].layout.rows)]
+        return np.unique(rows[~part.bits[rows + first]])
+
+    def place(self, table: int, ids: Ids) -> list[tuple[int, Ids, Ids]]:
+        """Where the records of rows are.
+
+        Args:
+            table: the table.
+            ids: int64 [m], ascending; read.
+
+        Returns:
+            For each data block that has some of the rows: its number, these rows (a part of `ids`), and the
+            words at which their records begin (int64, new), counted from the block's start.
+        """
+        width, base = self._space.named[table].layout.record_words, self._space.bases[table]
+        cut = self._space.cut(table, ids)
+        return [
+            (block, ids[a:b], ids[a:b] * width + (base - self._space.bounds[block]))
+            for block, (a, b) in enumerate(itertools.pairwise(cut))
+            if a < b
+        ]
+
+    def next_chunk(self, hottest: Sequence[int] = ()) -> Chunk | None:
+        """The next chunk that is not there, or not all of it.
+
+        Each call gives another one, until all have been given; then those that are still not there are given
+        again. A chunk of rows has at most `CHUNK_WORDS` words, unless it is a single row.
+
+        Args:
+            hottest: tables that come before the others. Parity comes last.
+
+        Returns:
+            The chunk; None if all is there.
+        """
+        with self._lock:
+            for _ in range(2):
+                if (chunk := next(self._given(hottest), None)) is not None:
+                    return chunk
+                for part in (*self._rows.values(), *self._chunks.values()):
+                    part.at = 0
+            return None
+
+    def _given(self, hottest: Sequence[int]) -> Iterator[Chunk]:
+        owners = (self._space.owners[table][0] for table in hottest)
+        for table in dict.fromkeys((*owners, *self._rows)):
+            part = self._rows.get(table)
+            if part is not None and (at := part.first()) < len(part.bits):
+                width, base = self._space.named[table].layout.record_words, self._space.bases[table]
+                edges = self._space.edges(table)
+                block = bisect.bisect_right(edges, at) - 1
+                part.at = min(at + max(1, CHUNK_WORDS // width), edges[block + 1])
+                first, end = part.run(at, part.at)
+                skip = base - self._space.bounds[block]
+                yield Chunk(block, skip + first * width, skip + end * width, table=table)
+        for q, (c, words) in enumerate(self._parity.items()):
+            part = self._chunks.get(c)
+            if part is not None and (at := part.first()) < len(part.bits):
+                part.at = at + 1
+                start = at * CHUNK_WORDS
+                block = len(self._space.bounds) - 1 + q
+                yield Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
+
+    def store_rows_(self, table: int, ids: Ids, records: Words) -> int:
+        """Stores the rows that are not there, and says that they are.
+
+        Args:
+            table: the table.
+            ids: int64 [m], distinct, ascending.
+            records: uint64 [m, record_words]; read.
+
+        Returns:
+            Bytes that were stored.
+
+        Raises:
+            KernelError: these are not rows of the table, or not their records; nothing was stored.
+        """
+        layout, (owner, first) = self._space.named[table].layout, self._space.owners[table]
+        check_ids("store_rows_", ids, layout.rows, "table")
+        if (np.diff(ids) <= 0).any() or records.shape != (len(ids), layout.record_words):
+            raise KernelError(
+                f"store_rows_: {len(ids)} ids and records {list(records.shape)}: ids have to be ascending "
+                f"and distinct, with a record of {layout.record_words} words for each"
+            )
+        with self._lock:
+            return self._store_rows(owner, ids + first, records)
+
+    def _store_rows(self, owner: int, ids: Ids, records: Words) -> int:
+        part = self._rows.get(owner)
+        if part is None:
+            return 0
+        unset = ~part.bits[ids]
+        if not unset.all():
+            ids, records = ids[unset], records[unset]
+        self._space.named[owner].scatter_(ids, records)
+        part.bits[ids] = True
+        part.left -= len(ids)
+        if not part.left:
+            del self._rows[owner]
+        self._bytes_left -= records.nbytes
+        return records.nbytes
+
+    def store_span_(self, block: int, start: int, words: Words) -> int:
+        """Stores the rows of a data block that are not there, and says that they are.
+
+        Args:
+            block: number of the data block, 0..k-1.
+            start: first word, counted from the block's start.
+            words: uint64 [m]; read. Rows at its ends that it has a part of are left out.
+
+        Returns:
+            Bytes that were stored.
+
+        Raises:
+            KernelError: the block has no such words; nothing was stored.
+        """
+        bounds = self._space.bounds
+        low = bounds[block] + start if 0 <= block < len(bounds) - 1 and start >= 0 else -1
+        high = low + len(words)
+        if low < 0 or high > bounds[block + 1]:
+            raise KernelError(
+                f"store_span_: data block {block} has no words {start}..{start + len(words) - 1}; its number "
+                f"has to be below {len(bounds) - 1}, and the words have to be in it"
+            )
+        with self._lock:
+            stored = 0
+            for owner in list(self._rows):
+                layout, base = self._space.named[owner].layout, self._space.bases[owner]
+                width = layout.record_words
+                first = max(0, -((base - low) // width))
+                end = min(layout.rows, (high - base) // width)
+                if first < end:
+                    records = words[base + first * width - low : base + end * width - low]
+                    ids = np.arange(first, end)
+                    stored += self._store_rows(owner, ids, records.reshape(end - first, width))
+            return stored
+
+    def store_parity_(self, stripe_class: int, start: int, words: Words) -> int:
+        """Stores a chunk of parity if it is not there, and says that it is.
+
+        Args:
+            stripe_class: a class of which this rank keeps parity.
+            start: first word of the chunk, counted from the block's start.
+            words: uint64, the chunk; read.
+
+        Returns:
+            Bytes that were stored.
+
+        Raises:
+            KernelError: there is no such chunk; nothing was stored.
+        """
+        block = self._parity.get(stripe_class)
+        size = 0 if block is None else min(CHUNK_WORDS, len(block) - start)
+        if block is None or start < 0 or start % CHUNK_WORDS or size <= 0 or len(words) != size:
+            raise KernelError(
+                f"store_parity_: words {start}..{start + len(words) - 1} are not a chunk of the parity of "
+                f"stripe class {stripe_class}; chunks begin at multiples of {CHUNK_WORDS} words"
+            )
+        with self._lock:
+            part = self._chunks.get(stripe_class)
+            if part is None or part.bits[start // CHUNK_WORDS]:
+                return 0
+            block[start : start + size] = words
+            part.bits[start // CHUNK_WORDS] = True
+            part.left -= 1
+            if not part.left:
+                del self._chunks[stripe_class]
+            self._bytes_left -= words.nbytes
+            return words.nbytes
