@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..coding.rows import RowSpace, Table
+from ..coding.rows import RowSpace, Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids, all_rows
 from .host_mirror import Fetcher, Image, Putter
+from .lookups import announced
+from .remap_table import Before
 from .sparse import SparseTables
 from .sparse_checks import check_memory
 
@@ -102,16 +104,20 @@ def find(
         raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")
     known = {id(module) for module in given.values()}
     modules = {name: m for name, m in modules.items() if id(m) not in known} | dict(given)
-    optimizers = torchrec.leaves(model, optimizers)
-    engines: list[Engine] = [SparseTables(modules, optimizers)]
+    leaves = torchrec.leaves(model, optimizers)
+    sparse = SparseTables(modules, leaves)
+    seen = announced(model, modules)
+    for table in sparse.tables:
+        table.announces_lookups = table.name in seen
+    engines: list[Engine] = [sparse]
     check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:
         engines.append(fused)
     if (maps := torchrec.find_maps(model)) is not None:
         engines.append(maps)
-    found = Tables(engines)
+    found = Tables(engines, [*optimizers, *torchrec.fused_optimizers(model)])
     _found[model] = weakref.ref(found)
-    return found, optimizers
+    return found, leaves
 
 
 def protected(model: nn.Module) -> Tables | None:
@@ -125,13 +131,15 @@ class Tables:
 
     Args:
         engines: in the order of the row space.
+        optimizers: whose `state_dict()` shows tables.
 
     Raises:
         ConfigurationError: two tables have one name.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], optimizers: Sequence[Optimizer] = ()) -> None:
         self._engines = list(engines)
+        self._optimizers = list(optimizers)
         self.tables: list[EngineTable] = [table for engine in engines for table in engine.tables]
         self._of: list[tuple[Engine, int]] = [
             (engine, i) for engine in engines for i in range(len(engine.tables))
@@ -144,6 +152,9 @@ class Tables:
                 f"tables need distinct names; {twice} stand for several: rename in tables="
             )
         self._hooks: Hooks | None = None
+        self._of_engines: list[Hooks] = []  # with each engine's numbers of tables
+        self._handles: list[Before] = []
+        self._named = joined_to([table.layout for table in self.tables])
         self._listeners: list[Listener] = []
         self._images: dict[int, Image] = {}
         self._fetcher = Fetcher()
@@ -157,6 +168,11 @@ class Tables:
     def have_images(self) -> bool:
         """Whether some tables are not in the arena, so that `fetch` has work."""
         return bool(self._images)
+
+    @property
+    def unannounced(self) -> list[int]:
+        """The tables of which `Hooks.ensure` doesn't get the rows of lookups before these read them."""
+        return [index for index, table in enumerate(self.tables) if not table.announces_lookups]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -285,12 +301,37 @@ class Tables:
         return end
 
     def _engage(self, hooks: Hooks | None) -> None:
+        self._of_engines.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         at = 0
         for engine in self._engines:
             engine.unwatch()
             if hooks is not None:
-                engine.watch(dataclasses.replace(hooks, capture=partial(self._told, at)))
+                own = dataclasses.replace(hooks, capture=partial(self._told, at))
+                if hooks.ensure is not None:
+                    own.ensure = lambda index, ids, base=at: hooks.wait_for(base + index, ids)
+                    own.ensure_all = lambda index, base=at: self.wait_for_table(base + index)
+                self._of_engines.append(own)
+                engine.watch(own)
             at += len(engine.tables)
+        for optimizer in self._optimizers if hooks is not None and hooks.ensure is not None else ():
+            self._handles.append(Before(optimizer, "state_dict", self._wait_for_all))
+
+    def wait_for_table(self, index: int) -> None:
+        """Waits until all rows of a table are there."""
+        if self._hooks is not None:
+            self._hooks.wait_for_table(self._named[index])
+
+    def _wait_for_all(self, *_: Any, **__: Any) -> None:
+        for index in range(len(self.tables)):
+            self.wait_for_table(index)
+
+    def all_are_there(self) -> None:
+        """Ends the calls of `Hooks.ensure` and `Hooks.ensure_all`; in any thread."""
+        for hooks in filter(None, [*self._of_engines, self._hooks]):
+            hooks.ensure = hooks.ensure_all = None
 
     def _told(self, base: int, index: int, ids: Ids) -> None:
         """Captures rows of an engine's table, the first of which is table `base`, before they change."""
@@ -325,6 +366,7 @@ class Tables:
         engine, number = self._of[index := self._by_name[name]]
         layout = self.tables[index].layout
         if rows is None:
+            self.wait_for_table(index)
             for ids in all_rows(layout):
                 engine.touch(number, ids)
             return

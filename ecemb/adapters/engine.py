@@ -3,8 +3,9 @@
 An engine links one kind of tables to the arena. In the order of its calls: its constructor finds the tables
 and refuses those whose rows may change undeclared; `place` moves them into the arena, except tables that stay
 where they are, of which the arena holds images (`host_mirror`); from `watch` on, the engine reports through
-`Hooks` which rows are about to change; `check` is called at the begin and the end of every step; `unwatch`
-ends the reports. A `LiveTable`, which only listens, leaves out `place` and `check`.
+`Hooks` which rows are about to change and, while rows are on their way to a replacement rank, which are about
+to be read; `check` is called at the begin and the end of every step; `unwatch` ends the reports. A
+`LiveTable`, which only listens, leaves out `place` and `check`.
 
 Must not know: journals, parity, other ranks.
 """
@@ -47,12 +48,27 @@ class Hooks:
         is_open: whether a step is open.
         on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
         protects: whether undeclared changes are refused; else rows are only reported.
+        ensure: returns when rows that are about to be read are there; called like `capture`. None when all
+            rows are there, from the begin or from any later moment on.
+        ensure_all: the same for all rows of a table.
     """
 
     capture: Callable[[int, Ids], None]
     is_open: Callable[[], bool]
     on_undeclared: Callable[[], None]
     protects: bool = True
+    ensure: Callable[[int, Ids], None] | None = None
+    ensure_all: Callable[[int], None] | None = None
+
+    def wait_for(self, index: int, ids: Ids) -> None:
+        """Waits for rows, unless all are there."""
+        if (ensure := self.ensure) is not None:
+            ensure(index, ids)
+
+    def wait_for_table(self, index: int) -> None:
+        """Waits for all rows of a table, unless all rows are there."""
+        if (ensure_all := self.ensure_all) is not None:
+            ensure_all(index)
 
 
 class Tied:
@@ -102,6 +118,14 @@ class EngineTable(Protocol):
     @property
     def is_apart(self) -> bool:
         """Whether its tensors stay where they are, and the arena holds an image of them (`host_mirror`)."""
+        ...
+
+    @property
+    def announces_lookups(self) -> bool:
+        """Whether `Hooks.ensure` gets the rows of each lookup before it reads them.
+
+        Of other tables all rows have to be there before the first step.
+        """
         ...
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
@@ -173,7 +197,10 @@ class Engine(Protocol):
         ...
 
     def watch(self, hooks: Hooks) -> None:
-        """From here on, changes of rows are reported, and undeclared changes raise."""
+        """From here on, changes of rows are reported, and undeclared changes raise.
+
+        If `hooks.ensure` is given, lookups, `state_dict()` and writes by hand wait for their rows.
+        """
         ...
 
     def unwatch(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from ..coding.rows import Column, Table, TableLayout, joined
 from ..errors import UndeclaredWrite, UnsupportedTable
 from ..state.composition import options
-from .engine import Ids
+from .engine import Hooks, Ids
 from .host_mirror import is_apart
 from .residence import Places
 from .table_optimizers import Rule, rule_of
@@ -97,6 +97,11 @@ class FusedTable:
     rows: int
     is_apart: bool
     in_groups: bool = False
+
+    @property
+    def announces_lookups(self) -> bool:
+        """See `EngineTable.announces_lookups`."""
+        return not self.is_apart
 
     @property
     def sees_all_changes(self) -> bool:
@@ -250,11 +255,27 @@ class Batch:
             self._places.keep(f"{name} of {self.what}", buffer, columns[0])
         return moves
 
+    def looked_up(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int, Ids]]:
+        """The rows that a call of FBGEMM's module with these arguments reads, as `named` gives them."""
+        call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+        return self.touched(call["indices"], call["offsets"], call.get("batch_size_per_feature_per_rank"))
+
+    def wait_for_rows(self, hooks: Hooks, module: Any, args: Any, kwargs: Any) -> None:
+        """Waits for the rows of a lookup, before a call of FBGEMM's module, in training or not."""
+        if hooks.ensure is not None:
+            for table, rows in self.looked_up(args, kwargs):
+                hooks.wait_for(self.base + table, rows)
+
+    def wait_for_all(self, hooks: Hooks, *_: Any) -> None:
+        """Waits for all rows."""
+        for table in range(len(self.tables)):
+            hooks.wait_for_table(self.base + table)
+
     def touched(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Iterator[tuple[int, Ids]]:
         """The rows that a lookup reads, as `named` gives them.
 
         Args:
-            indices: integers [L], the arguments of the lookup as FBGEMM's bounds check left them.
+            indices: integers [L], an argument of the lookup, before or after FBGEMM's bounds check.
             offsets: integers [bags + 1]; features one after another, each with its bags.
             sizes: bags by feature and rank, or None if all features have equally many.
         """

@@ -79,8 +79,10 @@ class LiveTable:
         States are [rows] or [rows, dim]. Maps and histories of a managed collision have their buffers
         instead, int64 [rows]. Row i of each is row i of the shard. They are live: training uses
         the values written to them, and a guard needs such writes declared. Fetch the tensors each time you
-        need them: `ecemb.protect` moves them, and an optimizer may create state in its first step.
+        need them: `ecemb.protect` moves them, an optimizer may create state in its first step, and
+        this waits for rows that are still on their way to a replacement rank.
         """
+        self._of.wait_for_table(self._index)
         return self._of.tensors(self._index)
 
     def on_touch(self, hook: TouchHook) -> Callable[[], None]:

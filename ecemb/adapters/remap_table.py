@@ -69,6 +69,11 @@ class RemapTable:
     is_apart: bool = False
 
     @property
+    def announces_lookups(self) -> bool:
+        """See `EngineTable.announces_lookups`: a batch reads the whole map."""
+        return False
+
+    @property
     def sees_all_changes(self) -> bool:
         """See `EngineTable.sees_all_changes`: batches in training are the only ones to change it."""
         return True

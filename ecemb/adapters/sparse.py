@@ -24,8 +24,9 @@ from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.composition import options
 from .engine import Hooks, Ids, Tied, all_rows
 from .host_mirror import is_apart
+from .lookups import announce
 from .residence import Places
-from .sparse_checks import check_module, states_of
+from .sparse_checks import check_module, owners_of, states_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -55,6 +56,7 @@ class SparseTable:
         if optimizer is not None:
             self.states = states_of(name, optimizer)
             self.check_options()
+        self.announces_lookups: bool = False  # see `EngineTable.announces_lookups`; `discover.find` knows it
         self._places = Places()
         self._versions: list[int | None] = []
 
@@ -248,16 +250,7 @@ class SparseTables:
     name = "sparse"
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        owners: dict[int, Optimizer] = {}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    other = owners.setdefault(id(parameter), optimizer)
-                    if other is not optimizer:
-                        raise UnsupportedOptimizer(
-                            "two of the optimizers= update the same parameter, of shape "
-                            f"{tuple(parameter.shape)}: give each parameter to one optimizer"
-                        )
+        owners = owners_of(optimizers)
         self.tables: list[SparseTable] = []
         seen: dict[int, str] = {}
         for name, module in modules.items():
@@ -308,6 +301,8 @@ class SparseTables:
         for index, table in enumerate(self.tables):
             before = Tied(functools.partial(self._before_load, index))
             self._handles.append(table.module.register_load_state_dict_pre_hook(before))
+            if hooks.ensure is not None:
+                self._handles += announce(table.module, index, hooks, lookups=table.announces_lookups)
 
     def unwatch(self) -> None:
         """Removes all hooks."""
@@ -319,6 +314,7 @@ class SparseTables:
         """Captures rows of a table that are about to be written by hand."""
         if index not in self._touched:
             self._check(self.tables[index])
+        self._hooks.wait_for(index, ids)
         self._hooks.capture(index, ids)
         self._touched.add(index)
 
@@ -446,5 +442,6 @@ class SparseTables:
         self._touch_all(index)
 
     def _touch_all(self, index: int) -> None:
+        self._hooks.wait_for_table(index)
         for ids in all_rows(self.tables[index].layout):
             self.touch(index, ids)

@@ -105,3 +105,21 @@ def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
             f"changes only the rows in a sparse gradient: use one of {known}"
         )
     return _STATES[type(optimizer)]
+
+
+def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, Optimizer]:
+    """The optimizer of each parameter, by the parameter's id.
+
+    Raises:
+        UnsupportedOptimizer: a parameter has two.
+    """
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owners.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise UnsupportedOptimizer(
+                        "two of the optimizers= update the same parameter, of shape "
+                        f"{tuple(parameter.shape)}: give each parameter to one optimizer"
+                    )
+    return owners

@@ -94,6 +94,14 @@ def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]
     return list(found.values())
 
 
+def fused_optimizers(model: nn.Module) -> list[Any]:
+    """The optimizers of all tables of a DistributedModelParallel, whose `state_dict()` shows their state."""
+    if "torchrec" not in sys.modules:
+        return []
+    parallel = need("torchrec.distributed.model_parallel", "DistributedModelParallel")
+    return [own(module, "fused_optimizer") for module in model.modules() if isinstance(module, parallel)]
+
+
 def _leaves(optimizer: Any) -> Iterator[Any]:
     keyed = "torchrec.optim.keyed"
     if isinstance(optimizer, need(keyed, "CombinedOptimizer")):
@@ -289,12 +297,18 @@ class FusedTables:
         for batch in self._batches:
             after = Tied(functools.partial(self._after_lookup, batch))
             self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
+            if hooks.ensure is not None:
+                waits = Tied(functools.partial(batch.wait_for_rows, hooks))
+                self._handles.append(batch.module.register_forward_pre_hook(waits, with_kwargs=True))
             if batch.rule.counts:
                 counted = Tied(functools.partial(self._before_lookup, batch))
                 self._handles.append(batch.module.register_forward_pre_hook(counted))
         for collection in self._collections:
             before = Tied(functools.partial(self._before_load, collection))
             self._handles.append(collection.module.register_load_state_dict_pre_hook(before))
+            for batch in collection.batches if hooks.ensure is not None else ():
+                whole = Tied(functools.partial(batch.wait_for_all, hooks))
+                self._handles.append(collection.module.register_state_dict_pre_hook(whole))
         for module in self._evicting:
             before_eviction = functools.partial(self._before_eviction, own(module, "_embedding_module"))
             self._handles.append(Before(module, "_evict", before_eviction))
@@ -315,6 +329,7 @@ class FusedTables:
         if number not in self._touched:
             self._check(batch)
         for table, rows in batch.named(batch.numbers(index - batch.base, ids)) if len(ids) else ():
+            self._hooks.wait_for(batch.base + table, rows)
             self._hooks.capture(batch.base + table, rows)
         self._touched.add(number)
 
@@ -380,9 +395,7 @@ class FusedTables:
         """Captures the rows of a lookup in training, before backward changes them."""
         if not output.requires_grad:
             return
-        call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
-        sizes = call.get("batch_size_per_feature_per_rank")
-        rows = functools.partial(batch.touched, call["indices"], call["offsets"], sizes)
+        rows = functools.partial(batch.looked_up, args, kwargs)
         output.register_hook(functools.partial(self._before_update, batch, rows, self._turn))
 
     def _before_update(
@@ -431,6 +444,7 @@ class FusedTables:
                 self._touch_all(batch)
 
     def _touch_all(self, batch: Batch) -> None:
+        batch.wait_for_all(self._hooks)
         for number, table in enumerate(batch.tables):
             for ids in all_rows(table.layout):
                 self.touch(batch.base + number, ids)

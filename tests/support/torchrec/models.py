@@ -39,6 +39,7 @@ from ecemb.adapters.discover import Tables
 from ecemb.adapters.engine import Hooks
 from ecemb.coding.rows import Table, arrange, joined
 from ecemb.kernels import contract
+from support.arriving_rows import Arriving
 
 WIDTH = 4
 QUIET = [  # torch's, TorchRec's and FBGEMM's own warnings
@@ -231,12 +232,21 @@ def batch(bags: Mapping[str, Sequence[Sequence[int]]], dtype: torch.dtype = torc
 
 
 class Watched:
-    """The tables of a model in memory that lives here, and everything that they tell."""
+    """The tables of a model in memory that lives here, and everything that they tell.
 
-    def __init__(self, model: nn.Module, before: Callable[[], None] = lambda: None) -> None:
+    Args:
+        model: the model.
+        before: called before the tables move.
+        arriving: whether rows come only when they are waited for.
+    """
+
+    def __init__(
+        self, model: nn.Module, before: Callable[[], None] = lambda: None, *, arriving: bool = False
+    ) -> None:
         engine, maps = adapter.find(model), adapter.find_maps(model)
         assert engine is not None
-        self.engine, self.tables = engine, Tables([engine] if maps is None else [engine, maps])
+        engines = [engine] if maps is None else [engine, maps]
+        self.engine, self.tables = engine, Tables(engines, adapter.fused_optimizers(model))
         layouts = [table.layout for table in self.tables.tables]
         starts, size = arrange(layouts)
         self.memory = np.zeros(size + 64, np.uint8)
@@ -255,7 +265,14 @@ class Watched:
         self.is_open = False
         before()
         self.tables.place(self.stored, fresh=True)
-        self.tables.watch(Hooks(self._capture, lambda: self.is_open, self._on_undeclared))
+        hooks = Hooks(self._capture, lambda: self.is_open, self._on_undeclared)
+        self.arriving: Arriving | None = None
+        if arriving:
+            self.arriving = Arriving(layouts, [table.columns for table in self.stored])
+            hooks.ensure, hooks.ensure_all = self.arriving.ensure, self.arriving.ensure_all
+            for index in self.tables.unannounced:
+                self.arriving.ensure_all(index)
+        self.tables.watch(hooks)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -295,6 +312,8 @@ class Watched:
 
     def _capture(self, table: int, ids: NDArray[np.int64]) -> None:
         assert ids.dtype == np.int64 and ids.ndim == 1
+        if self.arriving is not None:
+            self.arriving.assert_there(table, ids)
         self.sizes.append(len(ids))
         assert len(ids) and ids.min() >= 0 and ids.max() < self.named[table].rows
         while len(ids):  # rows of a group count on through its tables
