@@ -54,6 +54,7 @@ class Guard:
             compare_every=request.compare_every,
             whereabouts=session.whereabouts,
             fetch=opened.tables.fetch if opened.tables.have_images else None,
+            background=opened.background,
         )
         self._notice = Notice(self._transactions, session.watch)
         if request.elastic:
@@ -65,7 +66,12 @@ class Guard:
         self.recovery: RecoveryReport = opened.report
         self._optimizers = opened.optimizers
         self._optimizers.watch(self._is_open)
-        opened.tables.watch(Hooks(self._transactions.capture, self._is_open, self._on_undeclared))
+        self._background = opened.background
+        hooks = Hooks(self._transactions.capture, self._is_open, opened.memory.mark_undeclared)
+        if opened.background.is_lacking:
+            hooks.ensure, hooks.ensure_all = opened.background.ensure, opened.background.ensure_all
+            opened.background.at_end = opened.tables.all_are_there
+        opened.tables.watch(hooks)
 
     @property
     def next_step(self) -> int:
@@ -115,6 +121,21 @@ class Guard:
         except BaseException as error:
             self._fail(step.number, error)
             raise
+
+    @placed
+    def wait_rebuilt(self) -> None:
+        """Waits until this rank has all rows and parity; at once, unless they are rebuilt in the background.
+
+        Between steps. What reads whole tables waits by itself: `save`, `scrub`, `close`, `leave`, and
+        `state_dict()` of the model. Call it before anything else reads them, such as `table.weight`.
+
+        Raises:
+            UsageError: a step is open, or the guard is closed.
+            StepFailed: a step failed.
+            PeerFailure: a rank that holds the rows died.
+        """
+        self._check_between_steps("wait_rebuilt")
+        self._background.ensure_all()
 
     def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Declares, inside a step, that rows of a table are about to be written by hand.
@@ -206,6 +227,7 @@ class Guard:
         """
         self._check_between_steps("scrub")
         self._drain()
+        self._background.ensure_all()
         report = self._scrubber.scrub(fraction, self._tables.check, self._tables.verify)
         if report.repaired_words:
             self._saver.mark_all_dirty()  # what was stored may be rotten
@@ -247,6 +269,7 @@ class Guard:
         self._check_between_steps("save")
         self._tables.check()
         self._drain()
+        self._background.ensure_all()
         self._saver.save(path, keep=keep, asynchronous=asynchronous)
 
     def stats(self) -> dict[str, Any]:
@@ -257,7 +280,8 @@ class Guard:
             `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
             over the network for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found,
             of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the
-            protected tensors themselves; journals, `inbox`, `messages` grow with the rows of a transaction).
+            protected tensors themselves; journals, `inbox`, `messages` grow with the rows of a transaction);
+            `rebuild`: on a rank whose lost rows are rebuilt beside training, what is left, else empty.
         """
         return {
             "job": self._session.job,
@@ -273,6 +297,7 @@ class Guard:
             "repaired_words": self._scrubber.repaired_words,
             "seconds": dict(self._transactions.seconds),
             "bytes": {"tables": self._tables.size_bytes, **self._transactions.held_bytes},
+            "rebuild": self._background.stats(),
         }
 
     @placed
@@ -290,6 +315,7 @@ class Guard:
         self._check_between_steps("close")
         self._tables.check()
         self._drain()
+        self._background.ensure_all()
         self._saver.drain()
         self._transport.barrier("closing the job")
         self._memory.finish()
@@ -373,6 +399,7 @@ class Guard:
         self._optimizers.unwatch()
         self._saver.close()
         self._transactions.close()
+        self._background.end()
         self._transport.close()
         if self._session.watch is not None:
             self._session.watch.say_goodbye()
@@ -380,9 +407,6 @@ class Guard:
 
     def _is_open(self) -> bool:
         return self._transactions.in_flight is not None
-
-    def _on_undeclared(self) -> None:
-        self._memory.mark_undeclared()
 
     def _check_usable(self) -> None:
         if self._closed:

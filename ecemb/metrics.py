@@ -60,6 +60,11 @@ _RECOVERY = {
 }
 
 
+_REBUILD = {  # of stats()["rebuild"]: name, description, whether it grows
+    "bytes_left": ("rebuild_bytes_left", "Bytes of lost rows and parity that this rank lacks.", False),
+    "bytes_per_s": ("rebuild_bytes_per_second", "Bytes of them that arrive in a second.", False),
+    "waited_s": ("rebuild_waited_seconds", "Wall time that lookups waited for rows.", True),
+}
 _START = "Wall time of this process's start by phase: before ecemb.protect(), and in it."
 
 
@@ -191,6 +196,11 @@ def _families(guard: Guard) -> Iterator[_Family]:
     told = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
     for (name, about), value in zip(_RECOVERY.items(), told, strict=True):
         yield _Family(name, about, False, "kind", {report.kind: value})
+    if rebuild := stats["rebuild"]:
+        for key, (name, about, grows) in _REBUILD.items():
+            yield _Family(name, about, grows, "", {"": rebuild[key]})
+        about = "Rows that this rank lacks."
+        yield _Family("rebuild_rows_left", about, False, "table", rebuild["rows_left"])
     yield _Family("start_seconds", _START, False, "phase", {**report.before_s, **report.seconds})
 
 

@@ -19,7 +19,7 @@ from .errors import UsageError
 from .guard import Guard
 from .session import current
 from .startup.opening import open_memory
-from .startup.request import FailureDomain, ParityBackend, Request, codes_of
+from .startup.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
 from .state.rank_state import Stateful
 from .step.transaction import COMPARE_EVERY
 from .step.window import Window
@@ -46,6 +46,7 @@ def protect(
     transfer: Transfer | None = None,
     elastic: bool = False,
     shards: Mapping[str, tuple[int, int]] | None = None,
+    rebuild: RebuildMode = "blocking",
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -98,6 +99,9 @@ def protect(
         shards: where this rank's rows of a table that is sharded by hand stand, by its key in `tables`: the
             whole table's row at which they begin, and its number of rows. With it, another number of ranks
             can go on with the table, by `resume` or `elastic`.
+        rebuild: "blocking": training waits until lost rows are rebuilt. "background": it begins at once; a
+            replacement rank waits for the rows that a batch needs, and gets the others meanwhile. Until it
+            has all, its memory counts as lost.
 
     Returns:
         The guard.
@@ -138,6 +142,7 @@ def protect(
         elastic=elastic,
         codes=codes,
         shards=shards or {},
+        rebuild=rebuild,
     )
     opened = open_memory(session, request)
     session.protected = True

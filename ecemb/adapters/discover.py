@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..coding.rows import RowSpace, Table
+from ..coding.rows import RowSpace, Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
@@ -154,6 +154,7 @@ class Tables:
         self._hooks: Hooks | None = None
         self._of_engines: list[Hooks] = []  # with each engine's numbers of tables
         self._handles: list[Before] = []
+        self._named = joined_to([table.layout for table in self.tables])
         self._listeners: list[Listener] = []
         self._images: dict[int, Image] = {}
         self._fetcher = Fetcher()
@@ -319,9 +320,9 @@ class Tables:
             self._handles.append(Before(optimizer, "state_dict", self._wait_for_all))
 
     def wait_for_table(self, index: int) -> None:
-        """Waits until all rows of a table are there, or of its group."""
+        """Waits until all rows of a table are there."""
         if self._hooks is not None:
-            self._hooks.wait_for_table(index)
+            self._hooks.wait_for_table(self._named[index])
 
     def _wait_for_all(self, *_: Any, **__: Any) -> None:
         for index in range(len(self.tables)):

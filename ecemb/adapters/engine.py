@@ -50,7 +50,7 @@ class Hooks:
         protects: whether undeclared changes are refused; else rows are only reported.
         ensure: returns when rows that are about to be read are there; called like `capture`. None when all
             rows are there, from the begin or from any later moment on.
-        ensure_all: the same for all rows of a table, or of its group; called with the index of any of these.
+        ensure_all: the same for all rows of a table.
     """
 
     capture: Callable[[int, Ids], None]

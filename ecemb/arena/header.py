@@ -98,6 +98,7 @@ class Word(str, Enum):
     WINDOW_STEP_NS = "window_step_ns"
     WINDOW_ROOM = "window_room"
     """The most steps of a window, since one with more ran out of memory; 0 if none has."""
+    LACKING_BYTES = "lacking_bytes"
 
     def __str__(self) -> str:
         return self.value

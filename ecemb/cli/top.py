@@ -100,6 +100,7 @@ class Line:
         step: The first step that is not committed.
         behind: Steps that the job's furthest rank on this machine has committed and this rank hasn't.
         open: Steps whose changes are not in parity: the one in flight, and those of an open window.
+        lacking_bytes: Rows and parity that it lacks while they are rebuilt beside training; else 0.
         parity_age_s: Seconds since the last commit.
         size_bytes: Memory in use.
         pid: The process that holds the arena.
@@ -115,6 +116,7 @@ class Line:
     step: int | None
     behind: int | None
     open: int | None
+    lacking_bytes: int
     parity_age_s: float | None
     size_bytes: int
     pid: int | None
@@ -169,6 +171,7 @@ def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
         step=step,
         behind=None if step is None else reached - step,
         open=None if step is None else max(0, words[Word.ROWS_LABEL] - step, words[Word.NEXT_LABEL] - step),
+        lacking_bytes=words[Word.LACKING_BYTES] if header else 0,
         parity_age_s=age,
         size_bytes=one.size_bytes,
         pid=one.holder,
@@ -244,6 +247,8 @@ def _table(shown: Sequence[Line], title: str) -> Any:
 def _cells(one: Line) -> list[str]:
     numbers = [one.job, one.host, one.rank, one.state, one.step, one.behind, one.open]
     cells = ["-" if value is None else str(value) for value in numbers]
+    if one.lacking_bytes:
+        cells[3] += f", {one.lacking_bytes / 2**20:.0f} MiB to go"
     cells.append("-" if one.parity_age_s is None else _span(one.parity_age_s))
     cells.append(f"{one.size_bytes / 2**20:.1f}")
     cells.append("-" if one.pid is None else str(one.pid))

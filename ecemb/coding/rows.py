@@ -139,6 +139,15 @@ def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
     return found
 
 
+def joined_to(layouts: Sequence[TableLayout]) -> list[int]:
+    """For each table the index of the one that has its rows after `joined`: the group's first, or itself."""
+    found: list[int] = []
+    for group in _groups(layouts):
+        start, is_joined = len(found), all(one.columns == group[0].columns for one in group)
+        found += [start if is_joined else start + i for i in range(len(group))]
+    return found
+
+
 def _groups(layouts: Sequence[TableLayout]) -> Iterator[list[TableLayout]]:
     """Runs of neighbours with the same group; a table without a group is a run of its own."""
     alone = itertools.count()

@@ -46,6 +46,8 @@ class Kind(enum.IntEnum):
     DELTAS = 2
     VOTE = 3
     BARRIER = 4
+    REQUEST = 5
+    ANSWER = 6
 
 
 class _Waits:
@@ -173,7 +175,7 @@ class Transport(_Waits):
     """This rank's end of the control group.
 
     Args:
-        group: a gloo process group of all ranks, for this object alone.
+        group: a gloo process group, for this object alone; that of the protocol has all ranks.
         timeout_s: deadline of every collective.
 
     Attributes:

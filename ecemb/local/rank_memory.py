@@ -178,6 +178,10 @@ class RankMemory:
         self.arena.set(Word.RECOVERY_US, round(total_s * 1e6))
         self.arena.set(Word.RECOVERED_NS, time.time_ns())
 
+    def record_lacking(self, size_bytes: int) -> None:
+        """Writes how much a replacement still lacks, for people who watch the job (docs/protocol.md, 2)."""
+        self.arena.set(Word.LACKING_BYTES, size_bytes)
+
     def arm(self, transaction: int, steps: int = 1) -> None:
         """Begins a transaction, in a row journal that no undecided one needs.
 

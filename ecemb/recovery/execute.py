@@ -57,6 +57,7 @@ class RecoveryReport:
             that `ecemb-run` started warm began, "script" for the script's own imports and code (and for the
             interpreter's start, if it was not forked), "rendezvous" for `init_process_group`.
         moved_from: number of ranks that a move began with; else 0.
+        in_background: whether what was lost is rebuilt beside training: this start did not wait for it.
     """
 
     kind: Kind
@@ -68,6 +69,7 @@ class RecoveryReport:
     seconds: dict[str, float]
     before_s: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     moved_from: int = 0
+    in_background: bool = False
 
     @property
     def total_s(self) -> float:
@@ -103,7 +105,8 @@ def headline(report: RecoveryReport) -> str:
         decoded = f"; that of {listed(report.lost)} was lost and decoded" if report.lost else ""
         what = f"moved from the memory of {counted(report.moved_from, 'rank')}{decoded}"
     elif report.lost:
-        what = f"recovered, the memory of {listed(report.lost)} was lost and rebuilt from parity"
+        done = "is rebuilt beside training" if report.in_background else "rebuilt from parity"
+        what = f"recovered, the memory of {listed(report.lost)} was lost and {done}"
     return f"{what}; training goes on from step {report.step} {total}"
 
 
@@ -177,6 +180,8 @@ def recover(
     kernels: Kernels,
     watch: Stopwatch,
     ready: Ready = lambda start, stop: None,
+    *,
+    in_background: bool = False,
 ) -> RecoveryReport:
     """Brings every rank to the plan's transaction and rebuilds what was lost. All ranks.
 
@@ -187,6 +192,7 @@ def recover(
         kernels: The kernels for the arithmetic.
         watch: Measures the phases.
         ready: Called for this rank's rows as soon as recovery will not change them any more.
+        in_background: Whether lost rows and parity are left out: replacements stay REBUILDING without them.
 
     Raises:
         InconsistentArenas: the rebuilt bytes don't fit the parity, or the data that a rank undoes or redoes
@@ -206,21 +212,31 @@ def recover(
     if plan.encode:
         with watch.phase("encode"):
             _encode_again(memory, transport)
-    if plan.lost:
+    if plan.lost and not in_background:
         with watch.phase("rebuild"):
             received += rebuild_lost(memory, transport, plan, kernels, ready)
     with watch.phase("replicated"):
         sizes = compare_state(memory, transport, plan)
         if plan.lost:
             received += copy_lost(memory, transport, plan, *sizes)
-    if plan.lost:
+    if plan.lost and not in_background:
         with watch.phase("verify"):
             _verify(memory, transport)
     if is_replacement:
         memory.commit(plan.transaction)
         memory.mark_prepared(plan.transaction)
-    memory.go_live()
-    return RecoveryReport(plan.kind, plan.transaction, plan.lost, undone, redone, received, watch.seconds)
+    if not (is_replacement and in_background):
+        memory.go_live()
+    return RecoveryReport(
+        plan.kind,
+        plan.transaction,
+        plan.lost,
+        undone,
+        redone,
+        received,
+        watch.seconds,
+        in_background=in_background,
+    )
 
 
 def write_to_header(memory: RankMemory, report: RecoveryReport) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..coding.code import Code
 from ..coding.parity import class_words
@@ -23,7 +24,7 @@ from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels, Words
-from ..local.rank_memory import RankMemory
+from ..local.rank_memory import Geometry, RankMemory
 from .plan import Rebuild, RecoveryPlan
 from .progress import Progress
 
@@ -83,6 +84,13 @@ def rebuild_lost(
             received += work_through(parts, progress)
             transport.barrier("the rebuild of lost blocks")
     return received
+
+
+def weights_of(task: Rebuild, geometry: Geometry) -> NDArray[np.uint8]:
+    """The weights of a task's sources in the sum that is its lost block: uint8 [k], new."""
+    _, k = geometry.generator.shape
+    code = Code(len(geometry.generator), k)
+    return code.decode_weights([task.block], [block for block, _ in task.sources], geometry.generator)[0]
 
 
 def chunked(words: int) -> Iterator[tuple[int, int]]:
@@ -181,9 +189,7 @@ class _Chain:
         self.words = class_words(placement, geometry.block_words, task.stripe_class)
         if task.block < placement.k:
             self.words = geometry.block_words[task.rank][task.block]
-        available = [block for block, _ in task.sources]
-        code = Code(placement.n, placement.k)
-        self._weights = code.decode_weights([task.block], available, geometry.generator)[0]
+        self._weights = weights_of(task, geometry)
 
     def begin(self, words: Words) -> Wait:
         """Starts to receive a chunk of the sum; returns a wait for its arrival."""

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from ..errors import ConfigurationError
 from ..group.collectives import Fabric, Transport
+from ..recovery.background import concerned
+from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from .request import ParityBackend
 
@@ -22,6 +24,18 @@ def control_group(session: Session) -> Transport:
     """A gloo group of all ranks, apart from the training's collectives. All ranks."""
     patience = datetime.timedelta(seconds=session.patience_s)
     group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
+    transport = Transport(group, session.patience_s)
+    transport.whereabouts = session.whereabouts
+    return transport
+
+
+def rebuild_group(session: Session, plan: RecoveryPlan) -> Transport | None:
+    """A gloo group of the ranks that a rebuild in the background concerns; None on others. All ranks."""
+    ranks = concerned(plan)
+    patience = datetime.timedelta(seconds=session.patience_s)
+    group = cast("dist.ProcessGroup", dist.new_group(ranks=ranks, backend="gloo", timeout=patience))
+    if session.rank not in ranks:
+        return None
     transport = Transport(group, session.patience_s)
     transport.whereabouts = session.whereabouts
     return transport

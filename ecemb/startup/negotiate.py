@@ -236,6 +236,7 @@ def _exchange_proposals(
         "compare_every": request.compare_every,
         "resume": saver.name_of(request.reader),
         "elastic": request.elastic,
+        "rebuild": request.rebuild,
         **request.told(),
     }
     places = [(shard.start, shard.rows) for shard in shards]

@@ -19,10 +19,12 @@ import dataclasses
 import logging
 import time
 
+import numpy as np
 import torch
 
 from .._wording import counted, listed
 from ..adapters.discover import Tables
+from ..adapters.host_mirror import Putter
 from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
@@ -32,6 +34,7 @@ from ..group.collectives import Transport
 from ..kernels import contract
 from ..launch import processes
 from ..local.rank_memory import RankMemory
+from ..recovery.background import Background
 from ..recovery.execute import RecoveryReport, Stopwatch, headline, join, recover, write_to_header
 from ..recovery.state_slices import gathered
 from ..session import Session
@@ -39,7 +42,7 @@ from ..state import rank_state as rank_states
 from ..state.optimizers import NamedOptimizers
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
-from .connections import control_group, fabric
+from .connections import control_group, fabric, rebuild_group
 from .create import Start, begin, claim_or_create
 from .former import is_former
 from .history import shared_history
@@ -65,6 +68,7 @@ class Opened:
     rank_state: RankState
     saver: Saver
     report: RecoveryReport
+    background: Background
 
 
 def open_memory(session: Session, request: Request) -> Opened:
@@ -79,7 +83,11 @@ def open_memory(session: Session, request: Request) -> Opened:
     start = _agree(session, request)
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
-    memory, report = _moved(start, kernels) if start.world.former else _opened(start, kernels)
+    background = Background()
+    if start.world.former:
+        memory, report = _moved(start, kernels)
+    else:
+        memory, report, background = _opened(start, kernels)
     _supersede(start, memory)
     _restore(start, memory)
     saver = _saver(start, memory)
@@ -95,15 +103,16 @@ def open_memory(session: Session, request: Request) -> Opened:
         rank_state=training.rank_state,
         saver=saver,
         report=report,
+        background=background,
     )
 
 
-def _opened(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
+def _opened(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport, Background]:
     """Opens memory that is new, or that these ranks had before. All ranks."""
     memory = _attach(start, kernels)
     if start.world.plan.begins:
-        return memory, begin(start, memory)
-    return memory, _recover(start, memory, kernels)
+        return memory, begin(start, memory), Background()
+    return memory, *_recover(start, memory, kernels)
 
 
 def _moved(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
@@ -184,16 +193,37 @@ def _flag_started(start: Start, generation: int) -> None:
     start.session.job_flags.set("started", str(generation))
 
 
-def _recover(start: Start, memory: RankMemory, kernels: contract.Kernels) -> RecoveryReport:
+def _recover(
+    start: Start, memory: RankMemory, kernels: contract.Kernels
+) -> tuple[RecoveryReport, Background]:
     """Brings the arenas to the plan's transaction, and tables to the memory in them. All ranks."""
-    transport, tables = start.transport, start.training.tables
+    transport, tables, plan = start.transport, start.training.tables, start.world.plan
+    in_background = start.request.rebuild == "background" and bool(plan.rebuild) and not plan.encode
+    background = Background()
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
     with tables.putter(memory.space) as putter:
-        report = recover(memory, transport, start.world.plan, kernels, start.watch, putter.ready)
+        report = recover(
+            memory, transport, plan, kernels, start.watch, putter.ready, in_background=in_background
+        )
+        if in_background:
+            with start.watch.phase("connect"):
+                background.begin(memory, rebuild_group(start.session, plan), plan, kernels)
+            with start.watch.phase("rebuild"):
+                _fetch_first(memory, tables, background, putter)
         with start.watch.phase("restore"):
             transport.together("bringing images to their tables", putter.finish)
             tables.mark_clean()
-    return report
+    return report, background
+
+
+def _fetch_first(memory: RankMemory, tables: Tables, background: Background, putter: Putter) -> None:
+    """Waits for rank state, and for tables whose lookups can't wait for single rows. This rank."""
+    if not background.is_lacking:
+        return
+    background.ensure(len(memory.space.tables) - 1, np.zeros(1, np.int64))
+    for index in tables.unannounced:
+        background.ensure_all(index)
+        putter.ready(*memory.space.bases[index : index + 2])
 
 
 def _supersede(start: Start, memory: RankMemory) -> None:

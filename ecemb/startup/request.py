@@ -23,6 +23,7 @@ from ..step.window import Window
 from .spread import FailureDomain, chosen
 
 ParityBackend = Literal["gloo", "nccl"]
+RebuildMode = Literal["blocking", "background"]
 
 
 def codes_of(given: object) -> tuple[Code, ...]:
@@ -65,6 +66,7 @@ class Request:
         codes: those to choose from, by preference; `code` alone if there are none.
         shards: key of a table that is sharded by hand -> first row of this rank's rows in the whole table,
             and the whole table's number of rows.
+        rebuild: whether training waits for lost rows, or begins without them.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -88,6 +90,7 @@ class Request:
     elastic: bool = False
     codes: Sequence[Code] = ()
     shards: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
+    rebuild: RebuildMode = "blocking"
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
@@ -109,6 +112,8 @@ class Request:
                 "training uses NCCL, and two of its communicators in use at the same time may wait for "
                 "each other forever. Leave one of the two out: over gloo, deltas go beside the next step"
             )
+        if self.rebuild not in ("blocking", "background"):
+            raise ConfigurationError(f"rebuild is 'blocking' or 'background'; it is {self.rebuild!r}")
         self._check_sources()
         self._check_shards()
 

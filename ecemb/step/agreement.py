@@ -28,7 +28,7 @@ FINE, ABORTED, FAILED = range(3)
 _YES, _NO = 1, 0
 _MARK = -1  # in the place of a size: there will be no deltas
 
-_FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _MARKED = range(7)
+_FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
 _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
 _MASK_BITS = 63  # of each word from _MARKED on
 
@@ -59,11 +59,13 @@ class Verdict:
         turn: what follows belongs to it.
         aborted: the ranks that abort the step.
         window: the smallest number of steps that a rank can take in its next window.
+        is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 11).
     """
 
     turn: Turn
     aborted: list[int]
     window: int
+    is_lacking: bool
 
 
 class Agreement:
@@ -95,6 +97,7 @@ class Agreement:
         digest: int,
         committed: int,
         differs: Callable[[], str],
+        is_lacking: bool = False,
     ) -> Verdict:
         """Says how the step ended on this rank, and learns how it ended on all. All ranks.
 
@@ -106,6 +109,7 @@ class Agreement:
             digest: Of the replicated state; 0 if it is not compared this time.
             committed: The last transaction that this rank committed.
             differs: Finds what of the replicated state differs; collective, called when digests do.
+            is_lacking: Whether this rank lacks rows or parity.
 
         Raises:
             StepFailed: Another rank's step failed, the ranks are not in the same step, or their replicated
@@ -116,7 +120,7 @@ class Agreement:
         rounds = Rounds(
             self._transport,
             self._tag(Kind.STATUS),
-            self._status(transaction, flag, window, digest),
+            self._status(transaction, flag, window, digest, is_lacking=is_lacking),
             _folded,
             lambda told: int(told[_FLAG]) == FAILED,
             f"the status of step {step}",
@@ -217,10 +221,12 @@ class Agreement:
     def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
         return self._transport.tag(kind, self._number if turn is None else turn.number)
 
-    def _status(self, transaction: int, flag: int, window: int, digest: int) -> Ints:
+    def _status(
+        self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False
+    ) -> Ints:
         rank, size = self._transport.rank, self._transport.world_size
         value = np.zeros(_MARKED + -(-size // _MASK_BITS), np.int64)
-        value[_FLAG], value[_WINDOW] = flag, window
+        value[_FLAG], value[_WINDOW], value[_LACKING] = flag, window, is_lacking
         value[_LOWEST] = value[_HIGHEST] = transaction << _RANK_BITS | rank
         value[_LEAST_DIGEST] = value[_MOST_DIGEST] = digest
         if flag != FINE:
@@ -257,7 +263,7 @@ class Agreement:
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
                 f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
             )
-        return Verdict(turn, marked, int(value[_WINDOW]))
+        return Verdict(turn, marked, int(value[_WINDOW]), bool(value[_LACKING]))
 
 
 def _folded(own: Ints, told: Ints) -> Ints:
@@ -266,6 +272,7 @@ def _folded(own: Ints, told: Ints) -> Ints:
     out[_LOWEST] = min(own[_LOWEST], told[_LOWEST])
     out[_HIGHEST] = max(own[_HIGHEST], told[_HIGHEST])
     out[_WINDOW] = min(own[_WINDOW], told[_WINDOW])
+    out[_LACKING] = max(own[_LACKING], told[_LACKING])
     out[_LEAST_DIGEST] = min(own[_LEAST_DIGEST], told[_LEAST_DIGEST])
     out[_MOST_DIGEST] = max(own[_MOST_DIGEST], told[_MOST_DIGEST])
     if told[_FLAG] > own[_FLAG]:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,7 @@ from ..group.whereabouts import Whereabouts
 from ..local.outbox import Outbox
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
+from ..recovery.background import Background
 from ..state.rank_state import RankState, Taken, read, write_
 from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
@@ -73,6 +73,7 @@ class Transactions:
         compare_every: Commits between two comparisons of replicated state among the ranks.
         whereabouts: Updated at the begin and the end of each step.
         fetch: Brings rows that changed in other memory into the arena; None if there are none.
+        background: The rebuild beside training, until no rank lacks anything.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Transactions:
         compare_every: int = COMPARE_EVERY,
         whereabouts: Whereabouts | None = None,
         fetch: Callable[[], None] | None = None,
+        background: Background | None = None,
     ) -> None:
         self._memory = memory
         self._transport = transport
@@ -104,6 +106,7 @@ class Transactions:
         self._taken: Taken | None = None  # rank state at the step's begin
         self._began = StepBegin(None, {})
         self._fetch = fetch
+        self._background = background or Background()
         self._between = Between(speaks=transport.rank == 0)
         self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
@@ -182,6 +185,7 @@ class Transactions:
             table: index of the table in the row space.
             ids: int64 [m], in any order, repeats allowed.
         """
+        self._background.assert_there(table, ids)
         with self.phase("capture"):
             self.captured_rows += self._memory.journal.capture(table, ids)
 
@@ -300,8 +304,10 @@ class Transactions:
             self._write(transaction)
         self._steps = 0
         self._window.agree(verdict.window)
+        if not verdict.is_lacking:
+            self._background.end()
         outbox = self._memory.outbox()
-        if self._thread is None:
+        if self._thread is None or not self._background.is_over:
             self._decide(transaction, verdict.turn, outbox)
             self._window.end(time.perf_counter() - began)
         else:
@@ -333,6 +339,7 @@ class Transactions:
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
+                is_lacking=self._background.is_lacking,
             )
 
     def _decide_beside(self, transaction: int, turn: Turn, outbox: Outbox, spent_s: float) -> None:
@@ -343,7 +350,7 @@ class Transactions:
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
-                self._exit_undecided(transaction, error)
+                undecided.end_process(transaction, error)
             raise
 
     def _decide(
@@ -358,6 +365,7 @@ class Transactions:
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
                 self._agreement.exchange(turn, messages, self._memory.receive, what)
+            self._background.pause()
             self._memory.prepare(transaction)
         except BaseException:
             self._agreement.withdraw(turn)
@@ -367,6 +375,7 @@ class Transactions:
         with self.phase("apply"):
             self._memory.apply(transaction, rest)
         self._memory.commit(transaction)
+        self._background.resume()
         self._commits += 1
         return laid_out_s
 
@@ -395,7 +404,7 @@ class Transactions:
         if pending is not None and not pending.cancel():
             wait([pending])  # it owes rounds of the vote
         if self._is_undecided:
-            self._exit_undecided(transaction, error)
+            undecided.end_process(transaction, error)
         if isinstance(error, NotEnoughSpace):
             self._window.run_out()
         self._agreement.leave(transaction)
@@ -431,9 +440,6 @@ class Transactions:
         if self.in_flight is None:
             raise UsageError("no step is open: use `with guard.step():`")
         return self.in_flight
-
-    def _exit_undecided(self, transaction: int, error: BaseException) -> NoReturn:
-        undecided.end_process(transaction, error)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:

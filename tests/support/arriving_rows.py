@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecemb.adapters.engine import Ids
-from ecemb.coding.rows import TableLayout, joined
+from ecemb.coding.rows import TableLayout, joined, joined_to
 
 POISON = 0xFF
 
@@ -24,12 +24,8 @@ class Arriving:
     def __init__(
         self, layouts: Sequence[TableLayout], columns: Sequence[Sequence[NDArray[np.uint8]]]
     ) -> None:
+        self._first = joined_to(layouts)
         self._named = [layout.rows for layout in joined(layouts)]
-        self._first: list[int] = []  # by table: the one that its rows are counted from
-        left = 0
-        for index, layout in enumerate(layouts):
-            self._first.append(self._first[-1] if left and layout.rows else index)
-            left += (0 if left else self._named[index]) - layout.rows
         self._columns = columns
         self._kept = [[column.copy() for column in one] for one in columns]
         self.there = [np.zeros(layout.rows, np.bool_) for layout in layouts]
@@ -50,8 +46,8 @@ class Arriving:
             self._bring(table, np.unique(rows))
 
     def ensure_all(self, index: int) -> None:
-        """Brings all of them; `index` may be that of any table of the group."""
-        self.ensure(first := self._first[index], np.arange(self._named[first]))
+        """Brings all of them."""
+        self.ensure(index, np.arange(self._named[index]))
 
     def assert_there(self, index: int, ids: Ids) -> None:
         """Fails if a row has not come."""

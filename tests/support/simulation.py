@@ -49,6 +49,7 @@ from ecemb.recovery.state_slices import gathered
 from ecemb.state import rank_state
 from ecemb.state.flatten import measured
 from ecemb.state.replicated import ReplicatedState
+from ecemb.step import undecided
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
 
@@ -626,7 +627,7 @@ class Machines:
             threading.Thread(target=worker, args=(rank,), name=str(rank), daemon=True)
             for rank in range(self.job.size)
         ]
-        with watched(moments), mock.patch.object(Transactions, "_exit_undecided", _exit_undecided):
+        with watched(moments), mock.patch.object(undecided, "end_process", _end_process):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -742,7 +743,7 @@ def _follows_a_death(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _exit_undecided(self: Transactions, transaction: int, error: BaseException) -> None:
+def _end_process(transaction: int, error: BaseException) -> None:
     raise Killed from error
 
 

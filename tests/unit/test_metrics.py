@@ -8,12 +8,14 @@ import urllib.request
 from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from ecemb import metrics
 from ecemb.errors import ConfigurationError
+from ecemb.recovery.execute import RecoveryReport
 from support.guarded_training import bags, initialise
 from support.processes import launch
 from support.refusals import refused
@@ -138,3 +140,23 @@ def test_what_is_missing_is_named(make: Any, module: str, monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with refused(ConfigurationError, "which is not installed", "pip install 'ecemb[metrics]'"):
         make()
+
+
+def test_a_rebuild_beside_training_is_measured() -> None:
+    rebuild = {"rows_left": {"user": 7}, "bytes_left": 56, "bytes_per_s": 8.0, "waited_s": 0.5}
+    stats = {
+        **dict.fromkeys(metrics._COUNTS, 0),
+        "next_step": 3,
+        "seconds": {},
+        "bytes": {},
+        "rebuild": rebuild,
+    }
+    report = RecoveryReport("memory", 3, (1,), 0, False, 0, {})
+    values = metrics.values(cast("Any", SimpleNamespace(stats=lambda: stats, recovery=report)))
+    found = {name: value for name, value in values.items() if name.startswith("rebuild")}
+    assert found == {
+        "rebuild_bytes_left": 56,
+        "rebuild_bytes_per_second": 8.0,
+        "rebuild_waited_seconds": 0.5,
+        "rebuild_rows_left/user": 7,
+    }

@@ -70,6 +70,7 @@ def test_what_a_living_arena_says(arena_dir: Path, capsys: pytest.CaptureFixture
             "step": 6,
             "behind": 0,
             "open": 3,
+            "lacking_bytes": 0,
             "size_bytes": path.stat().st_blocks * 512,
             "pid": holder.pid,
             "damage": None,
@@ -83,11 +84,11 @@ def test_what_a_living_arena_says(arena_dir: Path, capsys: pytest.CaptureFixture
         assert (one["state"], one["pid"]) == ("down", None)
 
 
-def test_ranks_of_a_job_beside_each_other(arena_dir: Path) -> None:
+def test_ranks_of_a_job_beside_each_other(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(arena_dir, rank=1, committed=4)
     leave(arena_dir, rank=0)
     leave(arena_dir, rank=3, joined=2, committed=9)  # its host came back after it had been replaced
-    leave(arena_dir, rank=2, state=State.REBUILDING, committed=-1)
+    leave(arena_dir, rank=2, state=State.REBUILDING, committed=-1, lacking_bytes=3 << 20)
     leave(arena_dir, "other", committed=80)
     shown = top.lines(arenas(arena_dir), time.time_ns())
     assert [(one.rank, one.state, one.step, one.behind) for one in shown] == [
@@ -98,6 +99,9 @@ def test_ranks_of_a_job_beside_each_other(arena_dir: Path) -> None:
         (0, "down", 80, 0),
     ]
     assert all(one.parity_age_s is None and one.recovery is None for one in shown)
+    assert [one.lacking_bytes for one in shown] == [0, 0, 3 << 20, 0, 0]
+    assert main(["top", "--arena-dir", str(arena_dir)]) == 0
+    assert "REBUILDING, 3 MiB to go" in capsys.readouterr().out
 
 
 def test_as_plain_text(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

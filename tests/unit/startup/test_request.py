@@ -33,6 +33,7 @@ def request(**changes: Any) -> Request:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"rebuild": True}, "rebuild is 'blocking' or 'background'; it is True"),
         ({"renamed": ["user"]}, "renamed= takes a mapping"),
         ({"renamed": {"user": 3}, "reader": CheckpointFolder("there")}, "renamed= takes a mapping"),
         ({"renamed": {"user": "b.user"}}, "pass resume="),
@@ -40,7 +41,7 @@ def request(**changes: Any) -> Request:
         ({"transfer": Transfer(3)}, "Transfer(source) takes a path or a CheckpointReader"),  # type: ignore[arg-type]
     ],
 )
-def test_what_names_no_tables_is_refused(changes: dict[str, Any], text: str) -> None:
+def test_what_breaks_a_rule_is_refused(changes: dict[str, Any], text: str) -> None:
     with refused(ConfigurationError, text):
         request(**changes)
 

@@ -102,14 +102,18 @@ def together(size: int, run: Callable[[int], None]) -> None:
         thread.join()
 
 
-def test_the_smallest_window_and_the_ranks_that_aborted_are_known_to_all() -> None:
+def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known_to_all() -> None:
     size, hub = 70, Hub(70)  # more ranks than bits in a word
-    placement, found = Placement.ranks(2, 1, size), dict[int, tuple[int, list[int]]]()
+    placement, found = Placement.ranks(2, 1, size), dict[int, tuple[int, list[int], list[bool]]]()
 
     def run(rank: int) -> None:
         agreement = Agreement(Wires(hub, rank, size), placement)
         verdict = conclude(agreement, 1, flag=int(rank in (3, 69)), window=5 + abs(rank - 40), digest=rank)
-        found[rank] = verdict.window, verdict.aborted
+        is_lacking = [
+            conclude(agreement, 2, is_lacking=rank == 41).is_lacking,
+            conclude(agreement, 3).is_lacking,
+        ]
+        found[rank] = verdict.window, verdict.aborted, is_lacking
 
     together(size, run)
-    assert found == {rank: (5, [3, 69]) for rank in range(size)}
+    assert found == {rank: (5, [3, 69], [True, False]) for rank in range(size)}

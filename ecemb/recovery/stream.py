@@ -1,0 +1,328 @@
+"""Brings a replacement rank its rows and its parity while it trains (docs/protocol.md, 11).
+
+Owns the thread that asks, the order in which it asks, and the moments at which answers are stored. Rows that
+a lookup waits for come first; behind them everything else comes in chunks, with rests between them. An answer
+is stored while this rank is settled on the transaction that it asked for, and dropped otherwise.
+
+Must not know: the ranks that hold the bytes, and the state of the arena.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..coding.rows import WORD_BYTES
+from ..errors import PeerFailure, UndeclaredWrite
+from ..group.collectives import Transport
+from ..kernels.contract import Ids, Kernels, Words
+from ..local.rank_memory import RankMemory
+from .missing import CHUNK_WORDS, Chunk, Missing
+from .plan import RecoveryPlan
+from .progress import Progress
+from .sources import Sources
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+SHARE = 0.05
+"""Of a processor: what the stream takes of it on any rank, while no rank waits for it."""
+FLOOR_BYTES_PER_S = 50e6
+"""The stream is not slower than this, whatever it takes of a processor."""
+_GONE_S, _LONGEST_GONE_S = 0.001, 0.05
+"""First and longest rest after an answer that the words are gone."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Wish:
+    """Rows that a lookup waits for.
+
+    Attributes:
+        table: by its index in `RowSpace.named`.
+        ids: int64, distinct, ascending.
+        is_met: whether they are there.
+    """
+
+    table: int
+    ids: Ids
+    is_met: bool = False
+
+
+class _Closed(Exception):
+    """The thread is to end."""
+
+
+class Arrivals:
+    """The rows and the parity of a replacement rank on their way.
+
+    Args:
+        memory: this rank's; its rows and parity are written by a thread of this object.
+        transport: of a group that has this rank and the holders, for this purpose alone.
+        ranks: the job's ranks in the order of the group's.
+        kernels: add blocks up.
+        plan: the same on all ranks.
+        on_whole: called once, by the thread, when all rows and all parity are there.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        transport: Transport,
+        ranks: Sequence[int],
+        kernels: Kernels,
+        plan: RecoveryPlan,
+        on_whole: Callable[[], None],
+    ) -> None:
+        self._memory, self._transport, self._on_whole = memory, transport, on_whole
+        self._missing = Missing.of(memory)
+        self._sources = Sources(memory, transport, ranks, kernels, plan)
+        self._streams = max(1, len(plan.lost))
+        self._changed = threading.Condition()  # held by stores, and for all that follows
+        self._wishes = deque[_Wish]()
+        self._urgent: list[int | None] = []
+        self._waited_for = Counter[int]()
+        self._pauses, self._is_paused = 0, False
+        self._is_closing = self._is_over = self._is_whole = False
+        self._error: BaseException | None = None
+        self._due_s = self._gone_s = 0.0
+        self._began_s, self._ended_s, self._stored_bytes, self._waited_s = time.monotonic(), 0.0, 0, 0.0
+        self._thread = threading.Thread(target=self._run, name="ecemb-arrivals", daemon=True)
+
+    # --- of the thread that trains ---
+
+    def start(self) -> None:
+        """Begins to ask."""
+        self._thread.start()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows and all parity are there, and `on_whole` has returned."""
+        return self._is_whole
+
+    def ensure(self, table: int, ids: Ids) -> None:
+        """Waits until rows are there, which are about to be looked up.
+
+        Args:
+            table: by its index in `RowSpace.named`.
+            ids: int64 [m], in any order, repeats allowed; read.
+
+        Raises:
+            PeerFailure: a holder died; the next start rebuilds again.
+        """
+        lacking = self._missing.lacks(table, ids)
+        if not len(lacking):
+            return
+        wish = _Wish(table, lacking)
+        with self._changed:
+            self._wishes.append(wish)
+            self._waited_for[table] += len(lacking)
+            self._changed.notify_all()
+        self._wait(lambda: wish.is_met or self._is_whole)
+
+    def ensure_all(self, table: int | None = None) -> None:
+        """Waits until all rows of a table are there, or all rows and all parity. The stream rests no more.
+
+        Args:
+            table: by its index in `RowSpace.named`; None: all tables, and parity.
+
+        Raises:
+            PeerFailure: a holder died; the next start rebuilds again.
+        """
+
+        def is_met() -> bool:
+            return self._is_whole or (table is not None and self._missing.table_is_whole(table))
+
+        if is_met():
+            return
+        left = self._missing.bytes_left
+        what = "all rows and parity" if table is None else self._memory.space.named[table].layout.name
+        logger.info("rank %d waits for %s: %.1f MB are not rebuilt yet", self._memory.rank, what, left / 1e6)
+        with self._changed:
+            self._urgent.append(table)
+            self._changed.notify_all()
+        try:
+            with Progress("rebuilding lost memory, this rank's part", left, shown=True) as progress:
+                self._wait(is_met, progress)
+        finally:
+            with self._changed:
+                self._urgent.remove(table)
+
+    def assert_there(self, table: int, ids: Ids) -> None:
+        """Raises if rows that are about to be saved and changed are not there.
+
+        Args:
+            table: by its index in `RowSpace.named`.
+            ids: int64 [m], in any order, repeats allowed; read.
+
+        Raises:
+            UndeclaredWrite: a lookup did not wait for its rows.
+        """
+        lacking = self._missing.lacks(table, ids)
+        if len(lacking):
+            raise UndeclaredWrite(
+                f"the step changes {len(lacking)} rows of table "
+                f"{self._memory.space.named[table].layout.name!r} that are not rebuilt yet, such as row "
+                f"{int(lacking[0])}: they were read past the module that ecemb watches. Look rows up through "
+                f'that module, or call ecemb.protect(rebuild="blocking")'
+            )
+
+    def pause(self) -> None:
+        """Drops what is under way: before this rank stores `prepared`. Nothing is stored until `resume`."""
+        with self._changed:
+            self._is_paused = True
+            self._pauses += 1
+
+    def resume(self) -> None:
+        """Lets rows and parity arrive again: after this rank has stored `committed`."""
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, Any]:
+        """Where the rebuild stands: the rows left by table, the bytes left, their rate, and time of waits."""
+        passed_s = (self._ended_s or time.monotonic()) - self._began_s
+        return {
+            "rows_left": self._missing.rows_left(),
+            "bytes_left": self._missing.bytes_left,
+            "bytes_per_s": self._stored_bytes / max(passed_s, 1e-9),
+            "waited_s": self._waited_s,
+        }
+
+    def close(self, wait_s: float = 1.0) -> None:
+        """Asks no more. What has not arrived stays missing.
+
+        Args:
+            wait_s: seconds to wait for the thread, which may be waiting for a holder.
+        """
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(wait_s)
+
+    def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> None:
+        began_s, left = time.monotonic(), self._missing.bytes_left
+        with self._changed, self._transport.whereabouts.waiting():
+            while not is_met():
+                if self._is_over:
+                    raise self._error or PeerFailure(
+                        f"rank {self._memory.rank} is closed before its rows are there: restart the job"
+                    )
+                self._changed.wait()
+                if progress is not None:
+                    progress.advance(left - self._missing.bytes_left)
+                    left = self._missing.bytes_left
+        self._waited_s += time.monotonic() - began_s
+
+    # --- of the thread that asks ---
+
+    def _run(self) -> None:
+        try:
+            while not self._missing.is_whole():
+                wish = self._next()
+                if wish is not None:
+                    self._meet(wish)
+                elif (chunk := self._missing.next_chunk(self._hottest())) is not None:
+                    self._bring(chunk)
+            self._on_whole()
+            self._say_end()
+            self._is_whole = True
+        except _Closed:
+            self._say_end()
+        except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
+            self._error = error
+        with self._changed:
+            self._ended_s = time.monotonic()
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _say_end(self) -> None:
+        try:
+            self._sources.end()
+        except PeerFailure as error:  # its end is the failure detector's business
+            logger.debug("the holders of what rank %d lost: %s", self._memory.rank, error)
+
+    def _next(self) -> _Wish | None:
+        """Waits for something to ask for: rows that a lookup waits for, or None: the next chunk."""
+        with self._changed:
+            while True:
+                self._settle()
+                if self._wishes:
+                    return self._wishes[0]
+                rest_s = self._due_s - time.monotonic()
+                if self._urgent or rest_s <= 0:
+                    return None
+                self._changed.wait(rest_s)
+
+    def _settle(self) -> None:
+        """Waits while this rank is between `prepared` and `committed`; with `_changed` held."""
+        while self._is_paused and not self._is_closing:
+            self._changed.wait()
+        if self._is_closing:
+            raise _Closed
+
+    def _hottest(self) -> list[int]:
+        with self._changed:
+            urgent = [table for table in self._urgent if table is not None]
+            return [*urgent, *(table for table, _ in self._waited_for.most_common())]
+
+    def _meet(self, wish: _Wish) -> None:
+        """Brings rows that a lookup waits for, or some of them."""
+        width = self._memory.space.named[wish.table].layout.record_words
+        step = max(1, CHUNK_WORDS // width)
+        for block, ids, offsets in self._missing.place(wish.table, self._missing.lacks(wish.table, wish.ids)):
+            for at in range(0, len(ids), step):
+                store = partial(self._missing.store_rows_, wish.table, ids[at : at + step])
+                if not self._take(block, offsets[at : at + step], width, store):
+                    return
+        with self._changed:
+            self._wishes.remove(wish)
+            wish.is_met = True
+            self._changed.notify_all()
+
+    def _bring(self, chunk: Chunk) -> None:
+        """Brings a chunk, and says when the next one is due."""
+        began_s, size = time.monotonic(), chunk.stop - chunk.start
+
+        def store(words: Words) -> int:
+            if chunk.is_parity:
+                return self._missing.store_parity_(chunk.stripe_class, chunk.start, words.reshape(-1))
+            return self._missing.store_span_(chunk.block, chunk.start, words.reshape(-1))
+
+        self._take(chunk.block, np.array([chunk.start]), size, store)
+        self._due_s = began_s + turn_s(self._sources.spent_s * self._streams, size * WORD_BYTES)
+
+    def _take(self, block: int, offsets: Ids, width: int, store: Callable[[Words], int]) -> bool:
+        """Asks for runs of a block, and stores the answer; False if it is gone, or has come too late."""
+        with self._changed:
+            self._settle()
+            of, pauses = self._memory.committed, self._pauses
+        words = self._sources.fetch(block, offsets, width, of)
+        with self._changed:
+            if words is None:
+                self._gone_s = min(max(_GONE_S, 2 * self._gone_s), _LONGEST_GONE_S)
+                self._changed.wait(self._gone_s)
+                return False
+            self._gone_s = 0.0
+            if pauses != self._pauses:
+                return False
+            self._stored_bytes += store(words)
+            self._changed.notify_all()
+            return True
+
+
+def turn_s(spent_s: float, size_bytes: int) -> float:
+    """Seconds from one chunk of the stream to the next, so that neither `SHARE` nor the floor is broken.
+
+    Args:
+        spent_s: processor time of the chunk, of the rank that spent most.
+        size_bytes: size of the chunk.
+    """
+    return min(spent_s / SHARE, size_bytes / FLOOR_BYTES_PER_S)
