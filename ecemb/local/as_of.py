@@ -97,8 +97,7 @@ class AsOf:
             first_rows = froms // record
             rows = _united(first_rows, -(-tos // record))
             records = np.empty((len(rows), record), np.uint64)
-            if not self._gather(index, rows, of, records):
-                return False
+            self._gather(index, rows, of, records)
             words = records.reshape(-1)  # the rows of a run are neighbours here as well
             at = (np.searchsorted(rows, first_rows) - first_rows) * record + froms
             whole = tos - froms == width
@@ -112,30 +111,24 @@ class AsOf:
                 run, size = here[one], tos[one] - froms[one]
                 start = base + froms[one] - begins[run]
                 out[run, start : start + size] = words[at[one] : at[one] + size]
-        return self._memory.committed <= of
+        return self._memory.committed <= of  # or a journal that was read may have been armed again
 
-    def _gather(self, index: int, rows: Ids, of: int, out: Words) -> bool:
-        """Copies records of a table as of a transaction.
+    def _gather(self, index: int, rows: Ids, of: int, out: Words) -> None:
+        """Copies records of a table as of a transaction, if no later one is committed meanwhile.
 
         Args:
             index: of the table in the space.
             rows: int64 [m], ascending, distinct.
             of: the transaction.
             out: uint64 [m, record_words], overwritten.
-
-        Returns:
-            Whether this rank still has them: it has committed no later transaction.
         """
         memory, table = self._memory, self._memory.space.tables[index]
         step = max(1, _PART_WORDS // table.layout.record_words)
         for at in range(0, len(rows), step):
             some, records = rows[at : at + step], out[at : at + step]
             with memory.rows_lock:
-                if memory.committed > of:
-                    return False
                 table.gather(some, records)
                 self._correct(index, some, of, records)
-        return True
 
     def _correct(self, index: int, rows: Ids, of: int, records: Words) -> None:
         """Overwrites the records of rows that later transactions may have changed, with those they saved.

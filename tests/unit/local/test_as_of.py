@@ -226,3 +226,24 @@ def test_what_a_rank_does_not_have(tmp_path: Path, seed: int) -> None:
                 AsOf(memory).read(c, block, np.array(offsets), width, 0, out)
             assert (out == 7).all()
         assert AsOf(memory).read(own, 0, np.empty(0, np.int64), 3, 0, np.empty((0, 3), np.uint64))
+
+
+def test_rows_are_undone_under_the_lock(tmp_path: Path, seed: int) -> None:
+    """Else a row could be put back while it is read."""
+    job = grouped(3, 2, 3, random.Random(seed))
+    with trained(tmp_path, job) as (memories, truth):
+        ranks, memory = Ranks(job, memories, UNTIL, truth=truth), memories[0]
+        scatter, held = Table.scatter_, list[bool]()
+
+        def noting(self: Table, *arguments: Any) -> None:
+            held.append(memory.rows_lock.locked())
+            scatter(self, *arguments)
+
+        with mock.patch.object(Table, "scatter_", noting):
+            for undo in (memory.journal.undo_step, lambda: memory.undo(0)):
+                memory.arm(1)
+                memory.capture_rank_state()
+                list(ranks.body(0, 1))
+                undo()
+                ranks.check(0, 0)
+        assert len(held) > 1 and all(held)
