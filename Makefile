@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast test-long docs site pages package model failures moves kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast test-long docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -88,6 +88,9 @@ soak: $(READY)  ## random kills every few seconds, for MINUTES=15
 
 moves: $(READY)  ## a second failure in each stage of a move to another number of ranks (15 minutes)
 	$(BIN)/python tests/failures/moves.py $(ARGS)
+
+rebuilds: $(READY)  ## a failure in each phase of a rebuild beside training (20 minutes)
+	$(BIN)/python tests/failures/rebuilds.py $(ARGS)
 
 hunt: $(READY)  ## kill all that a warm start has, at 200 random moments (ARGS="--kills 200")
 	$(BIN)/python tests/failures hunt $(ARGS)

@@ -54,6 +54,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "publish": ("bench/questions/publish", *_FOLLOWER),
     "quality": ("bench/questions/quality", _CLICKS, "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
+    "rebuild": ("bench/questions/rebuild", "bench/questions/recovery", *_WARM),
     "recovery": ("bench/questions/recovery", *_WARM),
     "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
     "simulate": (

@@ -48,6 +48,16 @@ PHASES = {
     "commit": "step",
     "aborting": "step",  # undoing a step that somebody voted against
     "undoing a failed step": "step",
+    "waiting for rows": "rebuild",  # beside training
+    "storing rows": "rebuild",
+    "storing neighbouring rows": "rebuild",
+    "storing parity": "rebuild",
+    "pausing": "rebuild",
+    "resuming": "rebuild",
+    "waiting for all": "rebuild",
+    "going whole": "rebuild",
+    "answering": "rebuild",
+    "ending the rebuild": "rebuild",
     "closing": "end",
     "after closing": "end",
 }
@@ -55,10 +65,11 @@ NAMES = tuple(PHASES)
 BESIDE = ("delta", "exchange", "prepare", "agreement", "apply", "commit")
 """With overlap, what a thread of its own does while the main thread is in the next step."""
 STARTING = ("start", "fresh start", "recovery")
+REBUILD = "rebuild"
 
 _WORDS = (
     *("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost", "fell"),
-    *("fell_ns", "resumed", "committed", "went_on_ns"),
+    *("fell_ns", "resumed", "committed", "went_on_ns", "whole"),
 )
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
 _SIZE_BYTES = 4096
@@ -70,14 +81,14 @@ AWAY = ".away"  # the suffix of an arena that was put aside
 class Board:
     """One worker's board. Words are integers, -1 while they have no value; texts are short.
 
-    Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job;
-    `rank`, the logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines
-    of code run in that phase; `event`, which of the run's events ended it; `lost`, 1 if its memory
-    went with it, 0 if not, 2 if it was not killed but raised, 3 if torchrun was killed; `fell`, the
-    phase it was in then, and `fell_ns` when; `resumed`, the step at which it went on after its start;
-    `committed`, steps that it knows to be committed; `went_on_ns`, when it committed its first step in
-    this start, or found the job finished. Times are of one monotonic clock. Texts: `place`, the line at
-    which it ended itself; `arena`, its file.
+    Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job; `rank`, the
+    logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines of code run in that
+    phase; `event`, which of the run's events ended it; `lost`, 1 if its memory went with it, 0 if not, 2 if
+    it was not killed but raised, 3 if torchrun was killed; `fell`, the phase it was in then, and `fell_ns`
+    when; `resumed`, the step at which it went on after its start; `committed`, steps that it knows to be
+    committed; `went_on_ns`, when it committed its first step in this start, or found the job finished;
+    `whole`, 1 when it has heard that no rank lacks anything. Times are of one monotonic clock. Texts:
+    `place`, the line at which it ended itself; `arena`, its file.
     """
 
     def __init__(self, path: Path) -> None:

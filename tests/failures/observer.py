@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import ecemb
+from failures.board import Board
 
 SOAK_TIMEOUT_S = 20.0  # after which a rank that was stopped counts as dead
 LOOK_AFTER = 20  # steps of a start
@@ -21,10 +22,11 @@ class Observer:
     Args:
         folder: the run's: samples go there, and word of the end comes from there.
         start: number of this start of the job.
+        board: the worker's.
     """
 
-    def __init__(self, folder: Path, start: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, start: int, board: Board) -> None:
+        self._folder, self._board = folder, board
         self._start = start
         self._stop = folder / "stop"
         self._steps = 0
@@ -37,6 +39,7 @@ class Observer:
         """After a step, scrub now and then; after some steps, look."""
         if guard.next_step != step + 1:
             return  # the step begins
+        self._board.set("whole", int(guard._background.is_over))
         if step % SCRUB_EVERY == SCRUB_EVERY - 1:
             report = guard.scrub(SCRUBBED)
             if report.wrong_words:

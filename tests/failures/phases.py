@@ -34,12 +34,12 @@ from ecemb import guard, protection
 from ecemb.arena import arena
 from ecemb.group import rendezvous
 from ecemb.kernels.cpu import Cpu
-from ecemb.local import journal, rank_memory
-from ecemb.recovery import execute, parity_check, rebuild
+from ecemb.local import as_of, journal, rank_memory
+from ecemb.recovery import background, execute, missing, parity_check, rebuild, sources, stream
 from ecemb.startup import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
-from failures.board import BESIDE, PHASES, STARTING, Board, fell_together, memory_of
+from failures.board import BESIDE, PHASES, REBUILD, STARTING, Board, fell_together, memory_of
 from failures.plan import TIMED_STEPS, Exact, Plan, Refused, Timed
 
 # The environment's variables that name the run's folder, the first start of this torchrun, and where
@@ -48,6 +48,8 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
+
+NEVER_S = 1e6  # from one chunk of the background stream to the next
 
 HOLD_S = 240.0  # at most: until all victims are there, or until whoever is held is killed
 _POLL_S = 0.002
@@ -58,6 +60,8 @@ _KERNELS = str(Path(ecemb.__file__).with_name("kernels"))  # torn by halves inst
 _ONCE = (
     *("status", "exchange", "prepare", "agreement", "apply", "commit", "aborting", "undoing a failed step"),
     "closing",
+    "going whole",
+    "ending the rebuild",
 )
 _PARTS = {
     "agree": "agreement",
@@ -157,7 +161,7 @@ class Worker:
         finally:
             course.phases.pop()
             self.board.phase = course.phases[-1]
-            if self.main.step is None:
+            if course is self.main and course.step is None:
                 self.save("start", course.lines, course.calls)
 
     def leave(self) -> None:
@@ -223,10 +227,17 @@ class Worker:
         with self.during("commit"):
             yield
 
+    def join(self) -> None:
+        """A thread of a rebuild beside training does something that counts."""
+        if self.board and threading.get_ident() not in self._courses:
+            self._courses[threading.get_ident()] = Course("between steps")
+            if self.counts:
+                sys.settrace(self._call)
+
     def _begin(self, course: Course, step: int) -> None:
         event = self.event
         if event is not None and self._is_first() and self._where() is course:
-            if event.step is None and PHASES[event.phase] != "end":
+            if event.step is None and PHASES[event.phase] not in ("end", REBUILD):
                 self.die(f"{event.phase!r} had fewer lines")
             ran = (course.calls if event.torn else course.lines)[event.phase]
             if event.step is not None and event.step <= (-1 if course.step is None else course.step) and ran:
@@ -335,8 +346,10 @@ class Worker:
             and self._where() is course
         )
 
-    def _where(self) -> Course:
-        """The course that the event comes to."""
+    def _where(self) -> Course | None:
+        """The course that the event comes to; of a rebuild beside training, any."""
+        if PHASES[self.event.phase] == REBUILD:
+            return self.course
         return self.beside if self.plan.setting.overlap and self.event.phase in BESIDE else self.main
 
     def _is_first(self) -> bool:
@@ -358,6 +371,8 @@ def install() -> Worker:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)
     _watch_steps(worker)
+    if worker.plan.setting.background:
+        _watch_rebuild(worker)
     _watch_kernels(worker)
     worker.trace()
     return worker
@@ -473,6 +488,35 @@ def _watch_steps(worker: Worker) -> None:
     around(torch.Tensor, "backward", "backward")
     for optimizer in (*guard_optimizers(), torch.optim.Adam):
         _wrap(optimizer, "step", stepped)
+
+
+def _watch_rebuild(worker: Worker) -> None:
+    """Beside training. Rows come only when they are waited for: else all come before the first step ends."""
+
+    def around(owner: Any, name: str, phase: str) -> None:
+        def joined(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            worker.join()
+            with worker.during(phase):
+                return function(*args, **kwargs)
+
+        _wrap(owner, name, joined)
+
+    missing.CHUNK_WORDS = sources.CHUNK_WORDS = stream.CHUNK_WORDS = CHUNK_WORDS
+    stream.turn_s = lambda *_: NEVER_S
+    os.environ[background.POISON] = "1"
+    for name, phase in {
+        "ensure": "waiting for rows",
+        "ensure_all": "waiting for all",
+        "pause": "pausing",
+        "resume": "resuming",
+        "end": "ending the rebuild",
+    }.items():
+        around(background.Background, name, phase)
+    around(background, "_tell_whole", "going whole")
+    around(missing.Missing, "store_rows_", "storing rows")
+    around(missing.Missing, "store_span_", "storing neighbouring rows")
+    around(missing.Missing, "store_parity_", "storing parity")
+    around(as_of.AsOf, "read", "answering")
 
 
 def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:

@@ -19,7 +19,7 @@ TIMED_STEPS = 8  # within so many all deaths that come from outside have come
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained. Runs of equal settings end with equal bits, whatever `workers` to `fabric` are.
+    """What is trained. Runs that differ in `workers` to `fabric` and `background` alone end with equal bits.
 
     Attributes:
         ranks: number of ranks.
@@ -34,6 +34,8 @@ class Setting:
         apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
         fabric: whether deltas go through a device's memory, over a group of their own.
         abortable: whether steps can be aborted; then some are, which changes what is trained.
+        background: training goes on while lost memory is rebuilt. Rows then come when they are looked up, and
+            the rest after this number of steps at most; 0: training waits.
     """
 
     ranks: int
@@ -48,12 +50,19 @@ class Setting:
     apart: bool = False
     fabric: bool = False
     abortable: bool = True
+    background: int = 0
 
     @property
     def plain(self) -> Setting:
         """What runs with equal ends have in common."""
         return dataclasses.replace(
-            self, workers=0, window=1, overlap=False, apart=self.device != "cpu", fabric=False
+            self,
+            workers=0,
+            window=1,
+            overlap=False,
+            apart=self.device != "cpu",
+            fabric=False,
+            background=0,
         )
 
     @property
@@ -68,6 +77,7 @@ class Setting:
         options += ", overlap" if self.overlap else ""
         options += ", images" if self.apart else ""
         options += ", fabric" if self.fabric else ""
+        options += ", background" if self.background else ""
         options += "" if self.abortable else ", not abortable"
         return f"code ({self.n}, {self.k}){options}" + (f", {self.device}" if self.device != "cpu" else "")
 
@@ -148,7 +158,9 @@ class Refused:
 
 
 Event = Exact | Timed | Refused
-Sabotage = Literal["undo", "redo", "generators", "replicated", "rebuild", "agreement", "journal", "inbox"]
+Sabotage = Literal[
+    "undo", "redo", "generators", "replicated", "rebuild", "agreement", "journal", "inbox", "waiting"
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from ecemb.local.journal import RowJournal
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import execute
+from ecemb.recovery.background import Background
 from ecemb.state.rank_state import RankState
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
@@ -37,6 +38,7 @@ def install(part: Sabotage) -> None:
         "generators": _no_generators,
         "replicated": _no_replicated,
         "rebuild": _no_rebuild,
+        "waiting": _no_waiting,
     }[part]()
 
 
@@ -75,6 +77,10 @@ def _no_replicated() -> None:
 def _no_rebuild() -> None:
     execute.rebuild_lost = lambda *args: 0
     execute._verify = lambda *args: None
+
+
+def _no_waiting() -> None:
+    Background.ensure = lambda self, table, ids: None
 
 
 def no_agreement() -> list[Patch]:

@@ -30,6 +30,8 @@ from failures.plan import Plan, Setting, Timed, Victim
 SOAKED = Setting(6, 6, 4, "Adagrad", steps=10**7)
 IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True, abortable=False)
 """With fewer exchanges; a failure takes back steps."""
+WHOLE_STEPS = 25
+"""A rebuild beside training is over after this number of steps, at most."""
 MARGIN_STEPS = 500  # from the furthest step seen to the last one: nobody has passed that when it is fixed
 TRAINING_S = (0.3, 3.0)  # from the first step of a start to the kill
 STARTING_S = 0.5  # from a phase of a start to the kill, at most
@@ -54,6 +56,7 @@ class Soak(Job):
         self._events: dict[int, Timed] = {}
         self._kinds: dict[int, str] = {}
         self._lost: set[int] = set()  # ranks whose memory may be gone when the next start begins
+        self._lost_last: set[int] = set()  # in the last event
         self._stopped: tuple[Board, float] | None = None
         self._until = time.monotonic() + seconds
         self.steps = -1
@@ -79,6 +82,9 @@ class Soak(Job):
 
     def event(self, start: int, boards: list[Board]) -> Timed | None:
         if start not in self._events and self.steps < 0:
+            before = (board for board in self._boards.values() if board.get("start") == start - 1)
+            if any(board.get("whole") == 1 for board in before):  # then the last event came
+                self._lost = set(self._lost_last)
             self._kinds[start] = self._random.choices(list(KINDS), list(KINDS.values()))[0]
             self._events[start] = self._draw(self._kinds[start])
         return self._events.get(start) if self.steps < 0 else None
@@ -95,16 +101,18 @@ class Soak(Job):
 
     def _draw(self, kind: str) -> Timed:
         starting = kind == "while starting"
-        if not starting:  # training has begun, so what was lost is rebuilt
+        if not (starting or self._setting.background):  # training has begun, so what was lost is rebuilt
             self._lost = set()
         ranks, r = self._setting.ranks, self._setting.tolerated
         count = 1 if kind == "stopped" else self._random.randint(1, r)
         losing = kind == "memory" or (kind in ("while starting", "torchrun") and self._random.random() < 0.5)
         victims: list[Victim] = []
+        self._lost_last = set()
         for rank in self._random.sample(range(ranks), count):
             lost = losing and len(self._lost | {rank}) <= r
             if lost:
                 self._lost.add(rank)
+                self._lost_last.add(rank)
             victims.append(Victim(rank, lost))
         phases = [phase for phase, group in PHASES.items() if group in STARTING]
         if starting:
@@ -173,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--windows", action="store_true", help="train in windows, with overlap and without aborts"
     )
+    parser.add_argument("--background", action="store_true", help="train on while what was lost is rebuilt")
     parser.add_argument(
         "--start", choices=("warm", "forked"), default="warm", help="by ecemb-run, or from torchrun's agent"
     )
@@ -184,6 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed: {seed} (repeat with --seed {seed})", flush=True)
     here = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")}
     setting = IN_WINDOWS if args.windows else SOAKED
+    setting = dataclasses.replace(setting, background=WHOLE_STEPS if args.background else 0)
     job = Soak(seed, 60 * args.minutes, setting, warm=args.start == "warm")
     outcome = follow(job)
     left = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")} - here

@@ -157,6 +157,7 @@ def train(
         failure_domain=failure_domain,
         parity_backend="nccl" if setting.fabric else "gloo",
         resume=checkpoints,
+        rebuild="background" if setting.background else "blocking",
     )
     data = batches(setting, rank, guard.next_step)
     probe = torch.arange(0, USERS, 10, device=device)[:, None]
@@ -164,6 +165,8 @@ def train(
     for number in range(guard.next_step, setting.steps):
         if ends(number):
             break
+        if setting.background and number % setting.background == 0:
+            scrub(guard)
         with guard.step() as step:
             say(guard, step.number)
             sparse.zero_grad()
@@ -202,12 +205,25 @@ def train(
             with torch.no_grad():  # a look at the model between steps
                 model.users(probe)
 
+    if setting.background:
+        scrub(guard)
     final = {**digests(model, sparse, dense), **own_digests(schedule, progress), **parity(guard)}
     path = results / f"{rank}.json"
     path.with_suffix(".new").write_text(json.dumps(final, indent=1, sort_keys=True))
     path.with_suffix(".new").rename(path)
     guard.close()
     dist.destroy_process_group()
+
+
+def scrub(guard: ecemb.Guard) -> None:
+    """Waits until no rank lacks anything, and compares all of it. All ranks.
+
+    Raises:
+        RuntimeError: Rows don't fit their parity.
+    """
+    report = guard.scrub()
+    if report.wrong_words:
+        raise RuntimeError(f"rows don't fit their parity: {report}")
 
 
 def digest(value: object) -> str:
@@ -283,7 +299,7 @@ def main() -> None:
     arguments = Plan.read(folder / "plan.json").setting, folder / "results", os.environ[phases.ARENAS]
     try:
         if worker.plan.soak:
-            observer = Observer(folder, worker.start)
+            observer = Observer(folder, worker.start, worker.board)
             train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=observer.look, ends=observer.ends)
         elif worker.plan.saves:
             train(*arguments, checkpoints=folder / "checkpoints", saves=worker.plan.saves)

@@ -50,6 +50,25 @@ def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
     assert check(tmp_path, setting, (process, memory)) == ["fresh 0", "process 1", "memory 4 0 3"]
 
 
+@pytest.mark.long
+def test_every_sharding_type_trains_on_while_lost_ranks_are_rebuilt(tmp_path: Path) -> None:
+    """Rows that a lookup needs come first; with NaN in the place of the others, that shows."""
+    tables = (*every_table(*KILLED["plain"]), *varied_tables("weighted", "processed"))
+    setting = Setting(tables, steps=11, aborts=(3,), rebuild="background")
+    kills = (Kill(1, (0, 3), "body", wipe=True), Kill(5, (2,), "backward", part=0.5, wipe=True))
+    more = (Kill(6, (1,), "body"), Kill(9, (1, 2), "body", wipe=True))
+    found = ["fresh 0", "memory 1 0 3", "memory 5 2", "memory 6 2", "memory 9 1 2"]
+    assert check(tmp_path, setting, (*kills, *more)) == found
+
+
+@pytest.mark.long
+def test_managed_collisions_train_on_while_lost_ranks_are_rebuilt(tmp_path: Path) -> None:
+    """Their tables come before the first step, since their lookups can't be announced."""
+    setting = Setting(varied_tables(*KILLED["managed"]), steps=7, rebuild="background")
+    kills = (Kill(2, (0, 3), "body", wipe=True), Kill(5, (1,), "body", wipe=True))
+    assert check(tmp_path, setting, kills) == ["fresh 0", "memory 2 0 3", "memory 5 1"]
+
+
 R1, R2 = (4, 3), (4, 2)
 CODES = [pytest.param(R1, id="r = 1", marks=pytest.mark.long), pytest.param(R2, id="r = 2")]
 

@@ -41,6 +41,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 import ecemb  # noqa: E402
 from ecemb.adapters import engine  # noqa: E402
 from ecemb.arena.scan import arenas  # noqa: E402
+from ecemb.recovery import background, stream  # noqa: E402
+from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
 from support.torchrec.stand_ins import collection_on_cpus, hash_on_cpus  # noqa: E402
 from support.torchrec.trained_model import (  # noqa: E402
     HASHED,
@@ -292,6 +294,9 @@ def main() -> None:
     training = Training(setting)
     steps = setting["steps"]
     if setting["protected"]:
+        if setting["rebuild"] == "background":  # of rows that are not waited for, only the first few come
+            stream.turn_s = lambda *_: 1e6
+            os.environ[background.POISON] = "1"
         n, k = setting["code"]
         engine._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
         killers: list[Killer] = []
@@ -303,6 +308,7 @@ def main() -> None:
             failure_domain="rank",
             abortable=bool(setting["aborts"]),
             resume=setting["resume"] or None,
+            rebuild=setting["rebuild"],
         )
         with (folder / f"recoveries.{training.rank}").open("a") as file:
             print(guard.recovery.kind, guard.next_step, *sorted(guard.recovery.lost), file=file)
@@ -311,6 +317,8 @@ def main() -> None:
         training.synced = lambda: killer.reach("synced")
         batches = training.batches(range(guard.next_step, steps))
         for step in range(guard.next_step, steps):
+            if setting["rebuild"] == "background" and step % WHOLE_EVERY == 0:
+                guard.scrub()
             with guard.step() as one:
                 killer.step = one.number
                 training.run(step, batches)

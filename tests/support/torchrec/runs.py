@@ -52,6 +52,7 @@ KILLED = {
 """The kinds of collections in each test of tests/scenarios/test_torchrec_kills.py."""
 OPTIMIZERS = ("sgd", "rowwise-adagrad", "adagrad", "averaging")
 DTYPES = ("fp32", "fp16")
+WHOLE_EVERY = 4
 
 
 MEETING = ("body", "evicted", "synced")
@@ -96,6 +97,8 @@ class Setting:
         groups: of ranks, each with all tables; a DMPCollection averages them in each second step.
         save: the step after which a checkpoint is saved, to saved/ in the folder of the run.
         resume: the checkpoint that a protected run begins from.
+        rebuild: whether training waits for lost rows, as `ecemb.protect` takes it; if it doesn't, they come
+            when they are looked up, and the others every `WHOLE_EVERY` steps.
     """
 
     tables: tuple[str, ...]
@@ -110,6 +113,7 @@ class Setting:
     groups: int = 1
     save: int = -1
     resume: str = ""
+    rebuild: str = "blocking"
     kills: tuple[Kill, ...] = ()
     protected: bool = False
     job: str = "torchrec-kills"

@@ -1,0 +1,210 @@
+"""How soon does training go on when memory was lost, and how fast, if the rebuild goes on beside it?
+
+One of four ranks is killed with its memory in the middle of a step, under stock torchrun, which starts all
+ranks again, by `ecemb-run`. The script is that of the question `recovery`, with `rebuild="blocking"` or
+`"background"`: `rebuild` says which, and `table_bytes` is weights and optimizer state of a rank.
+
+- `kill_to_step_s`: from the kill to the end of the first step of all ranks.
+- `time_to_full_protection_s`: from the kill until no rank lacks anything, so that memory may be lost again:
+  as ranks hear it between two steps, or before the first one, if all was rebuilt by then.
+- `steps_while_rebuilding`: steps that ended before that.
+- `throughput_while_rebuilding`: those in a second, without the first one, over steps in a second after it;
+  only where they are at least `LEAST_STEPS`.
+- `waited_for_rows_s`: in which the replacement rank waited for rows that a batch needs.
+
+Ranks share one machine, and so do the rebuild and the steps beside it. In the end every rank's tables and
+dense parameters have to be those of an undisturbed run of as many steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.result import Arguments, Row, WrongResult, by_metric, summary
+from bench.harness.torchrun import Torchrun
+from bench.questions.rebuild.rank import Order
+from bench.questions.recovery.question import MIB, RANKS, Observer
+from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
+from ecemb.coding.code import Code
+
+BLOCKING, BACKGROUND = "blocking", "background"
+VICTIM = 1
+CODE = Code(4, 3)
+LEAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        table_bytes: A rank's tables; one after the other.
+        kills: In a launch of each kind, and launches of each kind, taking turns.
+        steps: Of each life, once no rank lacks anything.
+        batch: Samples that a rank takes in a step.
+        code: Of the parity.
+        arena_dir: Where arenas lie.
+        timeout_s: Of one launch.
+    """
+
+    table_bytes: tuple[int, ...] = (256 * MIB, 1024 * MIB, 2048 * MIB)
+    kills: int = 3
+    launches: int = 2
+    steps: int = 60
+    batch: int = 256
+    code: Code = CODE
+    arena_dir: str = "/dev/shm"
+    timeout_s: float = 900.0
+
+
+FULL = Scale()
+QUICK = dataclasses.replace(FULL, table_bytes=(8 * MIB,), kills=1, launches=1, steps=8)
+
+
+@dataclass(frozen=True)
+class Life:
+    """One restart.
+
+    Attributes:
+        killed_at: When the victim was killed; like all moments, on time.monotonic().
+        told: What each rank reported before the life's last step.
+    """
+
+    killed_at: float
+    told: Sequence[Mapping[str, Any]]
+
+    @property
+    def to_step_s(self) -> float:
+        return max(one["ends"][0] for one in self.told) - self.killed_at
+
+    @property
+    def to_whole_s(self) -> float:
+        return max(one["whole_at"] for one in self.told) - self.killed_at
+
+    @property
+    def steps_beside(self) -> int:
+        """Steps that ended while a rank lacked something; the same on all ranks."""
+        return self.told[0]["whole_before"]
+
+    @property
+    def throughput(self) -> float | None:
+        """Steps in a second while a rank was rebuilt, over those after it; None if these are too few."""
+        ends, count = self.told[0]["ends"], self.steps_beside
+        if count < LEAST_STEPS or len(ends) - count < LEAST_STEPS:
+            return None
+        beside = (count - 1) / (ends[count - 1] - ends[0])
+        after = (len(ends) - 1 - count) / (ends[-1] - ends[count])
+        return beside / after
+
+
+def run(arguments: Arguments) -> list[Row]:
+    """Answers the question; the metrics are in the module's docstring."""
+    scale = QUICK if arguments.quick else FULL
+    rows: list[Row] = []
+    for size in scale.table_bytes:
+        lives: dict[str, list[Life]] = {BLOCKING: [], BACKGROUND: []}
+        for _ in range(scale.launches):
+            for rebuild, found in lives.items():
+                found += launch(scale, size, rebuild, arguments.seed)
+        for rebuild, found in lives.items():
+            rows += rows_of(scale, size, rebuild, found)
+    return by_metric(rows)
+
+
+def launch(scale: Scale, size: int, rebuild: str, seed: int) -> list[Life]:
+    """Kills a rank, time and again, and compares the end with that of an undisturbed training.
+
+    Raises:
+        WrongResult: It ended with other bytes, or something else was recovered than was lost.
+        LaunchFailed: torchrun did.
+    """
+    lives, steps, digests = trained(scale, size, rebuild, scale.kills, scale.steps, seed)
+    check(lives)
+    _, _, expected = trained(scale, size, rebuild, 0, steps, seed)
+    if digests != expected:
+        ranks = [rank for rank, pair in enumerate(zip(digests, expected, strict=True)) if len(set(pair)) > 1]
+        raise WrongResult(f"ranks {ranks} ended with other bytes than without a kill")
+    return lives
+
+
+def trained(
+    scale: Scale, size: int, rebuild: str, kills: int, steps: int, seed: int
+) -> tuple[list[Life], int, list[str]]:
+    """One launch of torchrun: its restarts, all its steps, and the digests that the ranks ended with."""
+    with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
+        order = Order(
+            method=PROTECTED,
+            folder=folder,
+            job=f"bench-rebuild-{secrets.token_hex(4)}",
+            arena_dir=scale.arena_dir,
+            n=scale.code.n,
+            k=scale.code.k,
+            rows=size // RECORD_BYTES,
+            batch=scale.batch,
+            steps=steps,
+            kills=kills,
+            victims=(VICTIM,),
+            with_memory=True,
+            seed=seed,
+            timeout_s=scale.timeout_s,
+            rebuild=rebuild,
+        )
+        with (
+            order.leaving_nothing(),
+            Torchrun(
+                RANKS,
+                kills,
+                "bench.questions.rebuild.rank",
+                str(order.write()),
+                folder=Path(folder),
+                name=rebuild,
+                timeout_s=scale.timeout_s,
+                warm=True,
+            ) as torchrun,
+        ):
+            observer = Observer(order, torchrun)
+            restarts = [observer.restart(life) for life in range(kills)]
+            torchrun.wait()
+            ended = observer.all(kills, "end.{}")
+            lives = [Life(one.killed_at, one.told) for one in restarts]
+            return lives, ended[0]["steps"], [one["digest"] for one in ended]
+
+
+def check(lives: Sequence[Life]) -> None:
+    """Compares recoveries with what was lost.
+
+    Raises:
+        WrongResult: It isn't that.
+    """
+    for life in lives:
+        for rank, one in enumerate(life.told):
+            if (one["kind"], one["lost"]) != ("memory", [VICTIM]):
+                raise WrongResult(
+                    f"rank {rank}: a recovery of kind {one['kind']} of ranks {one['lost']}, and not of kind "
+                    f"memory of ranks {[VICTIM]}"
+                )
+
+
+def rows_of(scale: Scale, size: int, rebuild: str, lives: Sequence[Life]) -> list[Row]:
+    """Returns the rows of the restarts of one kind."""
+    code = f"({scale.code.n}, {scale.code.k})"
+    labels = {"rebuild": rebuild, "code": code, "table_bytes": size}
+    rows = [
+        summary("kill_to_step_s", "s", [life.to_step_s for life in lives], **labels),
+        summary("time_to_full_protection_s", "s", [life.to_whole_s for life in lives], **labels),
+    ]
+    if rebuild == BACKGROUND:
+        beside = [float(life.steps_beside) for life in lives]
+        waited = [max(one["waited_s"] for one in life.told) for life in lives]
+        rows.append(summary("steps_while_rebuilding", "steps", beside, **labels))
+        rows.append(summary("waited_for_rows_s", "s", waited, **labels))
+        ratios = [ratio for life in lives if (ratio := life.throughput) is not None]
+        if ratios:
+            rows.append(summary("throughput_while_rebuilding", "ratio", ratios, **labels))
+    return rows

@@ -1,0 +1,98 @@
+"""One rank whose memory, or a peer's, is rebuilt before training goes on, or beside it.
+
+Marks, kills and files are those of `bench.questions.recovery.rank`. A life ends, by a kill or as the last
+one, some steps after no rank lacks anything: all ranks hear that in the same step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench.questions.recovery.rank import Bags, digest, process_began
+from bench.questions.recovery.rank import Order as RecoveryOrder
+
+
+@dataclass(frozen=True)
+class Order(RecoveryOrder):
+    """What the ranks are to do.
+
+    Attributes:
+        steps: Of each life, once no rank lacks anything.
+        rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
+    """
+
+    rebuild: str = "blocking"
+
+
+def main(path: str) -> None:
+    """Trains as the order in the file `path` says."""
+    marks = {"process": process_began(), "interpreter": time.monotonic()}
+    order = Order.read(path)
+    import torch
+
+    import ecemb
+
+    ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
+    Rebuilt(order, marks).run()
+    torch.distributed.destroy_process_group()
+
+
+class Rebuilt(Bags):
+    """The model of the question `recovery`."""
+
+    order: Order
+
+    def run(self) -> None:
+        """One life of the job."""
+        import ecemb
+
+        self.build()
+        model, optimizers = self.protected()
+        code = ecemb.Code(n=self.order.n, k=self.order.k)
+        self.guard = guard = ecemb.protect(
+            model, optimizers=optimizers, code=code, failure_domain="rank", rebuild=self.order.rebuild
+        )
+        last = self.life == self.order.kills
+        ends: list[float] = []
+        whole_at, whole_before = 0.0, 0  # when all was there, and how many steps had ended before
+        left = self.order.steps
+        while left:
+            if not whole_at and guard._background.is_over:
+                whole_at, whole_before = time.monotonic(), len(ends)
+            left -= bool(whole_at)
+            if not left:
+                self._leave(ends, whole_at, whole_before)
+            self._step(guard.next_step, dies=not left and not last)
+            ends.append(time.monotonic())
+        self.order.leave(
+            self.life, f"end.{self.rank}", {"digest": digest(self.tensors()), "steps": guard.next_step}
+        )
+        guard.close()
+
+    def _leave(self, ends: list[float], whole_at: float, whole_before: int) -> None:
+        """Before the last step of a life, which may be the process's end."""
+        guard: Any = self.guard
+        report = guard.recovery
+        self.order.leave(
+            self.life,
+            self.rank,
+            {
+                "pid": os.getpid(),
+                "marks": {"first step": ends[0]},
+                "kind": report.kind,
+                "lost": report.lost,
+                "step": report.step,
+                "ends": ends,
+                "whole_at": whole_at,
+                "whole_before": whole_before,
+                "waited_s": guard.stats()["rebuild"].get("waited_s", 0.0),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
