@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,23 +61,21 @@ class _Part:
     Attributes:
         bits: bool [size].
         left: number of unset bits.
-        at: from here on bits have not been handed out in this pass.
     """
 
     def __init__(self, size: int) -> None:
         self.bits: Bits = np.zeros(size, np.bool_)
-        self.left, self.at = size, 0
+        self.left, self._first = size, 0
 
-    def run(self, at: int, stop: int) -> tuple[int, int]:
-        """The first and the last unset bit of at..stop-1, as a range; empty without one."""
-        unset = np.flatnonzero(~self.bits[at:stop])
-        return (at + int(unset[0]), at + int(unset[-1]) + 1) if len(unset) else (stop, stop)
-
+    @property
     def first(self) -> int:
-        """The first unset bit from `at` on, or the number of bits."""
-        rest = self.bits[self.at :]
-        step = int(rest.argmin()) if len(rest) else 0
-        return self.at + step if len(rest) and not rest[step] else len(self.bits)
+        """The first unset bit; there is one."""
+        self._first += int(self.bits[self._first :].argmin())
+        return self._first
+
+    def end(self, at: int, stop: int) -> int:
+        """The end of the last unset bit of at..stop-1; there is one."""
+        return stop - int(self.bits[at:stop][::-1].argmin())
 
 
 class Missing:
@@ -173,8 +171,8 @@ class Missing:
     def next_chunk(self, hottest: Sequence[int] = ()) -> Chunk | None:
         """The next chunk that is not there, or not all of it.
 
-        Each call gives another one, until all have been given; then those that are still not there are given
-        again. A chunk of rows has at most `CHUNK_WORDS` words, unless it is a single row.
+        It is the same until some of it is stored. A chunk of rows has at most `CHUNK_WORDS` words, unless it
+        is a single row.
 
         Args:
             hottest: tables that come before the others. Parity comes last.
@@ -183,32 +181,26 @@ class Missing:
             The chunk; None if all is there.
         """
         with self._lock:
-            for _ in range(2):
-                if (chunk := next(self._given(hottest), None)) is not None:
-                    return chunk
-                for part in (*self._rows.values(), *self._chunks.values()):
-                    part.at = 0
+            for table in (self._space.owners[table][0] for table in hottest):
+                if table in self._rows:
+                    return self._rows_of(table)
+            for table in self._rows:
+                return self._rows_of(table)
+            for q, (c, words) in enumerate(self._parity.items()):
+                if c in self._chunks:
+                    start = self._chunks[c].first * CHUNK_WORDS
+                    block = len(self._space.bounds) - 1 + q
+                    return Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
             return None
 
-    def _given(self, hottest: Sequence[int]) -> Iterator[Chunk]:
-        owners = (self._space.owners[table][0] for table in hottest)
-        for table in dict.fromkeys((*owners, *self._rows)):
-            part = self._rows.get(table)
-            if part is not None and (at := part.first()) < len(part.bits):
-                width, base = self._space.named[table].layout.record_words, self._space.bases[table]
-                edges = self._space.edges(table)
-                block = bisect.bisect_right(edges, at) - 1
-                part.at = min(at + max(1, CHUNK_WORDS // width), edges[block + 1])
-                first, end = part.run(at, part.at)
-                skip = base - self._space.bounds[block]
-                yield Chunk(block, skip + first * width, skip + end * width, table=table)
-        for q, (c, words) in enumerate(self._parity.items()):
-            part = self._chunks.get(c)
-            if part is not None and (at := part.first()) < len(part.bits):
-                part.at = at + 1
-                start = at * CHUNK_WORDS
-                block = len(self._space.bounds) - 1 + q
-                yield Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
+    def _rows_of(self, table: int) -> Chunk:
+        """The first rows of a table that are not there."""
+        part, at = self._rows[table], self._rows[table].first
+        width, edges = self._space.named[table].layout.record_words, self._space.edges(table)
+        block = bisect.bisect_right(edges, at) - 1
+        end = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
+        skip = self._space.bases[table] - self._space.bounds[block]
+        return Chunk(block, skip + at * width, skip + end * width, table=table)
 
     def store_rows_(self, table: int, ids: Ids, records: Words) -> int:
         """Stores the rows that are not there, and says that they are.
