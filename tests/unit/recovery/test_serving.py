@@ -1,0 +1,375 @@
+"""Rows and parity that come to replacement ranks over real connections, while all ranks train."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ecemb.arena.scan import Directory
+from ecemb.errors import InconsistentArenas, PeerFailure
+from ecemb.group.collectives import Kind, Transport
+from ecemb.kernels.contract import get_kernels
+from ecemb.local.as_of import AsOf
+from ecemb.local.rank_memory import RankMemory
+from ecemb.recovery import missing, serving, sources, stream
+from ecemb.recovery.plan import RecoveryPlan, plan_recovery
+from ecemb.recovery.serving import Answer, Request, Serving
+from ecemb.recovery.stream import Arrivals
+from ecemb.state import rank_state
+from support.fork_server import fork_server
+from support.processes import DEADLINE_S, run_ranks
+from support.simulation import Job, Rank, create, job_of, parity_of
+
+Words = NDArray[np.uint64]
+Found = tuple[Words, dict[int, Words], dict[str, Any]]
+"""A rank's row space without the rank state's record; its parity; facts of the stream."""
+
+
+def opened(timeout_s: float = DEADLINE_S) -> Transport:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Transport(group, timeout_s)
+
+
+class Worker:
+    """A rank of a job that has begun, some of whose ranks then lose what they hold.
+
+    Args:
+        folder: of all ranks.
+        job: what is trained.
+        lost: the ranks that lose it.
+        timeout_s: deadline of the stream's messages.
+    """
+
+    def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
+        self.number, self.job, self.lost = dist.get_rank(), job, lost
+        self.control, self.wires = opened(), opened(timeout_s)
+        layouts, kernels = job.layouts(self.number), get_kernels("reference")
+        arena = create(
+            Directory(folder, "job", f"host{self.number}"),
+            self.number,
+            layouts,
+            job.geometry,
+            abortable=job.abortable,
+        )
+        self.memory = RankMemory(arena, layouts, job.geometry, kernels)
+        self.rank = Rank(job, self.memory, self.control)  # pyright: ignore[reportArgumentType]
+        self.rank.start(RecoveryPlan("fresh", 0, (), ()), 1)
+        self.control.barrier("the start")
+        headers = [
+            one.header
+            for rank in range(job.size)
+            if rank not in lost
+            for one in Directory(folder, "job", f"host{rank}").scan(timeout_s=0)
+            if one.header is not None
+        ]
+        self.plan = plan_recovery(headers, job.placement, started=True, opened=1)
+        self.control.barrier("the plan")
+        self.whole: list[int] = []
+        self.arrivals = self.serving = None
+        ranks = range(job.size)
+        if self.number in lost:
+            _lose(self.memory)
+            self.arrivals = Arrivals(
+                self.memory, self.wires, ranks, kernels, self.plan, lambda: self.whole.append(self.number)
+            )
+            self.arrivals.start()
+        else:
+            self.serving = Serving(self.memory, self.wires, ranks, self.plan)
+            self.serving.start()
+
+    def ensure_state(self) -> None:
+        """Waits for the rank state's record, which always has bytes."""
+        assert self.arrivals is not None
+        self.arrivals.ensure(len(self.memory.space.named) - 1, np.zeros(1, np.int64))
+
+    def follow(self) -> None:
+        """Makes a replacement rank wait for its rows, and pause, as a guard does."""
+        arrivals = self.arrivals
+        assert arrivals is not None
+        self.ensure_state()
+        self.rank.position.unpack(rank_state.read(self.memory.rank_state))
+        mark, commit, capture = self.memory.mark_prepared, self.memory.commit, self.rank.transactions.capture
+
+        def mark_prepared(transaction: int) -> None:
+            arrivals.pause()
+            mark(transaction)
+
+        def committed(transaction: int) -> None:
+            commit(transaction)
+            arrivals.resume()
+
+        def captured(table: int, ids: NDArray[np.int64]) -> None:
+            arrivals.ensure(table, ids)
+            arrivals.assert_there(table, ids)
+            capture(table, ids)
+
+        for owner, name, act in (
+            (self.memory, "mark_prepared", mark_prepared),
+            (self.memory, "commit", committed),
+            (self.rank.transactions, "capture", captured),
+        ):
+            setattr(owner, name, act)
+
+    def found(self) -> Found:
+        """What this rank has."""
+        parity = self.memory.parity
+        assert parity is not None
+        facts = {} if self.arrivals is None else self.arrivals.stats()
+        blocks = {c: words.copy() for c, (_, words) in parity.blocks.items()}
+        return self.memory.space.read(0, self.memory.space.words), blocks, facts
+
+    def close(self) -> None:
+        """Ends, when all ranks do."""
+        for one in (self.arrivals, self.serving):
+            if one is not None:
+                one.close(DEADLINE_S)
+        self.control.barrier("the end")
+        self.memory.arena.close()
+
+
+def _lose(memory: RankMemory) -> None:
+    memory.arena.region("rows")[:] = 0xFF
+    memory.arena.region("parity")[:] = 0xFF
+
+
+def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int) -> Found:
+    """Trains while what is lost comes in chunks of some words."""
+    small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, sources, stream)]
+    with small[0], small[1], small[2]:
+        worker = Worker(folder, job, lost)
+        if worker.arrivals is not None:
+            worker.follow()
+        for _ in range(steps):
+            worker.rank.step()
+        worker.rank.drain()
+        if worker.arrivals is not None:
+            worker.arrivals.ensure_all()
+            assert worker.arrivals.is_whole and worker.whole == [worker.number]
+            worker.ensure_state()
+        worker.control.barrier("all is there")
+        found = worker.found()
+        worker.close()
+        return found
+
+
+def check(job: Job, found: list[Found], transaction: int) -> None:
+    """Compares the rows with those of an undisturbed training, and parity with an oracle's."""
+    for rank, (rows, _, _) in enumerate(found):
+        expected = job.expected(rank, transaction)
+        assert np.array_equal(rows[: len(expected)], expected), f"rows of rank {rank}"
+    for c in range(job.size):
+        members = job.placement.members(c)
+        bounds = [np.cumsum([0, *job.block_words[rank]]).tolist() for rank in members]
+        data = [
+            found[rank][0][bounds[b][b] : bounds[b][b + 1]]
+            for b, rank in enumerate(members[: job.placement.k])
+        ]
+        for row, words in enumerate(parity_of(data, job.placement.n)):
+            assert np.array_equal(found[members[job.placement.k + row]][1][c], words), (
+                f"parity {row} of class {c}"
+            )
+
+
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "window"),
+    [((2, 1, 2), 3, 1), ((3, 2, 3), 1, 1), ((4, 2, 4), 7, 1), ((3, 1, 4), 1 << 17, 1), ((4, 3, 5), 2, 3)],
+)
+def test_replaced_ranks_train_with_the_rows_and_the_parity_of_all_others(
+    shape: tuple[int, int, int], words: int, window: int, tmp_path: Path, seed: int
+) -> None:
+    n, k, size = shape
+    job = job_of(n, k, size, random.Random(seed), rows=40)
+    job = dataclasses.replace(job, window=window, abortable=True, aborts=frozenset({(2, 0)}))
+    lost = tuple(sorted(random.Random(seed).sample(range(size), n - k)))
+    found = run_ranks(size, train, tmp_path, job, lost, words, STEPS)
+    check(job, found, STEPS)
+    for rank in lost:
+        facts = found[rank][2]
+        assert facts["rows_left"] == {} and facts["bytes_left"] == 0 and facts["bytes_per_s"] > 0
+        assert facts["waited_s"] > 0
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def two(seed: int, rows: int = 40) -> Job:
+    """Two ranks, of which each holds a copy of the other's rows."""
+    return job_of(2, 1, 2, random.Random(seed), rows)
+
+
+def ask_again(folder: Path, job: Job) -> int:
+    """Rank 0 is given nothing three times."""
+    answers = [False] * 3
+    read = AsOf.read
+
+    def refuses_at_first(self: AsOf, *arguments: Any) -> bool:
+        return answers.pop() if answers else read(self, *arguments)
+
+    with mock.patch.object(AsOf, "read", refuses_at_first):
+        worker = Worker(folder, job, (0,))
+        if worker.arrivals is not None:
+            worker.arrivals.ensure_all()
+            assert np.array_equal(worker.memory.space.read(0, len(job.expected(0, 0))), job.expected(0, 0))
+        worker.close()
+    return len(answers)
+
+
+def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
+    assert run_ranks(2, ask_again, tmp_path, two(seed)) == [3, 0]
+
+
+def be_silent(folder: Path, job: Job) -> str:
+    """Rank 1 never answers."""
+    with mock.patch.object(Serving, "start"):
+        worker = Worker(folder, job, (0,), 1.0)
+    raised = ""
+    if worker.arrivals is not None:
+        with pytest.raises(PeerFailure) as error:
+            worker.ensure_state()
+        assert not worker.arrivals.is_whole
+        with pytest.raises(PeerFailure):
+            worker.arrivals.ensure_all()
+        raised = str(error.value)
+    worker.control.barrier("the end")
+    return raised
+
+
+def test_a_rank_that_waits_for_rows_hears_of_a_holder_that_does_not_answer(tmp_path: Path, seed: int) -> None:
+    told, _ = run_ranks(2, be_silent, tmp_path, two(seed))
+    assert "rank 0 of 2 lost a peer in asking for block" in told
+
+
+def die_or_wait(rank: int, folder: Path, job: Job, told: Connection) -> None:
+    """Rank 1 dies when it is asked; rank 0 says how its wait ended."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with mock.patch.object(AsOf, "read", side_effect=lambda *_: os._exit(1)):
+        worker = Worker(folder, job, (0,))
+        if worker.serving is not None:
+            worker.serving.close(DEADLINE_S)
+    assert worker.arrivals is not None
+    with pytest.raises(PeerFailure) as error:
+        worker.ensure_state()
+    told.send(str(error.value))
+
+
+def test_a_rank_that_waits_for_rows_hears_of_the_death_of_a_holder(tmp_path: Path, seed: int) -> None:
+    context = fork_server()
+    here, there = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=die_or_wait, args=(rank, tmp_path, two(seed), there)) for rank in (0, 1)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert here.poll(DEADLINE_S)
+        assert "rank 0 of 2 lost a peer in asking for block" in here.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        here.close()
+        there.close()
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        Request(0, 0, 0, 0, 1),
+        Request(0, 0, 0, 1, 0),
+        Request(0, 0, 0, -1, -1),
+        Request(0, 0, -1, 1, 1),
+        Request(0, 0, 0, 2, (serving.CHUNK_WORDS >> 1) + 1),
+        Request(0, 0, 0, 1 << 62, 1 << 62),
+        Request(0, 0, 0, 1, 1, -1),
+    ],
+)
+def test_what_no_rank_asks_for_is_refused_before_anything_is_reserved(request_of: Request) -> None:
+    with pytest.raises(InconsistentArenas, match="asks for"):
+        Request.of_words(request_of.words)
+
+
+def test_a_request_is_what_its_message_says() -> None:
+    for request in (Request(3, 2, 1 << 40, 4, 5, 6), Request()):
+        assert Request.of_words(request.words) == request
+
+
+def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
+    """Rank 0 sends a request of its own making; returns the answer."""
+    with mock.patch.object(Arrivals, "start"):
+        worker = Worker(folder, job, (0,))
+    answer = np.zeros(2, np.uint64)
+    if worker.serving is None:
+        wires = worker.wires
+        for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
+            if len(words):
+                wires.send(words, 1, "the test", wires.tag(Kind.REQUEST, 0))()
+        wires.expect(answer, 1, "the test", wires.tag(Kind.ANSWER, 0))()
+    else:
+        worker.serving.close(DEADLINE_S)
+        assert "ecemb-serve-0" not in [thread.name for thread in threading.enumerate()]
+    worker.control.barrier("the end")
+    return int(answer[0])
+
+
+@pytest.mark.parametrize(
+    ("head", "offsets"),
+    [
+        (Request(0, 0, 0, 1, 1 << 40), []),
+        (Request(9, 0, 0, 1, 1), []),
+        (Request(0, 1 << 40, 0, 1, 1), []),
+        (Request(0, 0, 0, 1, 1, 1 << 40), []),
+        (Request(0, 0, 0, 1, 2), [0, -1]),
+    ],
+)
+def test_a_holder_refuses_to_read_what_it_does_not_have(
+    head: Request, offsets: list[int], tmp_path: Path, seed: int
+) -> None:
+    """Whichever class's block 0 it is: rank 1 has block 0 of one class, and block 1 of the other."""
+    answer, _ = run_ranks(2, misbehave, tmp_path, two(seed), head, offsets)
+    assert answer == Answer.REFUSED
+
+
+def mislead(folder: Path, job: Job, answer: int) -> str:
+    """Rank 1 answers what no holder answers."""
+    with mock.patch.object(Serving, "start"):
+        worker = Worker(folder, job, (0,))
+    raised = ""
+    if worker.arrivals is not None:
+        with pytest.raises(PeerFailure) as error:
+            worker.ensure_state()
+        raised = str(error.value)
+    else:
+        wires = worker.wires
+        words = np.array([answer, 0], np.uint64)
+        wires.send(words, 0, "the test", wires.tag(Kind.ANSWER, 0))()
+    worker.control.barrier("the end")
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(Answer.REFUSED, "rank 1 refuses to give rank 0"), (77, "rank 1 answers 77")]
+)
+def test_a_rank_that_waits_for_rows_hears_of_a_refusal(
+    answer: int, text: str, tmp_path: Path, seed: int
+) -> None:
+    told, _ = run_ranks(2, mislead, tmp_path, two(seed), int(answer))
+    assert text in told
