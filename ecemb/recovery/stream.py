@@ -174,8 +174,14 @@ class Arrivals:
             )
 
     def pause(self) -> None:
-        """Drops what is under way: before this rank stores `prepared`. Nothing is stored until `resume`."""
+        """Drops what is under way: before this rank stores `prepared`. Nothing is stored until `resume`.
+
+        Raises:
+            EcembError: nothing arrives any more, because a holder refused, or has ended.
+        """
         with self._changed:
+            if self._error is not None:
+                raise self._error
             self._is_paused = True
             self._pauses += 1
 

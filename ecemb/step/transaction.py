@@ -411,9 +411,9 @@ class Transactions:
         try:
             self._restore()
         finally:
-            self.in_flight = None
+            self.in_flight, self._steps = None, 0
             self.aborting = False
-            self._steps = 0
+            self._background.resume()
 
     def _restore(self) -> None:
         """Restores rows and rank state, and replicated state if all of it is in this rank's arena."""

@@ -244,6 +244,8 @@ def be_silent(folder: Path, job: Job) -> str:
         assert not worker.arrivals.is_whole
         with pytest.raises(PeerFailure):
             worker.arrivals.ensure_all()
+        with pytest.raises(PeerFailure):  # a step that waits for no row ends as well
+            worker.arrivals.pause()
         raised = str(error.value)
     worker.control.barrier("the end")
     return raised
