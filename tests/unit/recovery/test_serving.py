@@ -233,6 +233,37 @@ def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
     assert run_ranks(2, ask_again, tmp_path, two(seed)) == [3, 0]
 
 
+def answer_late(folder: Path, job: Job) -> int:
+    """Rank 0 commits while each of its first three requests is under way, and the answers are wrong."""
+    made, late = list[Arrivals](), [True] * 3
+    init, fetch = Arrivals.__init__, sources.Sources.fetch
+
+    def noted(self: Arrivals, *arguments: Any) -> None:
+        made.append(self)
+        init(self, *arguments)
+
+    def fetched(self: sources.Sources, *arguments: Any) -> Words | None:
+        words = fetch(self, *arguments)
+        if words is not None and late:
+            late.pop()
+            made[0].pause()
+            words = ~words
+            made[0].resume()
+        return words
+
+    with mock.patch.object(Arrivals, "__init__", noted), mock.patch.object(sources.Sources, "fetch", fetched):
+        worker = Worker(folder, job, (0,))
+        if worker.arrivals is not None:
+            worker.arrivals.ensure_all()
+            assert np.array_equal(worker.memory.space.read(0, len(job.expected(0, 0))), job.expected(0, 0))
+        worker.close()
+    return len(late)
+
+
+def test_what_comes_after_a_commit_is_dropped_and_asked_for_again(tmp_path: Path, seed: int) -> None:
+    assert run_ranks(2, answer_late, tmp_path, two(seed)) == [0, 3]
+
+
 def be_silent(folder: Path, job: Job) -> str:
     """Rank 1 never answers."""
     with mock.patch.object(Serving, "start"):
