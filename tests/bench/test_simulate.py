@@ -38,6 +38,7 @@ JOB = replace(simulate.JOB, hosts=32, rack_hosts=4, mtbf_h=1.0)
 FULL = Method("full", "all", 0.0, 0.5, 0.5, interval_h=2.0, save_h=0.25)
 
 
+@pytest.mark.slow
 def test_formulas_are_met() -> None:
     rows = simulate_checks.checks(20_000, 0)
     assert len(rows) == 9
@@ -200,6 +201,7 @@ def test_how_soon_a_job_fails_on_a_trace(tmp_path: Path) -> None:
     assert list(simulate.hours_to_failure(simulate.JOB, [], 2, 0)) == []
 
 
+@pytest.mark.slow
 def test_methods_are_at_their_best_for_a_traces_rate(tmp_path: Path) -> None:
     (trace,) = read(infinitehbd(tmp_path))
     job = simulate.at_rate(replace(trace, losses=trace.losses * 200), simulate.JOB)
@@ -321,6 +323,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return simulate.run(Arguments(quick=True, traces=(trace,)))
 
 
+@pytest.mark.slow
 def test_the_answer(rows: list[Row]) -> None:
     assert {row.metric for row in rows} == {
         "simulated_over_formula",
@@ -358,6 +361,7 @@ def test_the_answer(rows: list[Row]) -> None:
     assert 0 < lost["over racks", "(6, 4)"] < lost["over racks", "(4, 3)"] / 100
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_map_are_counted(rows: list[Row]) -> None:
     cells = [row for row in rows if row.metric == "best_ettr"]
     for metric, label in (("cells_first", "method"), ("cells_second", "second"), ("cells_ahead", "verdict")):
@@ -523,6 +527,7 @@ def test_what_is_said_of_the_map_is_in_its_cells() -> None:
         assert holds == (sentence in said), sentence
 
 
+@pytest.mark.slow
 def test_the_map_is_a_picture(rows: list[Row]) -> None:
     shown = [row.to_json() for row in rows]
     drawn_ = simulate_picture.draw(shown)

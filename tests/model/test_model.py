@@ -25,6 +25,7 @@ def test_the_protocol_holds(config: Searched) -> None:
     assert result.complete, "\n".join(result.trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ALL_ENTRIES, ids=lambda entry: f"{entry.rule}-{entry.config}")
 def test_a_rule_that_is_switched_off_shows_why_it_is_there(entry: Entry) -> None:
     result = search(entry.config, ALL.without(entry.rule), limit=FEW_STATES)

@@ -646,6 +646,7 @@ def test_a_real_memory_limit_is_an_error_and_no_kill(shared: Path) -> None:
 # --- leftovers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fifty_recoveries_leave_no_more_than_one(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     job = job_of(3, 2, 3, rng, rows=4)

@@ -53,6 +53,7 @@ near_rows = st.tuples(st.integers(1, 4), st.integers(1, 20)).flatmap(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.method in ("symmetric", "asymmetric")], ids=name)
 @settings(max_examples=25, deadline=None)
 @given(values=any_rows | near_rows)

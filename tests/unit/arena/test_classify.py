@@ -71,6 +71,7 @@ def says(headers: tuple[Header, ...]) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_every_pair_of_reports() -> None:
     words = itertools.product(State, (NONE, 7, 8), (NONE, 1), (NONE, 7, 8), (NONE, 0, 1))
     fields = [(state, *rest) for state, *rest in words]

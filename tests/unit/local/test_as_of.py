@@ -58,6 +58,7 @@ def check(ranks: Ranks, i: int, of: int) -> tuple[bool, bool]:
     return rows, parity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_words", [1, 1 << 17])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])

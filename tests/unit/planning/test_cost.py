@@ -106,6 +106,7 @@ def test_a_job_that_cannot_be(name: str, value: Any, said: str) -> None:
         replace(JOB, **{name: value})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> None:

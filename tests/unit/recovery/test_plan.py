@@ -276,6 +276,7 @@ def test_two_ranks_every_combination(seed: int) -> None:
     assert set(tried.counts) == {e.__name__ for e in ERRORS} | {"fresh", "process", "memory"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks_every_combination_up_to_their_order(world_size: int, seed: int) -> None:
     rng = random.Random(seed)

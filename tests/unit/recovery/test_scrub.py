@@ -327,6 +327,7 @@ def plant_and_scrub(
     return dict(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "count"), [((4, 2, 5), 1000), ((6, 3, 7), 100), ((3, 1, 3), 100)], ids=str)
 def test_every_flipped_bit_is_found_and_repaired(
     shape: tuple[int, int, int], count: int, tmp_path: Path, seed: int
@@ -611,6 +612,7 @@ def test_nonsense_from_a_peer_is_refused(message: list[int]) -> None:
 # --- a rank that dies in the middle of a scrub ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_at_every_moment_of_a_scrub_nothing_is_lost(tmp_path: Path, seed: int) -> None:
     """The next start stands where all stood, and the next scrub repairs what is left."""
     rng = random.Random(seed)
