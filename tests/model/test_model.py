@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FEW_STATES = 45_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ALL_QUICK, ids=str)
 def test_the_protocol_holds(config: Searched) -> None:
     result = search(config)

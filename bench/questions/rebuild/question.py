@@ -54,8 +54,8 @@ class Scale:
     """
 
     table_bytes: tuple[int, ...] = (256 * MIB, 1024 * MIB, 2048 * MIB)
-    kills: int = 3
-    launches: int = 2
+    kills: int = 5
+    launches: int = 1
     steps: int = 60
     batch: int = 256
     code: Code = CODE

@@ -65,6 +65,7 @@ def test_every_view_of_a_class_is_the_definition(seed: int) -> None:
             assert sorted(held[c], key=lambda pair: pair[1]) == [(rank, b) for b, rank in enumerate(members)]
 
 
+@pytest.mark.slow
 def test_every_block_has_its_r_keepers_and_every_rank_keeps_r(seed: int) -> None:
     rng = random.Random(seed)
     for world_size, n, k in CODES:
@@ -95,6 +96,7 @@ def test_any_r_lost_ranks_are_recoverable(seed: int) -> None:
         assert all(placement.tolerates(lost) for lost in losses)
 
 
+@pytest.mark.slow
 def test_tolerates_is_exact(seed: int) -> None:
     rng = random.Random(seed)
     for world_size, n, k in CODES:
@@ -333,6 +335,7 @@ def _in_order(hosts: tuple[int, ...]) -> bool:
     return all(host <= max(hosts[:i], default=-1) + 1 for i, host in enumerate(hosts))
 
 
+@pytest.mark.slow
 def test_slices_outlive_whatever_parity_tolerates() -> None:
     for placement, _ in _small_placements():
         slices = [set(placement.slice_holders(c)) for c in range(placement.world_size)]

@@ -270,6 +270,7 @@ def test_beats_come_and_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         assert _MESSAGE.unpack(last_word)[0] == _DEAD
 
 
+@pytest.mark.slow
 def test_time_in_which_a_worker_stood_still_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that was suspended, or in a call that keeps the interpreter."""
     clock = Clock(monkeypatch)
@@ -282,6 +283,7 @@ def test_time_in_which_a_worker_stood_still_is_no_silence(monkeypatch: pytest.Mo
         answered(far)
 
 
+@pytest.mark.slow
 def test_a_worker_that_computes_beats_and_answers() -> None:
     with one() as (_, far, ended):
         far.sendall(ASK)
@@ -295,6 +297,7 @@ def test_a_worker_that_computes_beats_and_answers() -> None:
         assert not ended
 
 
+@pytest.mark.slow
 def test_a_call_that_keeps_the_interpreter_is_not_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats go on: a call waits for many of them, in which no thread of Python runs."""
     monkeypatch.setattr(watch_module, "_BEAT_S", 0.01)

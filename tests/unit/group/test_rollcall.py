@@ -117,6 +117,7 @@ def test_all_workers_get_the_same_roster(starts: Starts, size: int, seed: int) -
     assert roster.headers == [header(0, "ab")]
 
 
+@pytest.mark.slow
 def test_workers_of_an_earlier_start_are_not_planned_with(starts: Starts) -> None:
     """torchrun reuses its store: the leader waits for those whom it knows to be dead."""
     for index in range(3):
@@ -303,6 +304,7 @@ class Recorder:
         return getattr(self._store, name)
 
 
+@pytest.mark.slow
 @dataclasses.dataclass
 class Cluster:
     """Simulated hosts of 8 ranks with 26 tables each, over one store that stays."""
