@@ -326,6 +326,20 @@ def of_recovery(documents: Documents) -> str:
     )
 
 
+def of_rebuild(documents: Documents) -> str:
+    rows = of(documents, "rebuild")
+    size = int(most([row | {"value": row["table_bytes"]} for row in rows], "kill_to_step_s")[1])
+
+    def seconds(rebuild: str) -> str:
+        return f"{value(rows, 'kill_to_step_s', rebuild=rebuild, table_bytes=size):.1f} s"
+
+    share = value(rows, "throughput_while_rebuilding", rebuild="background", table_bytes=size)
+    return (
+        f"with {size >> 20:,} MiB of lost memory from a kill to the next step {seconds('background')} "
+        f"(rebuilt first: {seconds('blocking')}), and then at {share:.2f} times the speed until all is rebuilt"
+    )
+
+
 def of_kernels(documents: Documents) -> str:
     rows = of(documents, "kernels")
     low, high = most(rows, "update_speedup", kernel="cpu", over="isal", access="scattered")
@@ -435,6 +449,7 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "compare": of_compare,
     "overhead": of_overhead,
     "recovery": of_recovery,
+    "rebuild": of_rebuild,
     "memory": of_memory,
     "simulate": of_simulate,
     "quality": of_quality,
