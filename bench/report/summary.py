@@ -336,7 +336,7 @@ def of_rebuild(documents: Documents) -> str:
     share = value(rows, "throughput_while_rebuilding", rebuild="background", table_bytes=size)
     return (
         f"with {size >> 20:,} MiB of lost memory from a kill to the next step {seconds('background')} "
-        f"(rebuilt first: {seconds('blocking')}), and then at {share:.2f} times the speed until all is rebuilt"
+        f"(rebuilt first: {seconds('blocking')}), and then at {share:.2f} times the speed until it is whole"
     )
 
 
