@@ -28,7 +28,6 @@ from support.follower import kills as killing
 from support.follower.training import FULL, KINDS, Training, digest_of, followed, follower_of, store_of
 from support.refusals import refused
 
-CHAINS = [kind for kind in KINDS if kind != FULL]
 CONSECUTIVE = "consecutive, exact"
 
 
