@@ -1,12 +1,15 @@
-"""One fresh seed for each run of the tests, printed; `--seed` repeats a run."""
+"""One fresh seed for each run of the tests, printed; `--seed` repeats a run. And what many tests stand on."""
 
 from __future__ import annotations
 
 import gc
 import os
 import random
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,3 +75,36 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = random.Random(f"{request.config.option.seed}:{request.node.nodeid}").randrange(2**31)
     print(f"seed of this test: {value}")
     return value
+
+
+@pytest.fixture
+def arena_dir() -> Iterator[Path]:
+    """A folder in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def checked_sparse_tensors() -> Iterator[None]:
+    """Torch warns once, in Adagrad's step, unless its checks are switched on or off."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
+
+
+@pytest.fixture
+def kept_generators() -> Iterator[None]:
+    """Leaves the process's generators as they were."""
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(kept[0])
+    np.random.set_state(kept[1])
+    random.setstate(kept[2])
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group of this process alone, for all tests of a module."""
+    from support.torchrec import models
+
+    with models.one_rank():
+        yield

@@ -11,7 +11,6 @@ import gc
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from support.torchrec import members
-from support.torchrec.models import QUIET, Watched, build, one_rank
+from support.torchrec.models import QUIET, Watched, build
 from support.torchrec.runs import KILLED, varied_tables
 
 import torchrec.distributed  # isort: skip  # after the models, which silence its warnings
@@ -41,13 +40,11 @@ from support.refusals import refused
 
 TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
 NOT_FOR_TRAINING = ("benchmark", "test_utils", "tests")
-pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
 
 
 def below(base: type) -> set[type]:

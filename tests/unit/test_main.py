@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,6 @@ from ecemb.__main__ import main
 from ecemb.arena.header import State
 from ecemb.arena.scan import Directory
 from support.arena_holders import create, hold, holding
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 def leave(arena_dir: Path, host: str = "a", **changes: Any) -> Path:

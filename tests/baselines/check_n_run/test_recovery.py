@@ -6,7 +6,6 @@ Real ranks that are killed are in tests/contracts/test_methods.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,8 @@ from baselines.check_n_run.restoring import whole
 from baselines.check_n_run.store import store_at
 from baselines.method import Training
 from support.one_rank_training import QUIET, OnBags, OnTorchRec, equal
-from support.torchrec.models import one_rank
 
-pytestmark = QUIET
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 
 
 def protected(training: Training, target: str | Path, memory: Path, **options: Any) -> tuple[CheckNRun, int]:

@@ -5,7 +5,6 @@ Real ranks that are killed are in tests/contracts/test_methods.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from baselines.cpr.controller import Cpr
 from baselines.full.writers import complete
 from baselines.interval import MEASURED
 from support.one_rank_training import QUIET, OnBags, equal, lose
-from support.torchrec.models import one_rank
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 DAY = timedelta(days=1)
 TINY = 1e-12
 """A PLS target that only saving all the time could keep."""
@@ -26,12 +24,6 @@ TINY = 1e-12
 
 class Killed(Exception):
     """Stands for the end of the process."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 def trained(folder: Path, script: OnBags, until: int, **options: Any) -> tuple[Cpr, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import shutil
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +27,10 @@ from baselines.state import TrainingState
 from baselines.young import young
 from support.killed_child import cut_off
 from support.one_rank_training import QUIET, OnBags, OnTorchRec, equal
-from support.torchrec.models import one_rank
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 WRITERS = {"files": writers.Files, "dcp": writers.Dcp, "dcp async": writers.AsyncDcp}
 every_writer = pytest.mark.parametrize("kind", WRITERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 class Killed(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ecemb.adapters import torchrec as adapter
 from ecemb.adapters.hashed_collision import slots_of
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import HASHED, QUIET, Watched, batch, build_managed, one_rank
+from support.torchrec.models import HASHED, QUIET, Watched, batch, build_managed
 from support.torchrec.stand_ins import (
     HashZchManagedCollisionModule,
     hash_mc_evictions,
@@ -31,14 +31,12 @@ MODULE = "collection.module._managed_collision_collection._managed_collision_mod
 WEIGHT = "collection.module._embedding_module.embedding_bags.user"
 POLICIES = [None, *(one.name for one in HashZchEvictionPolicyName)]
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")]
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
+]
 Clock = Callable[[int], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 @pytest.fixture

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import ecemb
 from support.row_listener import Heard
-from support.torchrec.models import OPTIMIZERS, QUIET, batch, build, one_rank
+from support.torchrec.models import OPTIMIZERS, QUIET, batch, build
 
 BAGS = "collection.embedding_bags"
 STATES = {"sgd": {}, "rowwise-adagrad": {"momentum1": (7,)}, "adagrad": {"momentum1": (7, 4)}}
-pytestmark = QUIET
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -33,14 +33,8 @@ BUILDS: dict[str, Build] = {
     "bag": lambda: nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum"),
     "sharded": lambda: ShardedEmbeddingBag(ROWS, DIM),
 }
+pytestmark = pytest.mark.usefixtures("checked_sparse_tensors")
 every_build = pytest.mark.parametrize("name", list(BUILDS))
-
-
-@pytest.fixture(autouse=True)
-def _checked_sparse_tensors() -> Iterator[None]:
-    """Torch warns once, in Adagrad's step, unless its checks are switched on or off."""
-    with torch.sparse.check_sparse_tensor_invariants():
-        yield
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from support.torchrec.models import (
     batch,
     build,
     build_managed,
-    one_rank,
     optimizer_of,
 )
 from support.torchrec.stand_ins import collection_on_cpus
@@ -35,14 +34,8 @@ from ecemb.adapters.fbgemm import Batch
 TABLES = {"user": (40, ("u", "v")), "item": (30, ("i",)), "none": (1, ("o",))}
 USER, ITEM = range(2)
 STEPS = 4
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 every_optimizer = pytest.mark.parametrize("kind", [*OPTIMIZERS, "averaging"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 def drawn(step: int) -> Any:

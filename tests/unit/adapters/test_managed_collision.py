@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,14 @@ from ecemb.checkpoint.contents import FORMAT, Shard, check
 from ecemb.checkpoint.interface import Stored
 from ecemb.errors import CheckpointMismatch, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import QUIET, Watched, batch, build_managed, one_rank
+from support.torchrec.models import QUIET, Watched, batch, build_managed
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 POLICIES = ["LFU", "LRU", "DistanceLFU"]
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 bags_and_sequences = pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])
 MODULE = "collection.module._managed_collision_collection._managed_collision_modules.user"
 STEPS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 def drawn(step: int) -> Any:

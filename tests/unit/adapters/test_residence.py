@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -30,13 +30,7 @@ from support.processes import RankFailed, launch
 from support.refusals import refused
 
 ROWS, DIM, STEPS = 6, 4, 5
-
-
-@pytest.fixture(autouse=True)
-def _checked_sparse_tensors() -> Iterator[None]:
-    """Torch warns once, in Adagrad's step, unless its checks are switched on or off."""
-    with torch.sparse.check_sparse_tensor_invariants():
-        yield
+pytestmark = pytest.mark.usefixtures("checked_sparse_tensors")
 
 
 # --- places ---------------------------------------------------------------------------------------

@@ -40,14 +40,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sparse-adam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.5),
 }
 STATES = {"sgd": (), "adagrad": ("sum",), "sparse-adam": ("exp_avg", "exp_avg_sq")}
+pytestmark = pytest.mark.usefixtures("checked_sparse_tensors")
 every_optimizer = pytest.mark.parametrize("kind", list(OPTIMIZERS))
-
-
-@pytest.fixture(autouse=True)
-def _checked_sparse_tensors() -> Iterator[None]:
-    """Torch warns once, in Adagrad's step, unless its checks are switched on or off."""
-    with torch.sparse.check_sparse_tensor_invariants():
-        yield
 
 
 class Watched:

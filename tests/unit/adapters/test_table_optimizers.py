@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.torchrec.models import QUIET, DataType, Watched, batch, build, one_rank
+from support.torchrec.models import QUIET, DataType, Watched, batch, build
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType  # isort: skip
 from fbgemm_gpu.tbe.config import optimizer_config as config  # isort: skip
@@ -45,14 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 6
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 every_optimizer = pytest.mark.parametrize("name", OPTIONS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 @pytest.fixture(autouse=True)

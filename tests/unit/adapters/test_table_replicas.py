@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +13,12 @@ from torch import Tensor
 from ecemb.adapters import torchrec as adapter
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
-from support.torchrec.models import QUIET, Watched, batch, build, one_rank
+from support.torchrec.models import QUIET, Watched, batch, build
 from support.torchrec.stand_ins import collection_on_cpus
 
 TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
 EVERY = {"collection.embedding_bags.user": set(range(7)), "collection.embedding_bags.item": set(range(5))}
-pytestmark = QUIET
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 
 
 def halve(tensors: list[Tensor]) -> None:

@@ -24,7 +24,6 @@ from support.torchrec.models import (
     Watched,
     batch,
     build,
-    one_rank,
     optimizer_of,
     plans,
 )
@@ -40,14 +39,8 @@ from support.refusals import refused
 TABLES = {"user": (7, ("u", "v")), "item": (5, ("i",)), "one": (1, ("o",))}
 BAGS = "collection.embedding_bags"
 Bags = dict[str, list[list[int]]]
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
 every_optimizer = pytest.mark.parametrize("kind", list(OPTIMIZERS))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 def train(model: nn.Module, bags: Mapping[str, Sequence[Sequence[int]]], factor: float = 1.0) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,13 +53,6 @@ from support.arena_holders import (
 )
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 @pytest.fixture

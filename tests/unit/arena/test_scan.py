@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +15,6 @@ from ecemb.arena.header import WORDS_OFFSET, State
 from ecemb.arena.scan import Directory, arenas, remove
 from ecemb.errors import ArenaBusy, ArenaInsecure, ConfigurationError
 from support.arena_holders import DEADLINE_S, create, hold, holding
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,13 +62,6 @@ def main(momentum):
 
 main(float(sys.argv[2]))
 """
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 def checked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,6 @@ from ecemb.arena.header import State
 from ecemb.arena.scan import Directory
 from ecemb.cli import move
 from support.arena_holders import create, hold, holding
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 def left(arena_dir: Path) -> Path:

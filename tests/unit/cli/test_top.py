@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,6 @@ from ecemb.cli import top
 from support.arena_holders import create, hold, holding
 
 SECOND_NS = 10**9
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 def leave(arena_dir: Path, job: str = "ctr", **changes: Any) -> Path:

@@ -46,6 +46,7 @@ from ecemb.state.rank_state import RankState
 from support.processes import RankFailed, launch
 
 pytestmark = [
+    pytest.mark.usefixtures("kept_generators"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings(
         "ignore:'set_vital' is deprecated:UserWarning"
@@ -54,16 +55,6 @@ pytestmark = [
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
-
-
-@pytest.fixture(autouse=True)
-def _generators() -> Iterator[None]:
-    """Leaves the process's generators as they were."""
-    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    yield
-    torch.set_rng_state(kept[0])
-    np.random.set_state(kept[1])
-    random.setstate(kept[2])
 
 
 # --- a rank that dies and is started again ---------------------------------------------------------

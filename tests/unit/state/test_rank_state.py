@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,8 @@ from ecemb.coding.rows import WORD_BYTES, arrange
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed
 from ecemb.state import rank_state
 from ecemb.state.rank_state import RankState
+
+pytestmark = pytest.mark.usefixtures("kept_generators")
 
 
 class Counter:
@@ -28,16 +30,6 @@ class Counter:
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.state = dict(state_dict)
-
-
-@pytest.fixture(autouse=True)
-def _generators() -> Iterator[None]:
-    """Leaves the process's generators as they were."""
-    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    yield
-    torch.set_rng_state(kept[0])
-    np.random.set_state(kept[1])
-    random.setstate(kept[2])
 
 
 def state_of(*stateful: Any, scalars: dict[str, Any] | None = None) -> RankState:
