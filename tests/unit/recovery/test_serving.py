@@ -264,29 +264,6 @@ def test_what_comes_after_a_commit_is_dropped_and_asked_for_again(tmp_path: Path
     assert run_ranks(2, answer_late, tmp_path, two(seed)) == [0, 3]
 
 
-def be_silent(folder: Path, job: Job) -> str:
-    """Rank 1 never answers."""
-    with mock.patch.object(Serving, "start"):
-        worker = Worker(folder, job, (0,), 1.0)
-    raised = ""
-    if worker.arrivals is not None:
-        with pytest.raises(PeerFailure) as error:
-            worker.ensure_state()
-        assert not worker.arrivals.is_whole
-        with pytest.raises(PeerFailure):
-            worker.arrivals.ensure_all()
-        with pytest.raises(PeerFailure):  # a step that waits for no row ends as well
-            worker.arrivals.pause()
-        raised = str(error.value)
-    worker.control.barrier("the end")
-    return raised
-
-
-def test_a_rank_that_waits_for_rows_hears_of_a_holder_that_does_not_answer(tmp_path: Path, seed: int) -> None:
-    told, _ = run_ranks(2, be_silent, tmp_path, two(seed))
-    assert "rank 0 of 2 lost a peer in asking for block" in told
-
-
 def die_or_wait(rank: int, folder: Path, job: Job, told: Connection) -> None:
     """Rank 1 dies when it is asked; rank 0 says how its wait ended."""
     store = dist.FileStore(str(folder / "store"), 2)
@@ -381,16 +358,21 @@ def test_a_holder_refuses_to_read_what_it_does_not_have(
     assert answer == Answer.REFUSED
 
 
-def mislead(folder: Path, job: Job, answer: int) -> str:
-    """Rank 1 answers what no holder answers."""
+def mislead(folder: Path, job: Job, answer: int | None) -> str:
+    """Rank 1 answers what no holder answers, or never."""
     with mock.patch.object(Serving, "start"):
-        worker = Worker(folder, job, (0,))
+        worker = Worker(folder, job, (0,), 1.0 if answer is None else DEADLINE_S)
     raised = ""
     if worker.arrivals is not None:
         with pytest.raises(PeerFailure) as error:
             worker.ensure_state()
+        assert not worker.arrivals.is_whole
+        with pytest.raises(PeerFailure):
+            worker.arrivals.ensure_all()
+        with pytest.raises(PeerFailure):  # a step that waits for no row ends as well
+            worker.arrivals.pause()
         raised = str(error.value)
-    else:
+    elif answer is not None:
         wires = worker.wires
         words = np.array([answer, 0], np.uint64)
         wires.send(words, 0, "the test", wires.tag(Kind.ANSWER, 0))()
@@ -399,10 +381,15 @@ def mislead(folder: Path, job: Job, answer: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(Answer.REFUSED, "rank 1 refuses to give rank 0"), (77, "rank 1 answers 77")]
+    ("answer", "text"),
+    [
+        (None, "rank 0 of 2 lost a peer in asking for block"),
+        (int(Answer.REFUSED), "rank 1 refuses to give rank 0"),
+        (77, "rank 1 answers 77"),
+    ],
 )
-def test_a_rank_that_waits_for_rows_hears_of_a_refusal(
-    answer: int, text: str, tmp_path: Path, seed: int
+def test_a_rank_that_waits_for_rows_hears_of_a_holder_that_gives_none(
+    answer: int | None, text: str, tmp_path: Path, seed: int
 ) -> None:
-    told, _ = run_ranks(2, mislead, tmp_path, two(seed), int(answer))
+    told, _ = run_ranks(2, mislead, tmp_path, two(seed), answer)
     assert text in told
