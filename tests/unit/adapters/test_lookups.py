@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from ecemb.kernels import contract
 from ecemb.nn import ShardedEmbeddingBag
 from support.arriving_rows import Arriving
 from support.processes import run_ranks
+from support.stepping import Stepping
 
 ROWS, DIM, STEPS = 30, 4, 4
 Build = Callable[[], nn.Module]
@@ -49,7 +49,7 @@ class Model(nn.Module):
         return (self.over(self.user(ids)) + self.item(ids % 7).sum()).sum()
 
 
-class Job:
+class Job(Stepping):
     """A model whose tables are in memory that lives here; its rows come when they are waited for."""
 
     def __init__(self, build: Build, *, arriving: bool = True, seed: int = 3) -> None:
@@ -69,22 +69,11 @@ class Job:
         kernels = contract.get_kernels("reference")
         stored = [Table(layout, self.memory, at, kernels) for layout, at in zip(layouts, starts, strict=True)]
         self.tables.place(stored, fresh=True)
-        self.is_open = False
         self.hooks = Hooks(self._capture, lambda: self.is_open, list)
         if arriving:
             self.arriving = Arriving(layouts, [table.columns for table in stored])
             self.hooks.ensure, self.hooks.ensure_all = self.arriving.ensure, self.arriving.ensure_all
         self.tables.watch(self.hooks)
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        self.tables.begin()
-        self.is_open = True
-        try:
-            yield
-            self.tables.check()
-        finally:
-            self.is_open = False
 
     def train(self, ids: Tensor) -> Tensor:
         with self.step():

@@ -9,8 +9,7 @@ import copy
 import pickle
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from ecemb.adapters.sparse import SparseTables
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from support.refusals import refused
+from support.stepping import Stepping
 
 ROWS, DIM = 12, 8
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("checked_sparse_tensors")
 every_optimizer = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 
 
-class Watched:
+class Watched(Stepping):
     """Tables in memory that lives here, and everything that they tell."""
 
     def __init__(
@@ -52,24 +52,12 @@ class Watched:
     ) -> None:
         self.captured: list[tuple[int, list[int]]] = []
         self.undeclared = 0
-        self.is_open = False
         self.engine = SparseTables(modules, optimizers)
         self.tables = Tables([self.engine])
         self.memory = [allocate(table.layout) for table in self.engine.tables]
         for table, columns in zip(self.engine.tables, self.memory, strict=True):
             table.place(columns, fresh=fresh)
         self.tables.watch(Hooks(self._capture, lambda: self.is_open, self._on_undeclared))
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """What a guard does around a step's body."""
-        self.tables.check()
-        self.is_open = True
-        try:
-            yield
-            self.tables.check()
-        finally:
-            self.is_open = False
 
     def rows(self, table: int = 0) -> NDArray[np.uint8]:
         """The bytes of every row, of the weight and its states together, copied."""
