@@ -71,6 +71,7 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     Raises:
         InconsistentArenas: the arenas hold different generators of the code.
         NotEnoughSpace: a new arena doesn't fit.
+        PeerFailure: that of a peer doesn't; this rank's is removed again.
     """
     session, world = start.session, start.world
     generator = _generator(start.request.code, session, start.transport, world.plan)
@@ -78,12 +79,18 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     own = None if world.plan.begins else start.earlier
     if own is None:
         make_room(session, world.plan)
-    arena = start.transport.together(
-        "opening the arenas", lambda: own or _create(session, world, geometry, start.training.replicated)
-    )
+
+    def open_or_create() -> Arena:
+        session.arena = own or _create(session, world, geometry, start.training.replicated)
+        return session.arena  # which the session closes, whatever happens next
+
+    try:
+        arena = start.transport.together("opening the arenas", open_or_create)
+    except EcembError:
+        _give_up(start)
+        raise
     if own is None:
         arena.region("generator")[:] = generator.reshape(-1)
-    session.arena = arena
     return RankMemory(arena, world.layouts, geometry, kernels)
 
 
@@ -112,9 +119,17 @@ def begin(start: Start, memory: RankMemory, content: InitialContent | None = Non
         return fill(memory, transport, start.world.plan, content.write, start.watch)
     except EcembError:
         if memory.prepared < 0:
-            memory.arena.remove()
-            session.arena = start.earlier
+            _give_up(start)
         raise
+
+
+def _give_up(start: Start) -> None:
+    """Removes this rank's new arena, if it has one, which no later start could use."""
+    session = start.session
+    if session.arena is not None and session.arena is not start.earlier:
+        session.arena.close()
+        session.arena.remove()
+    session.arena = start.earlier
 
 
 def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:

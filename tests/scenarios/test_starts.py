@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,12 +25,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ecemb
+from ecemb.arena import capacity
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import WORD_BYTES, Column, TableLayout
 from ecemb.errors import (
     ConfigurationError,
     JobFinished,
     LayoutMismatch,
+    NotEnoughSpace,
     PeerFailure,
     PlacementError,
     StateLost,
@@ -234,6 +237,18 @@ def one_ranks_bad_argument_is_every_ranks_error(place: Place) -> None:
         assert not place.arenas()
 
 
+def an_arena_that_does_not_fit_on_one_rank_leaves_none_on_the_others(place: Place) -> None:
+    with life(place):
+        full = capacity.Limit("this test", 1000 if dist.get_rank() == 2 else 2**40, "Make room.")
+        with mock.patch.object(capacity, "limits", return_value=[full]):
+            training = Training()
+            with matching(NotEnoughSpace if dist.get_rank() == 2 else PeerFailure, "this test leaves 1000"):
+                training.protect()
+        dist.barrier()
+        assert not place.arenas()
+        assert training.protect().recovery.kind == "fresh"  # room was made
+
+
 def noisy_head() -> nn.Module:
     """Hooks add noise to its gradients, less and less of it, which DistributedDataParallel averages."""
     head = nn.Linear(DIM, 1)
@@ -294,6 +309,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         another_script_is_refused_and_the_first_goes_on,
         replicas_that_differ_are_refused_and_leave_no_trace,
         one_ranks_bad_argument_is_every_ranks_error,
+        an_arena_that_does_not_fit_on_one_rank_leaves_none_on_the_others,
         hooks_of_gradients_that_draw_and_count_leave_no_trace_at_a_restart,
         another_head_is_refused_before_its_gradients_are_rehearsed,
     )

@@ -635,7 +635,8 @@ class Machines:
                 assert not thread.is_alive(), "a rank hangs"
             for one in begun:
                 one.transactions.close()
-        committed = max((arena.get("committed") for arena in arenas.values()), default=-1)
+        begun_arenas = [arena for arena in arenas.values() if arena.header().state is not State.INIT]
+        committed = max((arena.get("committed") for arena in begun_arenas), default=-1)
         for arena in arenas.values():
             arena.close()
         return Life(plan, ranks, failures, dict(moments.counts), committed)
@@ -718,7 +719,8 @@ class Life:
         ranks: those that got as far as training.
         failures: rank -> what ended it before its time.
         moments: rank -> how many moments it had.
-        committed: the highest transaction that any rank had committed at the end.
+        committed: the highest transaction that any rank had committed at the end; -1 if none is LIVE yet, as
+            an INIT arena alone is ignored.
     """
 
     plan: RecoveryPlan
