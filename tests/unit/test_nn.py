@@ -413,7 +413,8 @@ def test_frozen_tables_and_weights_that_need_no_gradient() -> None:
     assert not table(torch.tensor([[1, 2]])).requires_grad
     factors = torch.ones(1, 2, requires_grad=True)
     table(torch.tensor([[1, 2]]), None, factors).sum().backward()
-    assert torch.equal(factors.grad, full_table(10, torch.float32)[1:3].sum(1).reshape(1, 2))
+    sums = full_table(10, torch.float32)[1:3].sum(1).reshape(1, 2)
+    torch.testing.assert_close(factors.grad, sums)  # in which order a sum adds differs between processors
     assert table.weight.grad is None
 
 
