@@ -25,6 +25,14 @@ MOST_ROUNDS = 32
 _INTERRUPTIONS = 10  # exceptions of signal handlers; more are no interruptions
 
 
+class Wait(Protocol):
+    """Waits for a message that is on its way."""
+
+    def __call__(self, what: str = "", /) -> None:
+        """Returns when it is there; `what` names the wait in errors, in place of the name from the start."""
+        ...
+
+
 class Wires(Protocol):
     """What carries the messages, such as a `Transport`. A message is found by its sender and its tag."""
 
@@ -35,7 +43,7 @@ class Wires(Protocol):
         """Starts sending; the result waits until it is received."""
         ...
 
-    def expect(self, out: Words, source: int, what: str, tag: int) -> Callable[[], None]:
+    def expect(self, out: Words, source: int, what: str, tag: int) -> Wait:
         """Starts receiving; the result waits for the message."""
         ...
 
@@ -47,21 +55,21 @@ class Wires(Protocol):
 class Rounds:
     """One dissemination on this rank.
 
-    `run` goes through the rounds. An exception that a signal handler raises there, such as KeyboardInterrupt,
+    The constructor starts to receive, so that a message never waits for its receiver: the earlier, the less it
+    costs. `run` goes through the rounds. An exception that a signal handler raises there, such as KeyboardInterrupt,
     waits until the last round: the others would wait for the rounds of a rank that leaves between them. Only
     the end of a peer ends the rounds early, and that ends the other ranks too.
 
     Args:
         wires: the messages' carrier.
         tag: of round 0; round j has `tag` + j.
-        value: int64 [m], what this rank puts in.
+        size: m, the numbers of a value.
         fold: (own, received) -> folded, a new array; associative, commutative and idempotent.
         is_last: whether a received value ends this rank's rounds: it is sent on in all later ones, and no
             round is waited for.
-        what: names the wait in errors.
 
     Attributes:
-        value: int64 [m], what is folded so far.
+        value: int64 [m], what is folded so far; zeros before `run`.
         is_over: whether `value` is what all ranks have, or ended the rounds.
     """
 
@@ -69,30 +77,32 @@ class Rounds:
         self,
         wires: Wires,
         tag: int,
-        value: Ints,
+        size: int,
         fold: Callable[[Ints, Ints], Ints],
         is_last: Callable[[Ints], bool],
-        what: str,
     ) -> None:
-        self.value: Ints = value
         self.is_over: bool = False
-        self._wires, self._tag, self._fold, self._is_last, self._what = wires, tag, fold, is_last, what
+        self._wires, self._tag, self._fold, self._is_last, self._what = wires, tag, fold, is_last, ""
         self._round = 0
         self._sent: list[Callable[[], None]] = []
-        count = rounds(wires.world_size)
-        self._heard = [np.empty_like(value) for _ in range(count)]
-        self._waits = [  # all at once: a message then never waits for its receiver
-            wires.expect(room.view(np.uint64), self._peer(-(1 << j)), what, tag + j)
+        self.value, *self._heard = np.zeros((1 + rounds(wires.world_size), size), np.int64)
+        self._waits = [
+            wires.expect(room.view(np.uint64), self._peer(-(1 << j)), "an agreement", tag + j)
             for j, room in enumerate(self._heard)
         ]
 
-    def run(self) -> None:
+    def run(self, value: Ints, what: str) -> None:
         """Goes through all rounds.
+
+        Args:
+            value: int64 [m], what this rank puts in.
+            what: names the wait in errors.
 
         Raises:
             PeerFailure: a peer died: `is_over` is false.
             BaseException: that of a signal handler, after the last round.
         """
+        self.value, self._what = value, what
         raised: list[BaseException] = []
         while not self.is_over:
             try:
@@ -113,7 +123,7 @@ class Rounds:
             if len(self._sent) == j:
                 sent = self.value.view(np.uint64)
                 self._sent.append(self._wires.send(sent, self._peer(1 << j), self._what, self._tag + j))
-            self._waits[j]()
+            self._waits[j](self._what)
             told = self._heard[j]
             if self._is_last(told):
                 self.value = told

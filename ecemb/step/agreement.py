@@ -1,8 +1,12 @@
 """What all ranks agree on in a transaction: how its last step ended, what is sent, and that all prepared.
 
 The rules are those of docs/protocol.md, 10.1 and 10.2: two disseminations, the status and the vote, and
-between them the sizes of deltas, to the n - 1 ranks that keep parity of this one. Messages carry their kind
-and the number of the status, counted on all ranks alike since the start.
+between them the deltas, to the n - 1 ranks that keep parity of this one. Messages carry their kind and the
+number of the status, counted on all ranks alike since the start.
+
+A rank starts to receive before the others can send: the next status with this one, sizes and the vote with
+the status that they follow. A size comes with the first of its deltas, in one `Parcel`; the rest, if there is
+any, is a message of its own.
 
 Must not know what a step does, and what a rank restores when it has failed.
 """
@@ -16,19 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..coding.placement import Placement
-from ..errors import StepFailed
+from ..errors import StepFailed, UsageError
 from ..group.collectives import Kind, Transport
-from ..group.dissemination import Rounds, say
+from ..group.dissemination import Rounds, Wait, say
 from ..group.error_file import follows
 from ..kernels.contract import Words
+from .parcel import MARK, Parcel
 
 Ints = NDArray[np.int64]
 
 FINE, ABORTED, FAILED = range(3)
 _YES, _NO = 1, 0
-_MARK = -1  # in the place of a size: there will be no deltas
 
 _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
+_NOTHING = np.empty(0, np.uint64)
 _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
 _MASK_BITS = 63  # of each word from _MARKED on
 
@@ -39,6 +44,8 @@ class Turn:
 
     Attributes:
         number: statuses before it since the start.
+        sizes: wait for what each rank sends whose parity this one keeps.
+        votes: the vote's rounds; None if there is no vote.
         sized: the keepers that this rank has sent deltas and their size to.
         voted: whether this rank has begun to vote, or there is no vote.
         sending: wait for what it has sent to keepers; called when all have voted, for a rank that has failed
@@ -46,6 +53,8 @@ class Turn:
     """
 
     number: int
+    sizes: dict[int, Wait] = dataclasses.field(default_factory=dict[int, Wait])
+    votes: Rounds | None = None
     sized: set[int] = dataclasses.field(default_factory=set[int])
     voted: bool = False
     sending: list[Callable[[], None]] = dataclasses.field(default_factory=list[Callable[[], None]])
@@ -85,7 +94,15 @@ class Agreement:
             self._keepers = tuple(placement.recipients(transport.rank))
             self._senders = placement.senders(transport.rank)
         self._number = 0
+        self._ahead: Rounds | None = None  # of the next status
         self._is_between = False  # a round of the status is sent, and there is no verdict
+        self._parcels = {rank: Parcel() for rank in self._keepers}
+        self._arriving = {rank: Parcel() for rank in self._senders}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for sizes and the deltas that come with them."""
+        return sum(one.held_bytes for one in (*self._parcels.values(), *self._arriving.values()))
 
     def conclude(
         self,
@@ -116,22 +133,19 @@ class Agreement:
                 state differs.
             PeerFailure: A rank died.
         """
-        step = transaction - 1
-        rounds = Rounds(
-            self._transport,
-            self._tag(Kind.STATUS),
-            self._status(transaction, flag, window, digest, is_lacking=is_lacking),
-            _folded,
-            lambda told: int(told[_FLAG]) == FAILED,
-            f"the status of step {step}",
-        )
-        turn, self._is_between = Turn(self._number, voted=not whole), True
+        step, turn = transaction - 1, Turn(self._number, voted=not whole)
+        status = self._ahead or self._status_rounds(self._number)
+        self._ahead = None
+        if whole:
+            self._start_receiving(turn)
+        self._ahead, self._is_between = self._status_rounds(self._number + 1), True
         try:
-            rounds.run()
+            value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
+            status.run(value, f"the status of step {step}")
         finally:
-            if rounds.is_over and int(rounds.value[_FLAG]) != FAILED:
+            if status.is_over and int(status.value[_FLAG]) != FAILED:
                 self._turn, self._number, self._is_between = turn, self._number + 1, False
-        return self._verdict(rounds.value, turn, step, committed, differs)
+        return self._verdict(status.value, turn, step, committed, differs)
 
     def leave(self, transaction: int) -> None:
         """Says that the step in flight failed on this rank, to all that may wait for it. Its last message.
@@ -166,29 +180,28 @@ class Agreement:
             StepFailed: A rank has failed since the verdict.
             PeerFailure: A rank died.
         """
-        transport, tag, deltas = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
-        rooms = {rank: np.zeros(1, np.uint64) for rank in self._senders}
-        waits = [transport.expect(room, rank, what, tag) for rank, room in rooms.items()]
-        for rank in self._keepers:
-            words = messages.get(rank)
-            if words is not None and transport.fabric is None:  # before their size, which is waited for first
-                turn.sending.append(transport.send(words, rank, what, deltas))
-            size = np.array([0 if words is None else len(words)], np.uint64)
-            turn.sending.append(transport.send(size, rank, what, tag))
+        transport, size, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
+        for rank, parcel in self._parcels.items():
+            after = parcel.pack(messages.get(rank, _NOTHING), whole=transport.fabric is None)
+            if len(after):  # before the size, which is waited for first
+                turn.sending.append(transport.send(after, rank, what, rest))
+            turn.sending.append(transport.send(parcel.words, rank, what, size))
             turn.sized.add(rank)
-        for wait in waits:
-            wait()
         incoming = [0] * transport.world_size
-        for rank, room in rooms.items():
-            incoming[rank] = int(room.view(np.int64)[0])
-        if failed := [rank for rank, words in enumerate(incoming) if words == _MARK]:
+        for rank, wait in turn.sizes.items():
+            wait(what)
+            incoming[rank] = self._arriving[rank].size
+        if failed := [rank for rank, words in enumerate(incoming) if words == MARK]:
             raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
         inbox = receive(incoming)
         if transport.fabric is not None:
             transport.exchange(messages, inbox, what)
             return
-        for wait in [transport.expect(words, rank, what, deltas) for rank, words in inbox.items()]:
+        afters = {rank: self._arriving[rank].unpack_(words) for rank, words in inbox.items()}
+        for wait in [transport.expect(words, rank, what, rest) for rank, words in afters.items() if len(words)]:
             wait()
+        for parcel in (*self._parcels.values(), *self._arriving.values()):
+            parcel.fit()
 
     def vote(self, turn: Turn, what: str) -> None:
         """Says that this rank has prepared; returns when all have. All ranks.
@@ -197,11 +210,11 @@ class Agreement:
             StepFailed: A rank has failed before it prepared.
             PeerFailure: A rank died.
         """
-        value, tag = np.array([_YES], np.int64), self._tag(Kind.VOTE, turn)
-        rounds = Rounds(self._transport, tag, value, np.minimum, lambda told: int(told[0]) == _NO, what)
+        if turn.votes is None:
+            raise UsageError("a vote follows the status with which a transaction ends")
         turn.voted = True
-        rounds.run()
-        if int(rounds.value[0]) == _NO:
+        turn.votes.run(np.array([_YES], np.int64), what)
+        if int(turn.votes.value[0]) == _NO:
             raise follows(StepFailed(f"{what}: another rank failed before it had prepared"), "StepFailed")
         for wait in turn.sending:
             wait()
@@ -212,14 +225,28 @@ class Agreement:
             return
         for rank in self._keepers:
             if rank not in turn.sized:
-                self._transport.say(
-                    np.array([_MARK], np.int64).view(np.uint64), rank, self._tag(Kind.SIZE, turn)
-                )
+                self._transport.say(self._parcels[rank].mark(), rank, self._tag(Kind.SIZE, turn))
         say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
         turn.voted = True  # if it was interrupted before, it is said again
 
     def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
         return self._transport.tag(kind, self._number if turn is None else turn.number)
+
+    def _status_rounds(self, number: int) -> Rounds:
+        return Rounds(
+            self._transport,
+            self._transport.tag(Kind.STATUS, number),
+            _MARKED + -(-self._transport.world_size // _MASK_BITS),
+            _folded,
+            lambda told: int(told[_FLAG]) == FAILED,
+        )
+
+    def _start_receiving(self, turn: Turn) -> None:
+        """Starts to receive what follows a status."""
+        size, vote = self._tag(Kind.SIZE, turn), self._tag(Kind.VOTE, turn)
+        for rank, parcel in self._arriving.items():
+            turn.sizes[rank] = self._transport.expect(parcel.words, rank, "sizes", size)
+        turn.votes = Rounds(self._transport, vote, 1, np.minimum, lambda told: int(told[0]) == _NO)
 
     def _status(
         self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False

@@ -136,7 +136,8 @@ class Transactions:
         """Memory in the arena and beside it, by purpose."""
         arena, fabric = self._memory.arena, self._transport.fabric
         held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
-        held |= {"messages": self._memory.message_bytes, "savepoint": self._savepoint.size_bytes}
+        messages = self._memory.message_bytes + self._agreement.held_bytes
+        held |= {"messages": messages, "savepoint": self._savepoint.size_bytes}
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:

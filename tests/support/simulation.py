@@ -234,10 +234,10 @@ class Wires(Transport):
     def _finish(self, work: Any, what: str) -> None:
         """Waits for no receiver: it may have ended."""
 
-    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[..., None]:
         taken: list[Words] = []
 
-        def wait() -> None:
+        def wait(now: str = "") -> None:
             if not taken:  # or this is called again, after an interruption
                 taken.append(self._hub.take(tag, source, self.rank))
             assert len(taken[0]) == len(out)

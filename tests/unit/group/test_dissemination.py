@@ -34,9 +34,12 @@ def on_all(size: int, act: Callable[[Wires], object]) -> list[object]:
     return [found[rank] for rank in range(size)]
 
 
-def begun(wires: Wires, value: int, tag: int = 1000) -> Rounds:
-    own = np.array([value, 1 << wires.rank], np.int64)
-    return Rounds(wires, tag, own, folded, lambda told: int(told[0]) == LAST, "a test")
+def begun(wires: Wires, tag: int = 1000) -> Rounds:
+    return Rounds(wires, tag, 2, folded, lambda told: int(told[0]) == LAST)
+
+
+def go(one: Rounds, value: int) -> None:
+    one.run(np.array([value, 1 << one._wires.rank], np.int64), "a test")
 
 
 def folded(own: np.ndarray, told: np.ndarray) -> np.ndarray:
@@ -48,8 +51,8 @@ def test_every_rank_has_something_of_all(size: int) -> None:
     def act(wires: Wires) -> object:
         found: list[list[int]] = []
         for turn in range(3):  # one after the other, with nothing between them
-            one = begun(wires, (wires.rank + turn) % 5, 1000 + 100 * turn)
-            one.run()
+            one = begun(wires, 1000 + 100 * turn)
+            go(one, (wires.rank + turn) % 5)
             found.append(one.value.tolist())
         assert wires.sent_messages == 3 * rounds(size)
         return found
@@ -68,8 +71,8 @@ def test_a_value_that_ends_the_rounds_reaches_all_and_nobody_waits(size: int) ->
             if wires.rank == leaving:
                 say(wires, 1000, np.array([LAST, 0], np.int64))
                 return LAST
-            one = begun(wires, 1)
-            one.run()
+            one = begun(wires)
+            go(one, 1)
             assert one.is_over
             return int(one.value[0])
 
@@ -82,9 +85,9 @@ def test_an_interrupted_rank_goes_through_all_rounds_first(at: str, size: int) -
     def act(wires: Wires) -> object:
         if wires.rank == size - 1:
             interrupt(wires, at)
-        one = begun(wires, wires.rank)
+        one = begun(wires)
         try:
-            one.run()
+            go(one, wires.rank)
         except KeyboardInterrupt:
             assert wires.rank == size - 1 and one.is_over
         return int(one.value[0])
@@ -111,8 +114,8 @@ def interrupt(wires: Wires, at: str) -> None:
     def expects(*args: object) -> object:
         wait = expect(*args)  # pyright: ignore
 
-        def waits() -> None:
-            wait()
+        def waits(now: str) -> None:
+            wait(now)
             if at == "wait":
                 raises_once()
 
@@ -124,22 +127,22 @@ def interrupt(wires: Wires, at: str) -> None:
 def test_the_end_of_a_peer_ends_the_rounds() -> None:
     hub = Hub(2)
     hub.end(1)
-    one = begun(Wires(hub, 0, 2), 1)
+    one = begun(Wires(hub, 0, 2))
     with pytest.raises(PeerFailure):
-        one.run()
+        go(one, 1)
     assert not one.is_over
 
 
 def test_what_fails_again_and_again_is_no_interruption() -> None:
     def act(wires: Wires) -> object:
-        one = begun(wires, 1)
+        one = begun(wires)
         if wires.rank == 0:
             one._fold = lambda own, told: 1 / 0  # pyright: ignore
             with pytest.raises(ZeroDivisionError):
-                one.run()
+                go(one, 1)
             say(wires, 1000, np.array([LAST, 0], np.int64))
             return None
-        one.run()
+        go(one, 1)
         return None
 
     assert on_all(2, act) == [None, None]

@@ -1,0 +1,83 @@
+"""The size of a rank's deltas for another rank, with the first of them: one message of a size known before.
+
+A receiver that has said how much it takes costs less than one that is told first, so the size and the deltas
+that two ranks exchange in a step travel together, as long as they are about as many as in the step before.
+
+Owns what is in the message. Must not know: deltas, the network.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..kernels.contract import Words
+
+MARK = -1
+"""In the place of a size: there will be no deltas."""
+MOST = 1 << 18
+"""Words of the largest room, 2 MiB: what the announcement of a larger message costs doesn't matter."""
+SPARE, LEAST_SPARE = 16, 128
+"""Room beyond the last message: a sixteenth of it, and as many words."""
+
+
+class Parcel:
+    """The size of a message of deltas, and its first words, between two ranks: as many as both have room for.
+
+    Both ranks change the room alike, by the last message. A parcel is always sent full: what is behind a
+    message's end has no meaning.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(1, np.uint64)
+        self._room = 0  # words beside the size
+
+    @property
+    def words(self) -> Words:
+        """What is sent, and received: uint64 [1 + room]."""
+        return self._memory[: 1 + self._room]
+
+    @property
+    def size(self) -> int:
+        """Words of the whole message, or a mark."""
+        return int(self._memory[:1].view(np.int64)[0])
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that this holds."""
+        return self._memory.nbytes
+
+    def pack(self, message: Words, *, whole: bool) -> Words:
+        """Writes the size of a message, and its first words.
+
+        Args:
+            message: uint64, read.
+            whole: whether this rank sends the message; otherwise only the size.
+
+        Returns:
+            The words that have to be sent apart, a view of the message.
+        """
+        self._memory[0] = len(message)
+        if not whole:
+            return message[:0]
+        first = message[: self._room]
+        self._memory[1 : 1 + len(first)] = first
+        return message[len(first) :]
+
+    def unpack_(self, message: Words) -> Words:
+        """Writes the words that came with the size to the start of a message; returns the rest of it."""
+        first = min(len(message), self._room)
+        message[:first] = self._memory[1 : 1 + first]
+        return message[first:]
+
+    def mark(self) -> Words:
+        """A parcel of its own that says: there will be no deltas."""
+        words = np.zeros(1 + self._room, np.uint64)
+        words[:1].view(np.int64)[0] = MARK
+        return words
+
+    def fit(self) -> None:
+        """Makes room for a message like the last one."""
+        room = self.size + self.size // SPARE + LEAST_SPARE
+        self._room = room if room <= MOST else 0
+        if self._room >= len(self._memory):
+            self._memory = np.zeros(1 + self._room + self._room // 8, np.uint64)
