@@ -60,6 +60,8 @@ CHOOSING = SKIPPED + MEASURED + 5
 """Instead of them, for the window "auto", which chooses by the times of these. A choice holds a few later."""
 SETTLING_OF = {"managed": EVICT_EVERY}
 """The same by engine: the first eviction lets journals grow to the size of the maps, once in a training."""
+IDLE_S = 2.0
+"""For which threads are watched while nobody trains."""
 LEAST_COMMITS = 3
 """Windows among which measured steps are spread, if there are enough steps."""
 
@@ -305,9 +307,11 @@ def measure(
 
     Returns:
         `slots`, see `Slots.taken`; `commits`, of each round whether a transaction ended in it; `cycles`,
-        processor time of the threads beside, from the begin of each commit to the begin of the next; and the
-        sums over all steps, quiet ones included (`protected_steps`): `counted`, by method, `phases_cpu_s`,
-        `ends_cpu_s`, `beside_cpu_s`, `watch_cpu_s`, with `wall_s`, that all took.
+        processor time of the threads beside and wall time, from the begin of each commit to the begin of the
+        next; `idle`, these threads' processor time in a second in which no rank trains (gloo looks for
+        messages a hundred times a second); and the sums over all steps, quiet ones included
+        (`protected_steps`): `counted`, by method, `phases_cpu_s`, `ends_cpu_s`, `beside_cpu_s`,
+        `watch_cpu_s`, with `wall_s`, that all took.
     """
     window, quiet = 1, None
     if protected is not None:
@@ -323,7 +327,7 @@ def measure(
     orders = iter(turns(len(batches), order.methods, order.seed))
     left = iter(batches)
     commits: list[bool] = []
-    marks: list[float] = []
+    marks: list[tuple[float, float]] = []
     steps = 0
     gc.collect()
     gc.freeze()
@@ -341,19 +345,19 @@ def measure(
             commits.append(place == window - 1)
             for name in next(orders):
                 if name == PROTECTED and commits[-1]:
-                    marks.append(beside.read())
+                    marks.append((beside.read(), time.perf_counter()))
                 slots.take(name, methods[name], batch)
             gc.collect()
     for method in methods.values():
         method.end()
     dist.barrier()
-    marks.append(beside.read())
+    marks.append((beside.read(), time.perf_counter()))
     gc.enable()
     after = {name: method.counted() for name, method in methods.items()}
     answer: dict[str, Any] = {
         "slots": slots.taken,
         "commits": commits,
-        "cycles": np.diff(marks).tolist(),
+        "cycles": np.diff(marks, axis=0).tolist(),
         "window": window,
         "protected_steps": steps,
         "counted": {
@@ -371,4 +375,16 @@ def measure(
             name: spent - phases.get(name, 0.0) for name, spent in protected.phases_s.items()
         }
         answer["window_at_end"] = int(protected.guard.stats()["window"])
+    answer["idle"] = idle(beside)
     return answer
+
+
+def idle(beside: ThreadClocks) -> float:
+    """Processor time of threads in a second in which no rank does anything. All ranks."""
+    dist.barrier()
+    time.sleep(IDLE_S / 10)  # the barrier's own messages
+    spent, began = beside.read(), time.perf_counter()
+    time.sleep(IDLE_S)
+    spent, passed = beside.read() - spent, time.perf_counter() - began
+    dist.barrier()
+    return spent / passed

@@ -55,10 +55,10 @@ class Wires(Protocol):
 class Rounds:
     """One dissemination on this rank.
 
-    The constructor starts to receive, so that a message never waits for its receiver: the earlier, the less it
-    costs. `run` goes through the rounds. An exception that a signal handler raises there, such as KeyboardInterrupt,
-    waits until the last round: the others would wait for the rounds of a rank that leaves between them. Only
-    the end of a peer ends the rounds early, and that ends the other ranks too.
+    The constructor starts to receive, so that a message never waits for its receiver: the earlier, the less
+    it costs. `run` goes through the rounds. An exception that a signal handler raises there, such as
+    KeyboardInterrupt, waits until the last round: the others would wait for the rounds of a rank that leaves
+    between them. Only the end of a peer ends the rounds early, and that ends the other ranks too.
 
     Args:
         wires: the messages' carrier.

@@ -198,7 +198,9 @@ class Agreement:
             transport.exchange(messages, inbox, what)
             return
         afters = {rank: self._arriving[rank].unpack_(words) for rank, words in inbox.items()}
-        for wait in [transport.expect(words, rank, what, rest) for rank, words in afters.items() if len(words)]:
+        for wait in [
+            transport.expect(words, rank, what, rest) for rank, words in afters.items() if len(words)
+        ]:
             wait()
         for parcel in (*self._parcels.values(), *self._arriving.values()):
             parcel.fit()

@@ -230,14 +230,16 @@ def slots(cpu: Sequence[float], wall: float, beside: float = 0.0, watch: float =
 
 def answer(rank: int) -> dict[str, Any]:
     """Two rounds, the second one a commit, in a window of two steps."""
+    idle, wall = 0.01, 2.0 + rank
     return {
         "slots": {
-            PROTECTED: slots([1.1, 1.6], 2.0 + rank, beside=0.1, watch=0.05),
+            PROTECTED: slots([1.1 - idle * wall, 1.6 - idle * wall], wall, beside=0.1, watch=0.05),
             BARE: slots([1.25, 1.25], 2.0, beside=0.2, watch=0.05),
             CONTROL: slots([1.05, 1.05], 2.0, watch=0.05),
         },
         "commits": [False, True],
-        "cycles": [0.5],
+        "cycles": [(0.7, 20.0)],
+        "idle": idle,
         "window": 2,
         "protected_steps": 2,
         "counted": {
@@ -247,7 +249,7 @@ def answer(rank: int) -> dict[str, Any]:
         },
         "phases_cpu_s": {"capture": 0.1, "state": 0.2, "apply": 0.3},
         "ends_cpu_s": 0.25,
-        "beside_cpu_s": 0.5,
+        "beside_cpu_s": 0.55,
         "watch_cpu_s": 0.2,
         "wall_s": 10.0,
     }
