@@ -212,7 +212,8 @@ tally = Tally()
 
 n, k = map(int, args.code.split(","))
 code = ecemb.Code(n=n, k=k)
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=code, state=tally)
+# Many steps are committed together: a failure runs at most 60 s of them again, to the same bits.
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=code, state=tally, window="auto", max_replay=60)
 
 # Batches 0, 1, ... are held out, training takes those after. A loader draws a seed for its workers
 # when it begins: from a generator of its own, so that a restart changes nothing in torch's.

@@ -181,7 +181,7 @@ dense = KeyedOptimizerWrapper(
     lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
 )
 optimizer = CombinedOptimizer([model.fused_optimizer, dense])
-guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=4, k=3), state=batches)
+guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=4, k=3), state=batches, window="auto")
 
 
 @guard.step()

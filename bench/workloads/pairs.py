@@ -61,7 +61,7 @@ CHOOSING = SKIPPED + MEASURED + 5
 SETTLING_OF = {"managed": EVICT_EVERY}
 """The same by engine: the first eviction lets journals grow to the size of the maps, once in a training."""
 IDLE_S = 2.0
-"""For which threads are watched while nobody trains."""
+"""Seconds for which threads are watched while no rank trains."""
 LEAST_COMMITS = 3
 """Windows among which measured steps are spread, if there are enough steps."""
 

@@ -1,7 +1,8 @@
 """The size of a rank's deltas for another rank, with the first of them: one message of a size known before.
 
-A receiver that has said how much it takes costs less than one that is told first, so the size and the deltas
-that two ranks exchange in a step travel together, as long as they are about as many as in the step before.
+A message is cheapest if its receiver has started to receive, and so knows its size. Therefore the size and
+the deltas that two ranks exchange in a step travel together, as long as these are about as many as in the
+step before.
 
 Owns what is in the message. Must not know: deltas, the network.
 """

@@ -71,7 +71,7 @@ def test_nobody_waits_for_ranks_that_failed(
 
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (3, 2, 3), (4, 2, 4), (4, 3, 9), (3, 1, 16)])
 def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
-    """Two disseminations, and a size to each keeper, with its deltas; n - 1 more at most if these have grown."""
+    """Two disseminations, and a size with its deltas to each keeper; n - 1 more if these have grown."""
     hub, placement = Hub(size), Placement.ranks(n, k, size)
     sent: dict[int, list[int]] = {}
 
