@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import ROOT
@@ -35,6 +36,7 @@ class Torchrun:
         name: What messages call it by.
         timeout_s: Of the whole launch.
         warm: Whether workers are started by `ecemb-run`.
+        preload: Modules that it imports once, beside those that it imports by itself.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Torchrun:
         name: str,
         timeout_s: float,
         warm: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         options = f"--standalone --nproc-per-node {ranks} --max-restarts {restarts}".split()
         run = ["--no-python", sys.executable, "-m", "ecemb", "run"] if warm else []
+        run += [word for module_ in preload for word in ("--preload", module_)] if warm else []
         self._words = ["-m", "torch.distributed.run", *options, *run, "-m", module, *words]
         self._folder, self._name = folder, name
         self._deadline = time.monotonic() + timeout_s

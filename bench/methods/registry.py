@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ecemb
 from baselines.check_n_run.quantize_scheme import Scheme
 from baselines.check_n_run.recovery import CheckNRun
-from baselines.cpr import job as cpr_job
 from baselines.cpr.controller import Cpr
-from baselines.cpr.pls import interval_for_pls
 from baselines.cpr.recovery import PartialRecovery
 from baselines.float_parity import FloatParity
 from baselines.full import FullRecovery
@@ -27,11 +25,11 @@ from ecemb.session import current
 from ecemb.step.transaction import BESIDE
 
 MTBF = timedelta(hours=1)
-"""Mean time between failures, for those that choose by it, where no scaled job is given."""
+"""Mean time between failures, for CPR's controller."""
+JOB_MTBF = timedelta(hours=14)
+"""Of the job that methods are compared for, as on CPR's cluster (published)."""
 PLS_TARGET = 0.1
 """CPR's (recalled from its emulation)."""
-CHECK_N_RUN_H = 0.5
-"""Hours between Check-N-Run's checkpoints (published)."""
 
 
 class Nothing:
@@ -62,14 +60,22 @@ class Ecemb:
         code: The (n, k) code.
         window: Steps that are committed together.
         overlap: Deltas are sent beside the next step's body.
+        mtbf: Mean time between failures, for the window "auto".
     """
 
-    def __init__(self, code: ecemb.Code, window: int = 1, *, overlap: bool = False) -> None:
-        self._code, self._window, self._overlap = code, window, overlap
+    def __init__(
+        self,
+        code: ecemb.Code,
+        window: int | Literal["auto"] = 1,
+        *,
+        overlap: bool = False,
+        mtbf: timedelta | None = None,
+    ) -> None:
+        self._code, self._window, self._overlap, self._mtbf = code, window, overlap, mtbf
         self._guard: ecemb.Guard | None = None
         self._closed = Costs()
-        self.interval_steps = window
-        again = window * (2 if overlap else 1) - 1
+        self.interval_steps = None if window == "auto" else window
+        again = None if window == "auto" else window * (2 if overlap else 1) - 1
         self.promise = Promise(bit_identical=True, steps_again=again, survives=code.n - code.k)
 
     def prepare(self, training: Training) -> int:
@@ -80,6 +86,7 @@ class Ecemb:
             state=training.state,
             code=self._code,
             window=self._window,
+            mtbf=self._mtbf,
             overlap=self._overlap,
             failure_domain="rank",
         )
@@ -116,42 +123,6 @@ class Ecemb:
 
 
 @dataclass(frozen=True)
-class ScaledJob:
-    """A long job in little: from it each method takes its interval by its own rule.
-
-    Attributes:
-        mtbf_steps: Mean time between failures of the whole job, in steps.
-        step_s: Seconds of a step, unprotected.
-        step_h: Hours of the real job that a step stands for.
-        ranks: Of the job.
-    """
-
-    mtbf_steps: int
-    step_s: float
-    step_h: float
-    ranks: int
-
-    @property
-    def mtbf(self) -> timedelta:
-        """Between failures here, for Young's formula with what saves take here."""
-        return timedelta(seconds=self.mtbf_steps * self.step_s)
-
-    @property
-    def pls_steps(self) -> int:
-        """CPR's interval, 2 PLS N T_fail."""
-        mtbf_h = self.mtbf_steps * self.step_h
-        return self._steps(interval_for_pls(cpr_job.CprJob(mtbf_h, mtbf_h, self.ranks), PLS_TARGET))
-
-    @property
-    def check_n_run_steps(self) -> int:
-        """Check-N-Run's interval: half an hour."""
-        return self._steps(CHECK_N_RUN_H)
-
-    def _steps(self, hours: float) -> int:
-        return max(1, round(hours / self.step_h))
-
-
-@dataclass(frozen=True)
 class Place:
     """Where methods keep what outlives processes, and how often.
 
@@ -159,50 +130,44 @@ class Place:
         files: Folder that outlives machines; the same on all ranks.
         memory: Folder of this rank's machine alone, on tmpfs.
         every: Steps between two saves, of those that save now and then.
-        job: By which each method chooses its interval instead, by its own rule.
         bytes_per_s: What a rank writes to `files`, or reads, at most; None: as fast as it goes.
+        in_threads: What is written beside training is written by threads; a process of its own would import
+            torch first.
     """
 
     files: Path
     memory: Path
     every: int = 4
-    job: ScaledJob | None = None
     bytes_per_s: float | None = None
-
-    @property
-    def young(self) -> dict[str, Any]:
-        """The interval of those that take Young's."""
-        return {"every": self.every} if self.job is None else {"mtbf": self.job.mtbf}
+    in_threads: bool = False
 
 
 def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
     return lambda _: Ecemb(ecemb.Code(n, k), **options)
 
 
-def partial_recovery(priority: str | None = None) -> Callable[[Place], Method]:
-    def make(place: Place) -> Method:
-        every = place.every if place.job is None else place.job.pls_steps
-        return PartialRecovery(
-            place.files, place.memory, every=every, priority=priority, bytes_per_s=place.bytes_per_s
-        )
+def auto(n: int, k: int) -> Callable[[Place], Method]:
+    return coded(n, k, window="auto", overlap=True, mtbf=JOB_MTBF)
 
-    return make
+
+def partial_recovery(priority: str | None = None) -> Callable[[Place], Method]:
+    return lambda place: PartialRecovery(
+        place.files, place.memory, every=place.every, priority=priority, bytes_per_s=place.bytes_per_s
+    )
 
 
 def controlled(place: Place) -> Method:
-    mtbf = MTBF if place.job is None else place.job.mtbf
-    return Cpr(place.files, place.memory, mtbf=mtbf, pls=PLS_TARGET, bytes_per_s=place.bytes_per_s)
+    return Cpr(place.files, place.memory, mtbf=MTBF, pls=PLS_TARGET, bytes_per_s=place.bytes_per_s)
 
 
 def changes(policy: str, **options: Any) -> Callable[[Place], Method]:
     def make(place: Place) -> Method:
-        given = {"every": place.every}
-        if place.job is not None:  # a process apart would import torch beside a whole job
-            given = {"every": place.job.check_n_run_steps, "process": False}
+        given = {"process": False} if place.in_threads else {}
         return CheckNRun(
             place.files,
             place.memory,
             policy=policy,
+            every=place.every,
             bytes_per_s=place.bytes_per_s,
             **{**options, **given},
         )
@@ -211,11 +176,11 @@ def changes(policy: str, **options: Any) -> Callable[[Place], Method]:
 
 
 def snapshots(redundancy: Redundancy, *, beside: bool = False) -> Callable[[Place], Method]:
-    return lambda place: SnapshotRecovery(place.memory, redundancy, beside=beside, **place.young)
+    return lambda place: SnapshotRecovery(place.memory, redundancy, beside=beside, every=place.every)
 
 
 def full(writer: type[Writer]) -> Callable[[Place], Method]:
-    return lambda place: FullRecovery(place.files, writer(place.bytes_per_s), keep=1, **place.young)
+    return lambda place: FullRecovery(place.files, writer(place.bytes_per_s), keep=1, every=place.every)
 
 
 def sums(n: int, k: int, dtype: str = "float32") -> Callable[[Place], Method]:
@@ -228,11 +193,11 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "ecemb (3, 2) overlapping": coded(3, 2, overlap=True),
     "ecemb (4, 3)": coded(4, 3),
     "ecemb (4, 3) window 16": coded(4, 3, window=16),
+    "ecemb (4, 3) window auto": auto(4, 3),
     "ecemb (4, 2)": coded(4, 2),
     "ecemb (4, 3) overlapping": coded(4, 3, overlap=True),
     "ecemb (6, 4)": coded(6, 4),
-    "ecemb (6, 4) window 16": coded(6, 4, window=16),
-    "ecemb (6, 4) overlapping": coded(6, 4, overlap=True),
+    "ecemb (6, 4) window auto": auto(6, 4),
     "ecemb copies x2": coded(2, 1),
     "ecemb copies x3": coded(3, 1),
     "float parity (3, 2)": sums(3, 2),

@@ -2,8 +2,9 @@
 
 What lies between `<!-- table: QUESTION METRIC ... -->`, alone on its line, and `<!-- end -->` is replaced by
 these metrics' tables from bench/results; with `sheet` for `table`, by one table, a column for each metric;
-what follows `<!-- picture: QUESTION -->` by a step's picture; what follows `<!-- methods: compare -->`,
-`<!-- choices: compare -->` and `<!-- shares: simulate -->` by the tables of `bench.report.summary`.
+what follows `<!-- picture: QUESTION -->` by a picture; what follows `<!-- methods: compare -->`,
+`<!-- choices: compare -->`, `<!-- shares: simulate -->`, `<!-- mtbfs: simulate -->` or `<!-- verdicts:
+simulate -->` by that of `bench.report.choosing`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,32 @@ from typing import Any
 from bench import RESULTS, ROOT
 from bench.harness.result import FIXED
 from bench.questions.profile.picture import draw
-from bench.report import summary, tables
+from bench.report import choosing, tables
+from bench.report.headlines import Unknown
 from bench.report.tables import BadResult
 
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "choosing.md", ROOT / "README.md")
 PICTURE = "protected-step.svg"
+HEAD = "docs/results/head-to-head.svg"
+SHOWS = {
+    "profile": ("One step of one rank", PICTURE),
+    "compare": ("What methods cost a training, and what a failure takes from it", HEAD),
+}
+"""Question -> what its picture shows, and where it is from the pages that have it."""
 
-_BLOCK = re.compile(
-    r"(<!-- (table|sheet|picture|methods|choices|shares): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL
-)
+_KINDS = "table|sheet|picture|methods|choices|shares|mtbfs|verdicts"
+_BLOCK = re.compile(rf"(<!-- ({_KINDS}): (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Documents = Sequence[Mapping[str, Any]]
 
-SHOWN = {"methods": summary.methods, "choices": summary.choices, "shares": summary.shares}
-"""Mark -> what makes its table."""
+SHOWN = {
+    "methods": choosing.methods,
+    "choices": choosing.choices,
+    "shares": choosing.shares,
+    "mtbfs": choosing.mtbfs,
+    "verdicts": choosing.verdicts,
+}
+"""Mark -> what makes its table, or its sentences."""
 
 
 def write(results: Path = RESULTS, pages: Sequence[Path] = PAGES) -> None:
@@ -59,9 +72,12 @@ def fill(text: str, documents: Documents) -> str:
         if not found:
             content = f"Not measured yet: `python -m bench {question}`."
         elif kind == "picture":
-            content = f"![One step of one rank]({PICTURE})"
+            content = "![{}]({})".format(*SHOWS[question])
         elif kind in SHOWN:
-            content = SHOWN[kind](documents)
+            try:
+                content = SHOWN[kind](documents)
+            except Unknown:
+                content = f"Not in the answer yet: `python -m bench {question}`."
         else:
             shown = figures if kind == "table" else in_one
             content = "\n\n".join(shown(document, metrics.split()) for document in found)

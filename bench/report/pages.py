@@ -20,7 +20,7 @@ from bench.questions.cpr import picture as cpr_picture
 from bench.questions.drift import picture as drift_picture
 from bench.questions.quantization import picture as quantization_picture
 from bench.questions.simulate import picture as simulate_picture
-from bench.report import figures, headlines, provenance, summary, tables
+from bench.report import choosing, figures, headlines, provenance, summary, tables
 from bench.report.html import html
 from bench.report.tables import BadResult
 
@@ -60,7 +60,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
     "compare": (
         (
             "head-to-head.svg",
-            "What each family of methods costs in a step, and the steps that a failure takes from it",
+            "What methods cost a training, and what a failure takes from it",
             compare_picture.draw,
         ),
     ),
@@ -76,6 +76,9 @@ PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
     "simulate": (("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),),
 }
 """Question -> of each of its pictures the file, beside its page; what it shows; what draws it from rows."""
+
+NAMED = ("compare",)
+"""Questions whose pages other pages name."""
 
 Documents = Sequence[Mapping[str, Any]]
 
@@ -98,7 +101,7 @@ def write(results: Path | None = None) -> Path:
             tables.replace(RESULTS / provenance.STALE, provenance.text(provenance.stale()))
     documents = tables.load(results or RESULTS)
     folder = results or DOCS
-    made = render(documents) | drawn(documents)
+    made = render(documents, NAMED if results is None else ()) | drawn(documents)
     for name, text in made.items():
         tables.replace(folder / name, text)
     for page in (folder / FOLDER).glob("*.md"):
@@ -111,8 +114,12 @@ def write(results: Path | None = None) -> Path:
     return browsed
 
 
-def render(documents: Documents) -> dict[str, str]:
+def render(documents: Documents, named: Sequence[str] = ()) -> dict[str, str]:
     """Returns the pages by name: the summary, then a page for each question, and one of published figures.
+
+    Args:
+        documents: All answers.
+        named: Questions that also have a page without an answer.
 
     Raises:
         BadResult: No module of bench/ asks a question, or rows of a document have the same labels.
@@ -120,7 +127,10 @@ def render(documents: Documents) -> dict[str, str]:
     answered = {document["question"] for document in documents}
     order = [question for question in summary.ANSWERS if question in answered]
     order += sorted(answered - set(order))
-    pages = {f"{FOLDER}/{question}.md": of_question(question, documents) for question in order}
+    pages = {
+        f"{FOLDER}/{question}.md": of_question(question, documents)
+        for question in dict.fromkeys([*order, *named])
+    }
     if lines := headlines.lines(documents):
         shown = tables.grid(headlines.HEADS, len(headlines.HEADS), lines)
         pages[PUBLISHED] = f"# {headlines.TITLE}\n\n{MARK}\n\n{shown}\n\n{headlines.EXPLANATION}\n"
@@ -132,7 +142,7 @@ def summarized(order: Sequence[str], documents: Documents) -> str:
     parts = [HEAD]
     if "compare" in order:
         ((file, shown, _),) = PICTURES["compare"]
-        parts += ["## The methods side by side\n", summary.methods(documents) + "\n"]
+        parts += ["## The methods side by side\n", choosing.methods(documents) + "\n"]
         parts.append(f"![{shown}]({FOLDER}/{file})\n")
     lines = [
         [
@@ -173,7 +183,10 @@ def of_question(question: str, documents: Documents) -> str:
     """
     title, explanation = asked(question)
     parts = [f"# {title}\n", MARK + "\n"]
-    parts += [f"![{shown}]({file})\n" for file, shown, _ in PICTURES.get(question, ())]
+    if any(document["question"] == question for document in documents):
+        parts += [f"![{shown}]({file})\n" for file, shown, _ in PICTURES.get(question, ())]
+    else:
+        parts.append(f"Not measured yet: `python -m bench {question}`.\n")
     for document in documents:
         if document["question"] == question and "stale" in document:
             parts.append(f"**Stale**, of commit {document['commit'][:8]}: {document['stale']}.\n")

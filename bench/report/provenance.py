@@ -39,7 +39,10 @@ _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 CODE: Mapping[str, tuple[str, ...]] = {
     "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
     "check_n_run": ("bench/questions/check_n_run", _CLICKS, "baselines/check_n_run"),
-    "compare": ("bench/questions/compare", "bench/methods", "baselines", *_RESTART),
+    "compare": (
+        *("bench/questions/compare", "bench/methods", "bench/workloads/pairs.py", "baselines"),
+        *("bench/questions/overhead/estimate.py", *_WARM),
+    ),
     "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
     "elastic": ("bench/questions/elastic", *_RESTART),
@@ -59,6 +62,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
     "simulate": (
         *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
+        *("bench/results/compare.json", "bench/results/compare-torchrec.json"),
         *("bench/results/overhead.json", "bench/results/recovery.json"),
     ),
     "soak": ("tests/failures", *_WARM),

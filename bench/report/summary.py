@@ -1,240 +1,17 @@
-"""Results in short: a table of the methods, when to use which, and a line for each question.
-
-Numbers are read from the answers. Typed are the words around them, and when to use a method.
-"""
+"""Each question's answer in a line. Numbers are read from the answers; typed are the words around them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from bench.questions.compare.families import (
-    CONTROL,
-    GIVEN_UP,
-    KILLS,
-    OVERHEAD,
-    noise_pct,
-    of_methods,
-    quiet_engine,
-)
+from bench.questions.compare.families import NEXT
+from bench.report.choosing import EXACT, OURS, leads, measured
 from bench.report.headlines import Documents, Unknown, cpr_base, of, value
-from bench.report.tables import grid
 
-OURS = "ecemb (4, 3)"
 FULL_SAVES = "torch.distributed.checkpoint"
-UNKNOWN = "cannot tell"
-"""For an overhead that is smaller than the difference between the control and itself."""
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of the methods that the pages show side by side.
-
-    Attributes:
-        name: for reading.
-        method: its name in the head to head.
-        simulated: its name in the simulation.
-        use: it, if this holds.
-    """
-
-    name: str
-    method: str
-    simulated: str
-    use: str
-
-
-CHOICES = (
-    Choice(
-        "**ecemb**, commit in each step",
-        OURS,
-        "ecemb (4, 3)",
-        "no step may run again, the bits must be the same, and memory holds no second copy of the tables",
-    ),
-    Choice(
-        "**ecemb**, `window=16`",
-        "ecemb (4, 3) window 16",
-        "ecemb (4, 3), window 16",
-        "the same, but 16 steps may run again, and memory holds the rows that 16 steps change",
-    ),
-    Choice(
-        "live copies (two of each row)",
-        "ecemb copies x2",
-        "live copies x2",
-        "no step may run again, and memory holds a second copy of the tables",
-    ),
-    Choice(
-        "snapshots in memory (two of each)",
-        "snapshots x2",
-        "snapshots x2",
-        "some steps may run again, and memory holds several copies of everything",
-    ),
-    Choice(
-        "full checkpoints",
-        "full files",
-        "full",
-        "failures are rare, or the job has few hosts and small tables",
-    ),
-    Choice(
-        "full checkpoints, asynchronous",
-        "full dcp async",
-        "full, async",
-        "the same, but a save would stop the training for too long, and memory holds a copy",
-    ),
-    Choice(
-        "Check-N-Run",
-        "check-n-run intermittent",
-        "Check-N-Run",
-        "tables are large, few of their rows change between two saves, and steps may run again",
-    ),
-    Choice(
-        "partial recovery (CPR)",
-        "cpr vanilla",
-        "CPR",
-        "the model may forget some samples",
-    ),
-)
-"""ecemb first."""
-
-HEADS = (
-    "method",
-    "a step takes longer by",
-    "a failure takes",
-    "next new step after",
-    "memory, over the tables'",
-    "ranks that may be lost",
-)
-BITS, USE = "same bits", "use it if"
-"""Columns that one of the tables has."""
-UNPROTECTED = "no protection"
-SIZES = (16, 64, 256, 1024, 4096)
-"""Hosts of the simulation that are shown."""
-
-
-def methods(documents: Documents) -> str:
-    """The methods of the head to head, the control last, and under them how to read the table.
-
-    Raises:
-        Unknown: The head to head was not measured.
-    """
-
-    def same_bits(_: str, values: Mapping[str, Row]) -> str:
-        return "yes" if values["bit_identical"]["value"] == 1 else "no"
-
-    return side_by_side(documents, BITS, same_bits)
-
-
-def choices(documents: Documents) -> str:
-    """The same with when to use which method.
-
-    Raises:
-        Unknown: The head to head was not measured.
-    """
-    uses = {choice.method: choice.use for choice in CHOICES} | {CONTROL: "the job is short"}
-    return side_by_side(documents, USE, lambda method, _: uses[method])
-
-
-def side_by_side(documents: Documents, last: str, said: Callable[[str, Mapping[str, Row]], str]) -> str:
-    """The methods under `HEADS`, and one column more.
-
-    Args:
-        documents: All answers.
-        last: Its head.
-        said: Gives its cell for a method and its rows.
-
-    Raises:
-        Unknown: The head to head was not measured.
-    """
-    rows, found, engine = measured(documents)
-    noise = noise_pct(rows, engine)
-    named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
-    lines = [
-        [name, *cells(found[method], noise), said(method, found[method])]
-        for name, method in named
-        if method in found
-    ]
-    return f"{grid((*HEADS, last), 1, lines, words=1)}\n\n{reading(engine, noise)}"
-
-
-def shares(documents: Documents) -> str:
-    """The share of time that trains, by simulation, of the same methods by number of hosts.
-
-    Raises:
-        Unknown: Nothing was simulated.
-    """
-    rows = of(documents, "simulate")
-    lines = [
-        [choice.name, *(trained(rows, choice.simulated, hosts) for hosts in SIZES)] for choice in CHOICES
-    ]
-    heads = ("method", *(f"{hosts:,} hosts" for hosts in SIZES))
-    return (
-        f"{grid(heads, 1, lines)}\n\nOf the time of a month; in brackets, of the worst and of the best "
-        "month. By simulation: no cluster was used."
-    )
-
-
-def measured(documents: Documents) -> tuple[list[Row], dict[str, dict[str, Row]], str]:
-    """The rows of the head to head, those of the quietest engine by method and metric, and this engine.
-
-    Raises:
-        Unknown: The head to head was not measured.
-    """
-    rows = of(documents, "compare")
-    if not rows:
-        raise Unknown("compare")
-    engine = quiet_engine(rows)
-    return rows, of_methods(rows, engine), engine
-
-
-def cells(values: Mapping[str, Row], noise: float) -> list[str]:
-    """A method's cells under `HEADS`, but for the name."""
-    protected = values[OVERHEAD]["method"] != CONTROL
-    caught_up, lost = values["caught_up_s"], values["survives_ranks"]["value"]
-    memory, ranks = values["memory_over_tables"]["value"], values[OVERHEAD]["ranks"]
-    steps = values[GIVEN_UP]["value"] / KILLS
-    return [
-        overhead(values[OVERHEAD], noise if protected else 0.0),
-        f"{steps:.3g} step{'s' * (steps != 1)}",
-        f"{caught_up['value']:.1f} s",
-        f"{memory:.2g}x" if memory else "none",
-        f"any {lost:.0f} of {ranks}" if lost < ranks else "all" if protected else "all: back to step 0",
-    ]
-
-
-def overhead(row: Row, noise: float) -> str:
-    """An overhead with its interval; without its value, if it is smaller than the noise."""
-    interval = f"({row['low']:.2g} to {row['high']:.2g})"
-    return f"{UNKNOWN} {interval}" if abs(row["value"]) < noise else f"{row['value']:.2g} % {interval}"
-
-
-def reading(engine: str, noise: float) -> str:
-    """How to read a table of the methods."""
-    tables = {"sparse": "`ecemb.nn`", "torchrec": "TorchRec"}[engine]
-    return (
-        f"All ranks on one machine, tables of {tables}, two failures that delete a rank's memory. In "
-        f"brackets: of single lives. *{UNKNOWN}*: a run without protection differs from its twin by up to "
-        f"{noise:.2g} %. A failure takes steps that run again or are forgotten. Seconds count from the kill, "
-        "and include torchrun's restart. Memory includes the buffers of a step, which do not grow with the "
-        "tables; these tables are small."
-    )
-
-
-def trained(rows: Sequence[Row], method: str, hosts: int) -> str:
-    """The effective training-time ratio of a method on some hosts; "-" if it was not simulated.
-
-    Raises:
-        Unknown: Nothing was.
-    """
-    if not rows:
-        raise Unknown("simulate")
-    labels = {"method": method, "hosts": hosts, "faults": "exponential"}
-    try:
-        found, low, high = (value(rows, "ettr", key, **labels) for key in ("value", "low", "high"))
-    except Unknown:
-        return "-"
-    return f"{found:.2f} ({low:.2f} to {high:.2f})"
 
 
 def most(rows: Sequence[Row], metric: str, **labels: Any) -> tuple[float, float]:
@@ -373,18 +150,12 @@ def of_scaling(documents: Documents) -> str:
 
 
 def of_simulate(documents: Documents) -> str:
-    rows = of(documents, "simulate")
-
-    def ahead(method: str, among: str) -> float:
-        return value(rows, "cells_ahead", method=method, among=among)
-
-    everything, exact = "all", "that lose no samples"
-    return (
-        f"of the map's cells, CPR leads {ahead('CPR', everything):.0f} for certain; without lost samples, "
-        f"Check-N-Run leads {ahead('Check-N-Run', exact):.0f}, live copies "
-        f"{ahead('live copies', exact):.0f}, ecemb {ahead('ecemb', exact):.0f}, and of "
-        f"{ahead('cannot tell', exact):.0f} one cannot tell"
-    )
+    found = leads(of(documents, "simulate"))
+    said = {
+        among: ", ".join(f"{name} {cells:.0f}" for name, cells in of_panel.items() if cells)
+        for among, of_panel in found.items()
+    }
+    return f"cells of the map that lead for certain: {said['all']}; without lost samples: {said[EXACT]}"
 
 
 def of_quality(documents: Documents) -> str:
@@ -437,12 +208,11 @@ def of_quantization(documents: Documents) -> str:
 
 def of_compare(documents: Documents) -> str:
     found = measured(documents)[1]
-    seconds = [found[method]["caught_up_s"]["value"] for method in (OURS, "full files") if method in found]
-    if len(seconds) != len(("ecemb", "files")):
-        raise Unknown("caught_up_s")
-    return (
-        f"the table above; next new step after {seconds[0]:.1f} s, with full checkpoints {seconds[1]:.1f} s"
-    )
+    seconds = [found.get(method, {}).get(NEXT) for method in (OURS, "full files")]
+    ours, files = (one["value"] if one is not None else None for one in seconds)
+    if ours is None or files is None:
+        raise Unknown(NEXT)
+    return f"the table above; next step after {ours:.1f} s, with full checkpoints {files:.1f} s"
 
 
 ANSWERS: dict[str, Callable[[Documents], str]] = {

@@ -28,15 +28,28 @@ SHEETS = {
         ("tracking_ns_per_row",),
     ),
     "compare": (
+        (*("training_longer_pct", "failure_takes_s", "saves_pct", "interval_s"),),
         (
-            *("interval_steps", "steps_run_again", "samples_lost", "given_up_steps", "bit_identical"),
-            *("off_by", "log_loss_added", "auc", "auc_lost", "survives_ranks"),
+            *(
+                "step_cpu_pct",
+                "control_cpu_pct",
+                "step_wall_pct",
+                "control_wall_pct",
+                "bare_step_s",
+                "bare_step_cpu_s",
+            ),
+            *("window_steps", "touched_rows_per_step", "sent_bytes_per_step"),
         ),
-        ("recovery_s", "caught_up_s", "prepare_s", "recovery_sent_bytes"),
         (
-            *("overhead_cpu_pct", "overhead_wall_pct", "step_wall_ms", "stall_ms_per_step"),
-            *("sent_bytes_per_step", "written_bytes_per_step", "memory_over_tables", "stored_over_tables"),
-            "time_scale",
+            *("next_step_s", "prepare_s", "caught_up_s", "restart_sent_bytes", "steps_run_again"),
+            *("steps_forgotten", "bit_identical", "off_by", "survives_ranks", "memory_over_tables"),
+            "stored_over_tables",
+        ),
+        ("save_lost_s", "save_stall_s", "save_stall_cpu_s", "save_until_written_s"),
+        (
+            *("fixed_lost_s", "save_lost_s_per_gb", "fixed_stall_s", "save_stall_s_per_gb"),
+            *("fixed_stall_cpu_s", "save_stall_cpu_s_per_gb", "fixed_until_written_s"),
+            *("save_until_written_s_per_gb", "save_written_bytes", "save_sent_bytes"),
         ),
     ),
     "publish": (

@@ -1,30 +1,40 @@
-"""What ledgers of killed ranks say; broken promises are noticed. `make bench-quick` kills some in earnest."""
+"""What ledgers of killed ranks say, and what costs say of a long job; broken promises are noticed.
+
+`make bench-quick` kills some in earnest.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import xml.etree.ElementTree as ElementTree
-from datetime import timedelta
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from baselines.method import Costs, Promise
-from bench.harness.result import Incomplete, WrongResult
+from bench.harness.ranks import RankFailed
+from bench.harness.result import Incomplete, Row, WrongResult, once
 from bench.harness.torchrun import LaunchFailed
 from bench.methods.ledger import Account, Done, Life
-from bench.methods.registry import METHODS, ScaledJob
-from bench.questions.compare import families
+from bench.methods.registry import METHODS
+from bench.questions.compare import cases, charged, failures, families, measured
 from bench.questions.compare import picture as compare_picture
 from bench.questions.compare import question as compare
 from bench.questions.compare import rows as compare_rows
-from bench.questions.compare.question import FULL, QUICK, RULES, Scale
-from bench.questions.compare.rank import Order, learnable
+from bench.questions.compare.beside_twins import FEW, RIVAL, WHOLE
+from bench.questions.compare.cases import BY_METHOD
+from bench.questions.compare.failures import Deaths
+from bench.questions.compare.measured import LOST, SECONDS, STALL, STALL_CPU, WRITTEN, Measured
+from bench.questions.compare.question import FULL, QUICK
+from bench.questions.compare.rank import Order
 from bench.questions.compare.rows import Told
-from bench.report import summary, tables
+from bench.questions.overhead.estimate import Estimate
+from bench.report import choosing, summary, tables
 from bench.report.headlines import Unknown
-from bench.workloads.models import Batch
+from bench.workloads.training_rank import BARE, CONTROL
 
 ORDER = Order(
     engine="sparse",
@@ -41,16 +51,13 @@ ORDER = Order(
     batch=3,
     skew=1.0,
     steps=17,
-    held_out=1,
+    noted=(),
+    kills=2,
     killed=9,
     victims=(1,),
-    killed_after_s=1.0,
-    next_victim=0,
-    mtbf_steps=8,
-    step_h=0.5,
-    step_s=1.0,
+    apart_s=(1.0, 2.0),
+    every=4,
     bytes_per_s=1e6,
-    twin_steps=10,
     seed=1,
     timeout_s=1.0,
 )
@@ -60,7 +67,6 @@ METRICS = {metric for sheet in tables.SHEETS["compare"] for metric in sheet}
 def life(
     started: int,
     stop: int,
-    step_s: float,
     *,
     begin_s: float = 100.0,
     cut_off: bool = False,
@@ -68,12 +74,7 @@ def life(
 ) -> Life:
     """Of equal steps; one more is cut off."""
     done = tuple(
-        Done(
-            step,
-            begin_s + step_s * passed,
-            2 * step_s * passed,
-            Costs(0.5 * passed, 10 * passed, 20 * passed),
-        )
+        Done(step, begin_s + 2.0 * passed, 4.0 * passed, Costs(0.5 * passed, 10 * passed, 20 * passed))
         for passed, step in enumerate(range(started, stop), 1)
     )
     begun = tuple(range(started, stop + cut_off))
@@ -81,89 +82,51 @@ def life(
     return Life(started, 1.5, Costs(sent_bytes=40), begun, done, struck_at_s, done[-1].cpu_s, costs)
 
 
-def told(
-    digests: tuple[str, str] = ("a", "b"), again: int = 8, squared: float = 4.0, auc: float = 0.7
-) -> Told:
-    """Of two ranks; steps take 2 s, those of the twin 1 s. Rank 1 dies in step 9, rank 0 in step 12."""
+def told(digests: tuple[str, str] = ("a", "b"), again: int = 8, squared: float = 4.0) -> Told:
+    """Of two ranks; steps take 2 s. Rank 1 dies in step 9, and then again in step 12."""
     lives = [
         (
-            life(0, 9, 2.0, begin_s=96.0, cut_off=True, struck_at_s=first),
-            life(again, 12, 2.0, begin_s=120.0, cut_off=True, struck_at_s=then),
-            life(11, 17, 2.0, begin_s=140.0),
+            life(0, 9, begin_s=96.0, cut_off=True, struck_at_s=first),
+            life(again, 12, begin_s=120.0, cut_off=True, struck_at_s=then),
+            life(11, 17, begin_s=140.0),
         )
-        for first, then in ((None, 129.0), (115.0, None))
+        for first, then in ((None, None), (115.0, 129.0))
     ]
-    ends = [
-        {
-            "digest": one,
-            "squared_distance": squared,
-            "table_bytes": 200,
-            "interval_steps": 2,
-            "log_loss": 1 - auc,
-            "auc": auc,
-        }
-        for one in digests
-    ]
-    twin = Account((life(0, 10, 1.0),))
-    return Told(ORDER, ends, [Account(one) for one in lives], [{0: twin, 2: twin}] * 2)
+    ends = [{"digest": one, "squared_distance": squared, "table_bytes": 200} for one in digests]
+    return Told(ORDER, ends, [Account(one) for one in lives])
 
 
 def test_rows_say_what_ledgers_say() -> None:
-    reference = dataclasses.replace(told(squared=100.0, auc=0.75))
-    rows = compare_rows.rows_of(told(), reference, 1, {"method": "a rival"})
+    rows = compare_rows.rows_of(told(), told(squared=100.0).ends, 1, {"method": "a rival"})
     assert {row.metric: row.value for row in rows} == pytest.approx(
         {
-            "interval_steps": 2,
-            "steps_run_again": 4,  # 8 and 9, 11 and 12
-            "samples_lost": 0,
-            "given_up_steps": 4,
+            "steps_run_again": 2,  # 8 and 9, 11 and 12
+            "steps_forgotten": 0,
             "bit_identical": 1,
             "off_by": 0.2,
-            "log_loss_added": 0.05,
-            "auc": 0.7,
-            "auc_lost": 0.05,
             "survives_ranks": 1,
-            "recovery_s": (7 + 13) / 2,
+            "next_step_s": (7 + 13) / 2,
             "caught_up_s": (9 + 15) / 2,
             "prepare_s": 1.5,
-            "recovery_sent_bytes": 80,
-            "overhead_cpu_pct": 100,
-            "overhead_wall_pct": 100,
-            "step_wall_ms": 2000,
-            "stall_ms_per_step": 500,
-            "sent_bytes_per_step": 20,
-            "written_bytes_per_step": 10,
+            "restart_sent_bytes": 80,
             "memory_over_tables": 111 / 200,
             "stored_over_tables": 300 / 200,
-            "time_scale": 0.5 * 3600 / 2,
         }
     )
-    assert {row.metric for row in rows} == METRICS
-    everybody = {row.metric: row.value for row in compare_rows.rows_of(told(), reference, None, {})}
-    assert everybody["survives_ranks"] == 2
-
-
-def test_the_first_steps_of_a_life_do_not_count() -> None:
-    found = compare_rows.settled([life(3, 12, 1.0), life(3, 13, 1.0)])
-    assert [(begin.step, end.step) for begin, end in found] == [(8, 11)] * 2
-    assert compare_rows.settled([life(0, 6, 1.0), life(0, 9, 1.0)]) == []
+    assert {row.metric for row in rows} < METRICS
+    everybody = {row.metric: row.value for row in compare_rows.rows_of(told(), told().ends, None, {})}
+    assert everybody["survives_ranks"] == 2 and told().step_s == 2
 
 
 def test_what_a_rank_has_forgotten_is_its_part_of_a_step() -> None:
-    rows = compare_rows.rows_of(forgetting(told()), told(), 1, {})
+    rows = compare_rows.rows_of(forgetting(told()), told().ends, 1, {})
     values = {row.metric: row.value for row in rows}
-    assert values["given_up_steps"] == pytest.approx(4 + 3 / (3 * 2) / 2)
-
-
-def test_lives_count_by_their_steps() -> None:
-    short, long = ([(done[0], done[-1])] for done in (life(0, 3, 1.0).done, life(0, 9, 1.0).done))
-    row = compare_rows.pooled("stall", "ms", [2.0, 40.0], [short, long], {})
-    assert (row.value, row.low, row.high) == (4.2, 1.0, 5.0)
+    assert values["steps_forgotten"] == pytest.approx(3 / (3 * 2) / 2 / 2)  # of two failures
 
 
 def test_a_promise_that_is_kept() -> None:
-    compare.check(told(), told(), Promise(bit_identical=True, steps_again=1))
-    compare.check(told(("c", "d")), told(), Promise(bit_identical=False, steps_again=None))
+    failures.check(told(), told().ends, Promise(bit_identical=True, steps_again=1))
+    failures.check(told(("c", "d")), told().ends, Promise(bit_identical=False, steps_again=None))
 
 
 def forgetting(one: Told) -> Told:
@@ -178,101 +141,223 @@ def never_killed(one: Told) -> Told:
 
 
 def another_killed(one: Told) -> Told:
-    return dataclasses.replace(one, order=dataclasses.replace(one.order, next_victim=1))
+    return dataclasses.replace(one, order=dataclasses.replace(one.order, victims=(0,)))
 
 
 @pytest.mark.parametrize(
     ("found", "match"),
     [
         (told(("a", "c")), "a rival ended with other bytes"),
-        (told(again=5), "rank 0: 7 steps were begun again, and not at most 1 and the one .*, 2 times"),
+        (told(again=4), "rank 0: 6 steps were done again, and not at most 1 and the one .*, 2 times"),
         (forgetting(told()), "rank 1: 3 samples are lost"),
         (told(squared=float("nan")), "a rival ended with NaN or infinities"),
         (never_killed(told()), "rank 0: 1 lives, and 3 were to be"),
-        (another_killed(told()), r"life 1: ranks \(0,\) were killed, and not \(1,\)"),
+        (another_killed(told()), r"life 0: ranks \(1,\) were killed, and not \(0,\)"),
     ],
 )
 def test_a_promise_that_is_broken(found: Told, match: str) -> None:
     with pytest.raises(WrongResult, match=match):
-        compare.check(found, told(), Promise(bit_identical=True, steps_again=1))
+        failures.check(found, told().ends, Promise(bit_identical=True, steps_again=1))
+
+
+def test_all_ranks_die_in_turn_but_the_first() -> None:
+    order = dataclasses.replace(ORDER, kills=5, victims=(1, 2))
+    assert [order.struck(number, 4) for number in range(6)] == [(1, 2), (3,), (2,), (1,), (0,), ()]
+
+
+def test_failures_come_before_a_training_ends() -> None:
+    deaths = Deaths(kills=10, fewer=3, killed=11, apart=(2, 5), every=8)
+    assert deaths.of(BY_METHOD["full files"]) == 10 and deaths.of(BY_METHOD["ecemb (6, 4)"]) == 3
+    for case in cases.CASES:
+        latest = deaths.killed + deaths.of(case) * deaths.apart[1]
+        assert deaths.steps(case) > (deaths.killed + 2 * deaths.every if case.goes_back else latest)
+    assert deaths.apart[1] < deaths.every < deaths.killed
+
+
+def saved(whole_s: float, few_s: float) -> dict[str, dict[str, Any]]:
+    """Seconds of saves that are all the same."""
+    return {metric: {WHOLE: np.full(4, whole_s), FEW: np.full(4, few_s)} for metric in SECONDS}
+
+
+def measure(**given: Any) -> Measured:
+    found: dict[str, Any] = {
+        "cpu_pct": None,
+        "control_pct": None,
+        "step_s": 0.0,
+        "window": 1,
+        "saves": saved(4.0, 1.0),
+        "table_gb": {WHOLE: 2.0, FEW: 0.5},
+        "rows": [],
+    }
+    return Measured(**(found | given))
+
+
+def of_job(method: str, found: Measured, again: tuple[int, ...] = (1, 1)) -> dict[tuple[str, Any], Row]:
+    rows = charged.rows_of(BY_METHOD[method], found, again, 0.5, {})
+    return {(row.metric, row.labels["tables"]): row for row in rows}
+
+
+def test_saves_are_charged_at_youngs_interval_and_by_the_size_of_the_tables() -> None:
+    found = of_job("full files", measure())
+    every_s = (2 * 4.0 * 14 * 3600) ** 0.5
+    assert found["interval_s", "2 GB a rank"].value == pytest.approx(every_s)
+    assert found["training_longer_pct", "2 GB a rank"].value == pytest.approx(100 * 4 / every_s)
+    assert found["failure_takes_s", "2 GB a rank"].value == pytest.approx(every_s / 2)
+    assert found["interval_s", "8 GB a rank"].value == pytest.approx((2 * 16.0 * 14 * 3600) ** 0.5)
+    behind = of_job("full dcp async", measure())
+    assert behind["failure_takes_s", "2 GB a rank"].value == pytest.approx(every_s / 2 + 4)
+
+
+def test_the_steps_and_saves_of_a_method_are_charged_together() -> None:
+    found = of_job("cpr vanilla", measure(cpu_pct=Estimate(3.0, 2.0, 5.0)))
+    every_s = 2 * 0.1 * 4 * 14 * 3600
+    cost = found["training_longer_pct", "2 GB a rank"]
+    assert cost.value == pytest.approx(3 + 400 / every_s)
+    assert (cost.value - cost.low, cost.high - cost.value) == (pytest.approx(1), pytest.approx(2))
+    assert found["failure_takes_s", "2 GB a rank"].value == pytest.approx(every_s / 2 / 4)
+
+
+def test_an_interval_is_the_methods_own() -> None:
+    rare = cases.interval_s(BY_METHOD["check-n-run intermittent"], 900.0, 1.0, 5e4, 4)
+    often = cases.interval_s(BY_METHOD["check-n-run intermittent"], 0.1, 1.0, 5e4, 4)
+    assert (rare, often) == (1800, pytest.approx(100))
+    slow = cases.interval_s(BY_METHOD["check-n-run intermittent"], 0.1, 700.0, 5e4, 4)
+    assert slow == 700  # no save begins before the one before is written
+    whole, eighth = (cases.interval_s(BY_METHOD[f"cpr {one}"], 1, 1, 5e4, 4) for one in ("vanilla", "mfu"))
+    assert whole == 8 * eighth
+
+
+def test_what_a_failure_takes_from_ecemb_is_measured_but_for_long_windows() -> None:
+    cost = Estimate(1.0, -1.0, 2.0)
+    found = of_job("ecemb (4, 3)", measure(cpu_pct=cost), again=(1, 1, 2, 2))["failure_takes_s", "any"]
+    assert found.value == pytest.approx(0.75) and found.low < 0.75 < found.high
+    auto = of_job("ecemb (4, 3) window auto", measure(cpu_pct=cost, window=61))["failure_takes_s", "any"]
+    assert auto.value == pytest.approx(31 * 0.5)
+    assert set(of_job("nothing", measure(cpu_pct=cost))) == {("training_longer_pct", "any")}
+
+
+def test_a_line_through_two_sizes_has_no_negative_parts() -> None:
+    fixed, per_gb = measured.line(saved(4.0, 1.0)[LOST], {WHOLE: 2.0, FEW: 0.5})
+    assert (fixed.value, per_gb.value) == (pytest.approx(0), pytest.approx(2))
+    fixed, per_gb = measured.line(saved(1.0, 1.5)[LOST], {WHOLE: 2.0, FEW: 0.5})
+    assert (fixed.value, per_gb.value) == (1.5, 0)
+
+
+def answers() -> list[dict[str, Any]]:
+    """Of two ranks; a step of the rival takes twice the others'. Saves go on beside training for a second."""
+    slot = {RIVAL: [2.0, 2.0, 0.0, 0.0], BARE: [1.0, 1.0, 0.0, 0.0], CONTROL: [1.0, 1.0, 0.0, 0.0]}
+    save = {"stall_s": 1.0, "whole_s": 3.0, "stalled_cpu_s": 0.5, "cpu_s": 1.5}
+    save |= {"written_bytes": 7.0, "sent_bytes": 9.0, "table_bytes": 2e9}
+    saves = {WHOLE: [save] * 3, FEW: [save | {"table_bytes": 1e9}] * 3}
+    one = {
+        "slots": {name: [times] * 4 for name, times in slot.items()},
+        "commits": [True] * 4,
+        "began": "0",
+        "digests": dict.fromkeys(slot, "1"),
+        "saves": saves,
+    }
+    return [one, one]
+
+
+def test_rivals_are_compared_with_bare_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured.os, "sched_getaffinity", lambda _: {0, 1})
+    found = measured.of_steps(answers(), RIVAL, 1, {})
+    assert (found.cpu_pct, found.control_pct) == (Estimate(100, 100, 100), Estimate(0, 0, 0))
+    values = {row.metric: row.value for row in (*found.rows, *measured.save_rows(answers(), {}))}
+    assert values[STALL] == 1 and values[WRITTEN] == 3 and values[STALL_CPU] == 0.5
+    assert values[LOST] == 1 + 2 * 1.0 / 2  # two ranks work for a second each, on two cores
+    assert set(values) < METRICS
+    case = BY_METHOD["cpr vanilla"]
+    measured.check(case, answers())
+    for change, match in (({RIVAL: "2"}, "not what its bare twin is"), ({}, "has changed nothing")):
+        wrong = answers()
+        wrong[0] |= {"digests": wrong[0]["digests"] | change, "began": "1"}
+        with pytest.raises(WrongResult, match=match):
+            measured.check(case, wrong)
 
 
 def test_a_method_that_fails_does_not_take_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    def under(scale: Scale, engine: str, method: str, *_: Any) -> list[Any]:
-        if method == "full files":
+    @contextmanager
+    def undisturbed(*_: Any) -> Any:
+        yield SimpleNamespace(told=SimpleNamespace(step_s=1.0))
+
+    def killed(_: Any, __: Any, ___: str, case: Any, *____: Any) -> Any:
+        if case.method == "full files":
             raise LaunchFailed("full files ended with 1")
-        return [method]
+        return [once("next_step_s", "s", 1, method=case.method)], [1]
 
+    def cost(_: Any, __: str, case: Any, ___: int) -> Measured:
+        if case.method == "cpr vanilla":
+            raise RankFailed("rank 2 failed")
+        return measure()
+
+    monkeypatch.setattr(failures, "undisturbed", undisturbed)
+    monkeypatch.setattr(failures, "killed", killed)
+    monkeypatch.setattr(compare, "cost", cost)
     launches = dataclasses.replace(QUICK, methods=("ecemb (6, 4)", "full files", "cpr vanilla"))
-    monkeypatch.setattr(compare, "launched", lambda *_: pytest.MonkeyPatch.context())
-    monkeypatch.setattr(compare, "under", under)
-    with pytest.raises(Incomplete, match="full files ended with 1") as found:
+    with pytest.raises(Incomplete, match="rank 2 failed\n\nfull files ended with 1") as found:
         compare.measure(launches, "sparse", 0)
-    assert found.value.rows == ["cpr vanilla", "ecemb (6, 4)"]
-
-
-def test_clicks_can_be_learnt_and_are_the_same_for_all_methods() -> None:
-    ids = torch.arange(9).repeat(400)[None, :, None]
-    batch = Batch(torch.zeros(3600, 13), ids, torch.zeros(3600, 1))
-    (first,), (again,), (other,) = (learnable([batch], ORDER, rank) for rank in (0, 0, 1))
-    assert torch.equal(first.clicks, again.clicks) and not torch.equal(first.clicks, other.clicks)
-    means = [one.clicks.reshape(400, 9).mean(0) for one in (first, other)]
-    assert torch.corrcoef(torch.stack(means))[0, 1] > 0.8 and means[0].std() > 0.05
-
-
-def test_each_method_has_its_own_rule() -> None:
-    job = ScaledJob(mtbf_steps=56, step_s=0.2, step_h=0.25, ranks=4)
-    assert job.mtbf == timedelta(seconds=11.2)
-    assert (job.pls_steps, job.check_n_run_steps) == (45, 2)
-    rules = {method: compare.rule(method) for method in FULL.methods}
-    assert rules["nothing"] == "never" and rules["cpr controlled"] == "controller"
-    assert rules["ecemb (6, 4) window 16"] == "each 16" and rules["ecemb copies x2"] == "each step"
-    assert set(RULES.values()) < set(rules.values())
+    methods = [row.labels["method"] for row in found.value.rows if row.metric == "next_step_s"]
+    assert methods == ["cpr vanilla", "ecemb (6, 4)"]
+    assert {row.labels["method"] for row in found.value.rows if row.metric == families.COST} == {
+        "ecemb (6, 4)"
+    }
 
 
 def compared() -> list[dict[str, Any]]:
-    """Rows of two engines, with a control that is quieter on `sparse`."""
-    rows: list[dict[str, Any]] = []
-    for engine, noise in (("sparse", 3.0), ("torchrec", 30.0)):
-        for method, overhead in (("nothing", noise), ("ecemb (4, 3)", 10.0), ("full files", -2.0)):
-            labels = {"engine": engine, "method": method, "ranks": 4}
-            found = [row.to_json() for row in compare_rows.rows_of(told(), told(), 1, labels)]
-            for row in found:
-                if row["metric"] == families.OVERHEAD:
-                    row |= {"value": overhead, "low": overhead - 0.5, "high": overhead + 0.5}
-            rows += found
-    return rows
+    """Rows of two engines, with a control that reaches less far on `sparse`."""
+    rows: list[Row] = []
+    for engine, reach in (("sparse", 1.0), ("torchrec", 30.0)):
+        for method in ("nothing", "ecemb (4, 3)", "ecemb (4, 3) window auto", "full files"):
+            labels = {"engine": engine, "setting": "small", "method": method, "ranks": 4}
+            step = Estimate(0.5, -reach, reach) if method != "ecemb (4, 3)" else Estimate(10.0, 9.0, 11.0)
+            given = measure(cpu_pct=None if method == "full files" else step, window=61)
+            rows += charged.rows_of(BY_METHOD[method], given, (1, 1), 0.5, labels)
+            rows += compare_rows.rows_of(told(), told().ends, 1, labels)
+            if method != "full files":
+                rows.append(Row(families.STEP, *[step[0]], "%", *step[1:], 4, {**labels}))
+                rows.append(Row(families.TWIN, 0.0, "%", -reach, reach, 4, {**labels}))
+    return [row.to_json() for row in rows]
 
 
 def test_the_picture_names_the_families_of_the_quietest_engine() -> None:
     rows = compared()
-    assert families.quiet_engine(rows) == "sparse" and families.noise_pct(rows, "sparse") == 3.5
-    assert families.noise_pct(rows, "none") == 0
+    assert families.quiet_engine(rows) == "sparse" and families.reach_pct(rows, "sparse") == 1.0
+    assert families.reach_pct(rows[:1], "none") == float("inf")
     drawn = compare_picture.draw(rows)
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
-    assert {"ecemb", "full checkpoints"} <= set(texts) and "live copies" not in texts
-    assert any("too small to measure" in text for text in texts)
-    assert "from others; ecemb costs 10 % of each step" in drawn
+    assert {"ecemb", "ecemb, each step", "full checkpoints"} <= set(texts) and "live copies" not in texts
+    assert any("without" in text for text in texts)
+    assert "A failure takes 16 s of training from ecemb, up to 5.3 min from others" in drawn
+    assert "ecemb costs too little to measure" in drawn
     assert drawn == compare_picture.draw(rows)
 
 
-def test_overheads_below_the_controls_are_not_told() -> None:
+def test_seconds_are_shown_as_one_would_say_them() -> None:
+    assert [compare_picture.duration(one) for one in (0.15, 31, 89, 300, 5000, 40_000)] == [
+        *("0.15 s", "31 s", "89 s", "5 min", "83 min", "11 h"),
+    ]
+
+
+def test_costs_whose_interval_has_0_in_it_are_not_told() -> None:
     documents = [{"question": "compare", "rows": compared()}]
-    shown = summary.methods(documents)
-    assert "| **ecemb**, commit in each step | 10 % (9.5 to 10) |" in shown
-    assert "| full checkpoints | cannot tell (-2.5 to -1.5) |" in shown
-    assert "| no protection | 3 % (2.5 to 3.5) |" in shown and shown.count("| yes |") > 1
-    assert "differs from its twin by up to 3.5 %" in shown
-    assert "| no step may run again" in summary.choices(documents)
+    shown = choosing.methods(documents)
+    assert "| **ecemb**, commit in each step | 10 % (9 to 11; control -1 to 1) | 0.5 s | 10.0 s |" in shown
+    assert '| **ecemb**, `window="auto"` | cannot tell (-1 to 1; control -1 to 1) | 16 s |' in shown
+    assert "| full checkpoints | 0.63 % (0.63 to 0.63) | 5.3 min |" in shown
+    assert "| no protection | cannot tell (-1 to 1; control -1 to 1) | all of it |" in shown
+    assert shown.count("| yes |") > 1
+    assert "| no step may run again" in choosing.choices(documents)
+    assert "next step after 10.0 s" in summary.answer("compare", documents)
     with pytest.raises(Unknown):
-        summary.methods([])
+        choosing.methods([])
 
 
 def test_metrics_share_a_table() -> None:
     rows: list[Any] = [
-        row.to_json() for row in compare_rows.rows_of(told(), told(), 1, {"every": 2, "method": "one"})
+        row.to_json() for row in compare_rows.rows_of(told(), told().ends, 1, {"every": 2, "method": "one"})
     ]
-    two = compare_rows.rows_of(told(), told(), 1, {"every": 2, "method": "two"})
+    two = compare_rows.rows_of(told(), told().ends, 1, {"every": 2, "method": "two"})
     rows += [row.to_json() for row in two if row.metric != "steps_run_again"]
     shown = tables.sheet([row for row in rows if row["metric"] in ("steps_run_again", "prepare_s")])
     assert (
@@ -281,19 +366,16 @@ def test_metrics_share_a_table() -> None:
 
 | method | `steps_run_again`, steps | `prepare_s`, s |
 | :-- | --: | --: |
-| one | 4 | 1.5 |
+| one | 2 | 1.5 |
 | two | - | 1.5 |"""
     )
-    with pytest.raises(tables.BadResult, match="two rows of interval_steps"):
+    with pytest.raises(tables.BadResult, match="two rows of steps_run_again"):
         tables.sheet([*rows, rows[0]])
 
 
-def test_the_full_scale_has_every_method_and_enough_steps() -> None:
+def test_the_full_scale_has_every_method_of_the_pages() -> None:
     assert set(QUICK.methods) | set(FULL.methods) <= set(METHODS)
-    for scale in (FULL, QUICK):
-        assert scale.steps > scale.killed + scale.later + 5
-    assert (FULL.ranks_of("ecemb (6, 4)"), FULL.ranks_of("ecemb (4, 3)"), FULL.ranks_of("full dcp")) == (
-        6,
-        4,
-        4,
-    )
+    assert {family.shown for family in families.FAMILIES} | {families.CONTROL} <= set(FULL.methods)
+    assert (FULL.costs.tables, FULL.costs.rows, FULL.costs.dim) == (26, 200_000, 64)
+    assert BY_METHOD["ecemb (6, 4)"].ranks == 6 and BY_METHOD["full dcp async"].ranks == 4
+    assert "check-n-run model tracker" not in [case.method for case in cases.on("sparse", FULL.methods)]

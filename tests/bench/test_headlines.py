@@ -9,24 +9,28 @@ import pytest
 from bench.harness.result import Arguments, Row, document, once, summary
 from bench.report import headlines
 
-WALL = {headlines.OURS: 4.0, headlines.FILES: 16.0}
+COSTS = {headlines.OURS: 8.0, headlines.AUTO: 4.0, headlines.FILES: 16.0}
+SECONDS = {headlines.OURS: (1.0, 1.0), headlines.FILES: (4.0, 16.0), headlines.SNAPSHOTS: (2.0, 8.0)}
 
 
 def compared(engine: str, factor: float = 1.0) -> dict[str, Any]:
     rows = [
-        once("overhead_wall_pct", "%", value * factor, method=name, engine=engine)
-        for name, value in WALL.items()
+        once(
+            "training_longer_pct",
+            "%",
+            value * (factor if name == headlines.AUTO else 1),
+            method=name,
+            engine=engine,
+        )
+        for name, value in COSTS.items()
     ]
-    rows += [
-        once("written_bytes_per_step", "bytes", size, method=name, engine=engine)
-        for name, size in ((headlines.WHOLE, 700.0), (headlines.FEW_BITS, 100.0 * factor))
-    ]
-    rows += [
-        once(metric, "ms" if "ms" in metric else "steps", of_one * factor, method=name, engine=engine)
-        for name, stall_ms, interval in ((headlines.FILES, 20.0, 6.0), (headlines.SNAPSHOTS, 15.0, 4.0))
-        for metric, of_one in (("stall_ms_per_step", stall_ms), ("interval_steps", interval))
-    ]
-    rows.append(summary("overhead_wall_pct", "%", [-5, 1, 2], method=headlines.CONTROL, engine=engine))
+    rows.append(summary("step_cpu_pct", "%", [7, 8 * factor, 17], method=headlines.OURS, engine=engine))
+    rows.append(summary("control_cpu_pct", "%", [-1, 0, 0.5], method=headlines.OURS, engine=engine))
+    for name, (next_s, takes_s) in SECONDS.items():
+        rows.append(once("next_step_s", "s", next_s, method=name, engine=engine))
+        rows.append(once("failure_takes_s", "s", takes_s, method=name, engine=engine))
+    for name, stall_s in ((headlines.FILES, 20.0), (headlines.SNAPSHOTS, 4.0), (headlines.INTERMITTENT, 0.9)):
+        rows.append(once("save_stall_s", "s", stall_s, method=name, engine=engine))
     return document("compare", Arguments(), rows)
 
 
@@ -64,30 +68,37 @@ def simulated() -> dict[str, Any]:
     return document("simulate", Arguments(), found)
 
 
+def judged() -> dict[str, Any]:
+    return document(
+        "quality", Arguments(), [summary("loss_added", "nats", [0.001, 0.002, 0.003], method="cpr vanilla")]
+    )
+
+
 def test_lines_say_ours_and_why() -> None:
-    lines = headlines.lines([compared("torchrec", 2), emulated(), compared("sparse"), checked(), simulated()])
+    documents = [compared("torchrec", 2), emulated(), compared("sparse"), checked(), simulated(), judged()]
+    lines = headlines.lines(documents)
     assert all(len(line) == len(headlines.HEADS) for line in lines)
     here = [line[2] for line in lines]
-    read = "(nothing against itself: 1 %, -5 to 2 %"
-    assert here[0] == f"4 % {read}: cannot tell) / 8 % {read})"
-    assert here[1] == f"75 % {read}) / 75 % {read})"
-    assert here[3:6] == [
+    assert here[0] == "8 % (7 to 17; control -1 to 0.5) / 16 % (7 to 17; control -1 to 0.5)"
+    assert here[1:3] == ["75 % / 50 %", "10x / 10x"]
+    assert here[3:7] == [
         "8.33 % -> 0.5 %, 8 % -> 0.6 %",
         "58 to 93 %",
         "8 to 12 % on average, 15 to 25 % for one of ten",
+        "0.002 nats added (0.001 to 0.003)",
     ]
     assert "7.5 to 20x, with 4 bits 13x" in here
+    assert "0.05 % / 0.05 %" in here
     assert "40 h and 90 h (a trace)" in here
-    assert "7x / 3.5x" in here
-    assert here[-1] == "2x / 2x"
-    assert here.count(headlines.NOT_MEASURED) == len(lines) - 9
+    assert here[-2:] == ["2x / 2x", "5x / 5x"]
+    assert here.count(headlines.NOT_MEASURED) == 1  # capacity
 
 
 def test_what_is_unknown_on_one_engine_does_not_hide_the_others_figure() -> None:
-    without = compared("torchrec", -1)  # full checkpoints cost less than nothing there
+    without = compared("torchrec")
+    without["rows"] = [row for row in without["rows"] if row["metric"] != "training_longer_pct"]
     here = [line[2] for line in headlines.lines([without, compared("sparse")])]
-    read = "(nothing against itself: 1 %, -5 to 2 %"
-    assert here[1] == f"75 % {read}) / {headlines.UNKNOWN}"
+    assert here[1] == f"75 % / {headlines.UNKNOWN}"
     here = [line[2] for line in headlines.lines([without])]
     assert here[1] == headlines.NOT_MEASURED
 

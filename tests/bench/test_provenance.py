@@ -14,8 +14,6 @@ from bench.report import provenance, tables
 
 REFUSED = {
     "check_n_run.json": "2d101b982159",
-    "compare-torchrec.json": "c87a70e21514",
-    "compare.json": "2297c9618645",
     "cpr.json": "d42387787e75",
     "drift.json": "6d3e55214fc4",
     "kernels.json": "73287ee941f6",

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from baselines.cpr.emulation import emulate
 from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import Costs, Policy
-from bench import RESULTS
 from bench import __main__ as command
 from bench.harness.result import Arguments, BadFile, Row, WrongResult
 from bench.questions.simulate import checks as simulate_checks
@@ -28,13 +27,14 @@ from bench.questions.simulate import question as simulate
 from bench.questions.simulate import step_cost
 from bench.questions.simulate.faults import Fault, drawn, episodes, read, replayed, sets_by_size
 from bench.questions.simulate.training import Method, train
-from bench.report import figures, tables
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from ecemb.planning.cost import BURST_SIZES
 from ecemb.planning.data_loss import Odds
 
 JOB = replace(simulate.JOB, hosts=32, rack_hosts=4, mtbf_h=1.0)
+CHOSEN = simulate_methods.costs(Path("no results"))
+"""Costs where nothing was measured."""
 FULL = Method("full", "all", 0.0, 0.5, 0.5, interval_h=2.0, save_h=0.25)
 
 
@@ -209,7 +209,7 @@ def test_methods_are_at_their_best_for_a_traces_rate(tmp_path: Path) -> None:
     assert job.host_faults_per_h == pytest.approx(lost_per_h)
     assert job.process_faults_per_h == pytest.approx(3 * lost_per_h)
     often, seldom = (
-        {way.name: way for way in simulate_methods.methods(one, simulate_methods.costs())}["full"]
+        {way.name: way for way in simulate_methods.methods(one, CHOSEN)}["full"]
         for one in (job, simulate.JOB)
     )
     assert often.interval_h < seldom.interval_h / 2
@@ -242,7 +242,7 @@ def test_a_cost_that_noise_makes_negative_counts_as_none(tmp_path: Path) -> None
 
 
 def test_rebuilds_take_what_was_measured() -> None:
-    all_costs = simulate_methods.costs()
+    all_costs = CHOSEN
 
     def method(rebuild: float, name: str) -> Method:
         changed = all_costs | {"rebuild": replace(all_costs["rebuild"], value=rebuild)}
@@ -263,7 +263,7 @@ def test_check_n_run_saves_as_often_as_young_or_each_half_an_hour(
     mtbf_h: float, table_tb: float, interval_h: float
 ) -> None:
     job = replace(JOB, mtbf_h=mtbf_h, table_bytes=table_tb * 1e12)
-    ways = {one.name: one for one in simulate_methods.methods(job, simulate_methods.costs())}
+    ways = {one.name: one for one in simulate_methods.methods(job, CHOSEN)}
     method, full = ways["Check-N-Run"], ways["full"]
     assert method.interval_h == pytest.approx(interval_h, rel=0.02)
     assert method.interval_h >= method.lag_h
@@ -272,9 +272,7 @@ def test_check_n_run_saves_as_often_as_young_or_each_half_an_hour(
 
 
 def test_methods_that_fit() -> None:
-    names = {
-        method.name for method in simulate_methods.methods(replace(JOB, hosts=4), simulate_methods.costs())
-    }
+    names = {method.name for method in simulate_methods.methods(replace(JOB, hosts=4), CHOSEN)}
     assert {"full", "CPR", "Check-N-Run", "snapshots x2", "live copies x3", "ecemb (4, 3)"} <= names
     assert not {name for name in names if "(6, 4)" in name}
 
@@ -328,6 +326,8 @@ def test_the_answer(rows: list[Row]) -> None:
     assert {row.metric for row in rows} == {
         "simulated_over_formula",
         "ettr",
+        "ettr_by_hosts",
+        "ettr_by_mtbf",
         "steps_run_again",
         "samples_lost_pct",
         "ettr_on_trace",
@@ -401,7 +401,7 @@ def test_costs_at_the_ends_of_their_intervals() -> None:
     assert [speed.at(end).value for end in ("cheap", "dear")] == [0.7, 0]
     chosen = simulate_methods.Cost(0.5, "s", "chosen")
     assert chosen.at("dear") == chosen
-    volume = simulate_methods.costs()["Check-N-Run's volume"]
+    volume = CHOSEN["Check-N-Run's volume"]
     assert (volume.at("cheap").value, volume.at("dear").value) == (1 / 17, 1 / 6)
 
 
@@ -494,37 +494,13 @@ def test_a_commit_by_ranks_is_taken_from_what_ranks_pay_to_agree(tmp_path: Path)
 
 @pytest.mark.parametrize("way", ["window 16", "window auto", "overlap"])
 def test_ways_that_make_a_step_cheaper(way: str) -> None:
-    cost = {name: one.value for name, one in simulate_methods.costs().items()}
+    cost = {name: one.value for name, one in CHOSEN.items()}
     each, _ = simulate_methods.added(JOB, cost, "ecemb", 1)
     other, window = simulate_methods.added(JOB, cost, "ecemb", 1, way)
     assert 0 < other <= each
     assert (window > 1) == way.startswith("window")
     more, _ = simulate_methods.added(replace(JOB, hosts=1024), cost, "ecemb", 1, way)
     assert more >= other or way == "window auto"  # which is longer, the dearer a commit is
-
-
-def test_what_is_said_of_the_map_is_in_its_cells() -> None:
-    said = figures.PAGES[1].read_text(encoding="utf-8")
-    (document,) = figures.of(tables.load(RESULTS), "simulate")
-    panels: dict[str, list[dict[str, str]]] = {}
-    for row in document["rows"]:
-        if row["metric"] == "best_ettr":
-            panels.setdefault(row["among"], []).append(row)
-    every, exact = panels["all"], panels["that lose no samples"]
-    verdicts = {row["verdict"] for row in exact} - {simulate_picture.CANNOT_TELL}
-    first = sum(simulate_picture.kind(row["method"]) == "ecemb" for row in exact)
-    possible = sum("ecemb" in row["candidates"] for row in exact)
-    for sentence, holds in (
-        (
-            "**CPR leads most cells for certain**",
-            sum(row["verdict"] == "CPR" for row in every) > len(every) / 2,
-        ),
-        ("**only Check-N-Run leads cells for certain**", verdicts == {"Check-N-Run"}),
-        ("leads no cell for certain", all(row["verdict"] != "ecemb" for row in every + exact)),
-        (f"it leads {first} of the 49 cells", True),
-        (f"it may lead {possible}, with", True),
-    ):
-        assert holds == (sentence in said), sentence
 
 
 @pytest.mark.slow
@@ -567,3 +543,46 @@ def test_counted_losses_of_a_trace(tmp_path: Path) -> None:
     months = trace.hours / simulate.MONTH_H
     assert lost == [pytest.approx(100 * 2 / 399 / months, rel=0.6)]
     assert Code(2, 1) in simulate.CODES
+
+
+def of_compare(method: str, **metrics: tuple[float, float, float]) -> list[dict[str, Any]]:
+    labels: dict[str, Any] = {"engine": "sparse", "method": method}
+    return [
+        Row(metric, value, "any", low, high, 9, {**labels}).to_json()
+        for metric, (value, low, high) in metrics.items()
+    ]
+
+
+def test_saves_and_steps_of_rivals_cost_what_compare_says(tmp_path: Path) -> None:
+    rows = [
+        *of_compare("cpr vanilla", step_cpu_pct=(2.0, -1.0, 4.0)),
+        *of_compare("full dcp async", save_stall_cpu_s_per_gb=(0.5, 0.4, 0.7)),
+    ]
+    (tmp_path / "compare.json").write_text(json.dumps({"rows": rows}))
+    found = simulate_methods.costs(tmp_path)
+    assert (found["CPR: step"].value, found["CPR: step"].low, found["CPR: step"].high) == (0.02, 0, 0.04)
+    assert found["copy"].value == 0.5 and found["copy"].source.startswith("measured")
+    assert found["Check-N-Run: step"].value == 0 and found["Check-N-Run's copy"].source.startswith("chosen")
+    ways = {one.name: one for one in simulate_methods.methods(JOB, found)}
+    rank_gb = JOB.table_bytes / JOB.hosts / JOB.ranks_per_host / 1e9
+    assert ways["full, async"].save_h * 3600 == pytest.approx(rank_gb * 0.5)
+    assert ways["CPR"].overhead == 0.02 and ways["Check-N-Run"].overhead == 0
+
+
+def test_costs_of_a_step_are_also_fitted_to_compare() -> None:
+    metrics = {
+        "step_cpu_pct": (10.0, 8.0, 12.0),
+        "bare_step_cpu_s": (0.1, 0.1, 0.1),
+        "window_steps": (60.0, 60.0, 60.0),
+        "touched_rows_per_step": (7000.0, 7000.0, 7000.0),
+    }
+    rows = [
+        *of_compare("ecemb (4, 3) window auto", **metrics),
+        *of_compare("ecemb copies x2", **metrics),
+        *of_compare("full files", **metrics),
+    ]
+    (ours,), (copies,) = (step_cost.compared(rows, family) for family in ("ecemb", "copies"))
+    assert (ours.window, ours.parity, ours.rows, ours.overlap) == (60, 1, 7000, True)
+    assert ours.added_s == pytest.approx(0.01) and ours.error_s == pytest.approx(0.001, rel=0.03)
+    assert not copies.overlap
+    assert step_cost.compared(rows[:1], "ecemb") == []

@@ -1,4 +1,4 @@
-"""The picture of the head to head: the cost of six families of methods, in a step and at a failure."""
+"""The picture of the head to head: what methods cost a training, and what a failure takes from it."""
 
 from __future__ import annotations
 
@@ -7,114 +7,124 @@ from typing import TYPE_CHECKING, Any
 
 from bench.harness.svg import EDGE, FAINT, INK, plain, svg
 from bench.questions.compare.families import (
+    COST,
     FAMILIES,
-    GIVEN_UP,
-    KILLS,
-    OVERHEAD,
+    TAKES,
     Family,
     Rows,
-    noise_pct,
+    is_certain,
     of_methods,
     quiet_engine,
+    reach_pct,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEAST_STEPS = 0.25
-"""Where a method stands that lost no step, on a logarithmic axis."""
-TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
+TICKS = {0.1: "0.1 s", 1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 36_000: "10 h"}
+ROOM = 2.2
+"""Times the lowest and the highest mark, where the axis ends."""
+LABELS = {
+    "ecemb": (0, 13, "center"),
+    "ecemb, each step": (0, 13, "center"),
+    "live copies": (0, -17, "center"),
+    "full, asynchronous": (9, 5, "left"),
+    "full checkpoints": (9, -9, "left"),
+}
+"""Family -> where its name stands from its mark, in points, and how it is aligned; else beside it."""
 Values = Mapping[str, Mapping[str, Any]]
 
 
 def draw(rows: Rows) -> str:
-    """Returns the picture as SVG: a labelled mark for each family, and the noise of the measurement.
+    """Returns the picture as SVG: a labelled mark for each family, and the reach of the control.
 
     Args:
         rows: of the question, of one engine or several; the quietest one is drawn.
     """
     engine = quiet_engine(rows)
     found = of_methods(rows, engine)
-    noise = noise_pct(rows, engine)
-    shown = [family for family in FAMILIES if family.shown in found]
+    reach = reach_pct(rows, engine)
+    shown = [family for family in FAMILIES if {COST, TAKES} <= found.get(family.shown, {}).keys()]
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
+        seconds = [found[family.shown][TAKES]["value"] for family in shown] or [1.0]
+        axes.set_yscale("log")
+        axes.set_ylim(min(seconds) / ROOM, max(seconds) * ROOM)
         for family in shown:
             one(axes, found[family.shown], family)
         axes.margins(x=0.12)
         left, right = axes.get_xlim()
-        if 0 < noise < right:
-            axes.axvspan(max(left, -noise), noise, color="0.94", zorder=0)
-            axes.text(
-                max(left, -noise),
-                0.985,
-                " too small to measure:\n as far as a run without\n protection is from its twin",
+        if reach < right:
+            axes.axvspan(max(left, -reach), reach, color="0.94", zorder=0)
+            axes.annotate(
+                "grey: as far as a model without\nprotection may seem from its twin",
+                (0.99, 0.02),
+                xycoords="axes fraction",
                 color=FAINT,
                 fontsize=7,
-                ha="left",
-                va="top",
-                transform=axes.get_xaxis_transform(),
+                ha="right",
+                va="bottom",
             )
         axes.set_xlim(left, right)
-        axes.set_yscale("log")
-        steps = [point(found[family.shown])[1] for family in shown] or [LEAST_STEPS]
-        lowest, highest = min(steps), max(steps)
-        axes.set_ylim(lowest / 1.8, highest * 2.4)
-        axes.set_yticks([tick for tick in TICKS if lowest <= tick <= highest * 2])
-        axes.yaxis.set_major_formatter("{x:g}")
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in TICKS if low <= tick <= high]
+        axes.set_yticks(ticks, [TICKS[tick] for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlabel("a training step takes longer by, %; the lines are the reach of single lives")
-        axes.set_ylabel("steps run again or forgotten, a failure")
+        axes.set_xlabel("training takes longer by, %, steps and saves together; lines are 95 % intervals")
+        axes.set_ylabel("training that a failure takes")
         plain(axes)
 
-    return svg(paint, 7.2, 3.6, title(found, noise))
+    return svg(paint, 7.2, 3.6, title(found))
 
 
-def title(found: Mapping[str, Values], noise: float) -> str:
+def title(found: Mapping[str, Values]) -> str:
     """What a failure takes from ecemb, and at most from another family; and what ecemb costs."""
-    ours = found.get(FAMILIES[0].shown)
-    others = [point(found[family.shown])[1] for family in FAMILIES[1:] if family.shown in found]
-    if ours is None or not others:
+    ours = found.get(FAMILIES[0].shown, {})
+    others = [found[one.shown][TAKES]["value"] for one in FAMILIES[2:] if TAKES in found.get(one.shown, {})]
+    if not {COST, TAKES} <= ours.keys() or not others:
         return ""
-    cost, steps = point(ours)
-    said = f"costs {cost:.2g} % of each step" if abs(cost) >= noise else "costs too little to measure"
+    cost = ours[COST]
+    said = f"{cost['value']:.2g} % of the time" if is_certain(cost) else "too little to measure"
     return (
-        f"A failure takes {steps:.2g} step{'s' * (steps != 1)} from ecemb, up to {max(others):.2g} from "
-        f"others; ecemb {said}"
+        f"A failure takes {duration(ours[TAKES]['value'])} of training from ecemb, up to "
+        f"{duration(max(others))} from others; ecemb costs {said}"
     )
+
+
+def duration(seconds: float) -> str:
+    """For reading."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
 
 
 def one(axes: Axes, values: Values, family: Family) -> None:
     """Draws the mark of a family, the interval of its cost, and its name beside it."""
     ours = family is FAMILIES[0]
-    x, y = point(values)
-    overhead = values[OVERHEAD]
-    axes.plot([overhead["low"], overhead["high"]], [y, y], color=family.colour, lw=2, alpha=0.6, zorder=2)
+    cost, y = values[COST], values[TAKES]["value"]
+    axes.plot([cost["low"], cost["high"]], [y, y], color=family.colour, lw=2, alpha=0.6, zorder=2)
     axes.plot(
-        x,
+        cost["value"],
         y,
-        "*" if ours else "o",
+        "*" if family.name.startswith("ecemb") else "o",
         color=family.colour,
-        ms=18 if ours else 9,
+        ms=18 if ours else 12 if family.name.startswith("ecemb") else 9,
         mec=EDGE,
         mew=0.7,
         zorder=3,
     )
+    right, up, side = LABELS.get(family.name, (9, 4, "left"))
     axes.annotate(
         family.name,
-        (x, y),
-        xytext=(0, -20 if ours else 9),
+        (cost["value"], y),
+        xytext=(right, up),
         textcoords="offset points",
         color=family.colour if ours else INK,
-        ha="center",
+        ha=side,
         fontsize=12 if ours else 9,
         fontweight="bold" if ours else "normal",
         zorder=4,
     )
-
-
-def point(values: Values) -> tuple[float, float]:
-    """Where a method stands: the cost of a step in %, and steps that a failure takes."""
-    return values[OVERHEAD]["value"], max(values[GIVEN_UP]["value"] / KILLS, LEAST_STEPS)

@@ -36,10 +36,17 @@ CPR_TOTAL_H = MONTH_H
 """Of training, which CPR's interval doesn't depend on."""
 CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
-CHECK_N_RUN_CHANGED = 0.26
-"""Of the rows, in half an hour (published); not less in a shorter time (chosen)."""
 OVERHEADS = ("overhead.json", "overhead-sparse.json", "overhead-sparse-heavy.json")
-"""Answers that the costs of a step are fitted to."""
+COMPARED = ("compare.json", "compare-torchrec.json")
+"""Answers that the costs of a step are fitted to; the latter also have those of saves."""
+SAVES = {
+    "copy": ("full dcp async", 0.8),
+    "snapshots' copy": ("snapshots x2 beside", 0.8),
+    "Check-N-Run's copy": ("check-n-run intermittent", 0.26 * 0.8),
+}
+"""Cost of a GB of a rank's tables -> the method that it is measured of, and what it is else (chosen)."""
+TRACKING = {"CPR: step": "cpr vanilla", "Check-N-Run: step": "check-n-run intermittent"}
+"""Cost that is a part of each step -> the method that it is measured of."""
 IDLE_NETWORK = 0.5
 """Of the time, training sends nothing (chosen): snapshots travel then, and slow no step down."""
 MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
@@ -91,9 +98,7 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
     """
     found = {
         "storage": Cost(0.2, "GB/s", "derived: for a host, so that a save takes CPR's 5 minutes (recalled)"),
-        "copy": Cost(10.0, "GB/s", "chosen: of a host's tables to its own memory, by all its ranks"),
         "Check-N-Run's interval": Cost(CHECK_N_RUN_H, "h", "published; Young's where that is shorter"),
-        "Check-N-Run's changed rows": Cost(CHECK_N_RUN_CHANGED, "of all", "published"),
         "Check-N-Run's volume": Cost(1 / 6, "of full", "published: 1/17 to 1/6", 1 / 17, 1 / 6),
         "Check-N-Run's storage": Cost(1 / 2.5, "of full", "published: 1/8 to 1/2.5", 1 / 8, 1 / 2.5),
         "CPR's PLS target": Cost(PLS_TARGET, "PLS", "published (recalled)"),
@@ -102,7 +107,12 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         ),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
-    found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)])
+    compared = [row for name in COMPARED for row in _rows(results / name)]
+    found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)], compared)
+    for name, (method, otherwise) in SAVES.items():
+        found[name] = _compared(compared, "save_stall_cpu_s_per_gb", method, 1.0, "s/GB of a rank", otherwise)
+    for name, method in TRACKING.items():
+        found[name] = _compared(compared, "step_cpu_pct", method, 0.01, "of a step", 0.0)
     by_ranks = _by_ranks(_rows(results / "agreement.json"), found["ecemb: commit"].value)
     found |= {} if by_ranks is None else {"commit by ranks": by_ranks}
     recovery = _rows(results / "recovery.json")
@@ -114,11 +124,11 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
     return found
 
 
-def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+def _step_costs(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
     """What protection adds to a step, as `bench.questions.simulate.step_cost` has it."""
     found: dict[str, Cost] = {}
     for family, method in (("ecemb", "protected"), ("copies", "replication")):
-        measured = step_cost.points(rows, method)
+        measured = [*step_cost.points(rows, method), *step_cost.compared(compared, family)]
         fitted = step_cost.fit(measured)
         for name, chosen in zip((*step_cost.TERMS, "overlap"), CHOSEN_STEPS[family], strict=True):
             one = fitted.get(name)
@@ -126,7 +136,7 @@ def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
             if one is None:
                 found[f"{family}: {name}"] = Cost(chosen, unit, "chosen: overhead.json doesn't say")
             else:
-                source = f"fitted: {len(measured)} measurements in overhead*.json, 2 cores"
+                source = f"fitted: {len(measured)} measurements in overhead*.json and compare*.json, 2 cores"
                 found[f"{family}: {name}"] = Cost(one.value, unit, source, one.low, one.high)
         if family == "ecemb":
             power = step_cost.shrinking(measured)
@@ -215,7 +225,8 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     cost = {name: one.value for name, one in all_costs.items()}
     job = measured(job, all_costs)
     host_bytes = job.table_bytes / job.hosts
-    copy_h = host_bytes / (cost["copy"] * 1e9) / 3600
+    rank_gb = host_bytes / job.ranks_per_host / 1e9
+    copy_h, snapshot_h, changes_h = (rank_gb * cost[name] / 3600 for name in SAVES)
     store_h = host_bytes / (cost["storage"] * 1e9) / 3600
     share_h = host_bytes / min(cost["storage"] * 1e9 * job.hosts, job.network_bytes_per_s) / 3600
     network_h = host_bytes / job.network_bytes_per_s / 3600
@@ -223,12 +234,20 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     restart_h, replace_h = job.restart_s / 3600, job.replace_s / 3600
     mtbf_h = 1 / (job.host_faults_per_h + job.process_faults_per_h)
 
-    def stored(name: str, save_h: float, lag_h: float, load_h: float, longest_h: float = math.inf) -> Method:
+    def stored(
+        name: str,
+        save_h: float,
+        lag_h: float,
+        load_h: float,
+        longest_h: float = math.inf,
+        overhead: float = 0.0,
+    ) -> Method:
         """Each `longest_h` at most; no save begins before the one before is written."""
         down_h = restart_h + load_h
         return Method(
             name,
             "all",
+            overhead=overhead,
             process_h=down_h,
             host_h=replace_h + down_h,
             interval_h=max(min(young(save_h, mtbf_h), longest_h), lag_h),
@@ -241,12 +260,13 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
         stored("full, async", copy_h, store_h, store_h),
         stored(
             "Check-N-Run",
-            copy_h * cost["Check-N-Run's changed rows"],
+            changes_h,
             store_h * cost["Check-N-Run's volume"],
             store_h * cost["Check-N-Run's storage"],
             cost["Check-N-Run's interval"],
+            cost["Check-N-Run: step"],
         ),
-        _partial(job, store_h, share_h, mtbf_h),
+        replace(_partial(job, store_h, share_h, mtbf_h), overhead=cost["CPR: step"]),
     ]
 
     def in_memory(name: str, code: Code, **given: Any) -> None:
@@ -273,10 +293,10 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
             f"snapshots x{copies}",
             code,
             back="all",
-            interval_h=max(young(copy_h, mtbf_h), idle_network_h * code.r),
-            save_h=copy_h,
+            interval_h=max(young(snapshot_h, mtbf_h), idle_network_h * code.r),
+            save_h=snapshot_h,
             lag_h=idle_network_h * code.r,
-            process_h=restart_h + copy_h,
+            process_h=restart_h + snapshot_h,
             host_h=replace_h + restart_h + network_h,
         )
     added_h = cost["added to a restart"] / 3600
@@ -331,6 +351,18 @@ def _partial(job: Job, store_h: float, share_h: float, mtbf_h: float) -> Method:
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def _compared(
+    rows: Sequence[Mapping[str, Any]], metric: str, method: str, scale: float, unit: str, otherwise: float
+) -> Cost:
+    """Of the engine on which it is known best; what noise makes negative counts as 0."""
+    found = [row for row in rows if row["metric"] == metric and row["method"] == method]
+    if not found:
+        return Cost(otherwise, unit, "chosen: compare.json doesn't say")
+    best_known = min(found, key=lambda row: row["high"] - row["low"])
+    low, value, high = (max(0.0, best_known[key] * scale) for key in ("low", "value", "high"))
+    return Cost(value, unit, f"measured: compare*.json, {best_known['engine']}, 2 cores", low, high)
 
 
 def _measured(

@@ -13,6 +13,8 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   code, not checked against the paper), and the planner's chance of loss.
 - `ettr`: effective training-time ratio, what was trained over the time it took: the mean of several months.
   Faults "exponential"; "gamma 0.5": the same rate in swarms. In brackets: the worst and the best month.
+- `ettr_by_hosts`, `ettr_by_mtbf`: the same; in brackets with all costs at the dear and at the cheap end of
+  their intervals. The latter is of 128 hosts, by hours between faults of the job.
 - `steps_run_again`: per fault. `samples_lost_pct`: what failed servers forgot, CPR's PLS.
 - `ettr_on_trace`, `steps_run_again_on_trace`, `samples_lost_on_trace_pct`: the same for the hosts that a
   trace loses, with processes that die as many times more often as in the model. Each method saves at its own
@@ -38,8 +40,9 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
 - `assumed`: the inputs of the simulation, and their sources; in brackets the interval of 95 %, or the range
   that is published. The cost of a step has a part per commit, one per touched row, and one per touched row
-  and block of parity, fitted to all answers to `overhead`; they are measured on 4 ranks. With more ranks, a
-  commit costs as much, or more with the logarithm of their number.
+  and block of parity, fitted to all answers to `overhead` and `compare`; they are measured on 4 ranks. With
+  more ranks, a commit costs as much, or more with the logarithm of their number. Copies are of a rank, in
+  processor time, from the stalls of saves in `compare`.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ TURNED: dict[str, tuple[str, ...]] = {
     "copies' cost of a step": ("copies: commit", "copies: row", "copies: row and parity"),
     "Check-N-Run's volume and storage": ("Check-N-Run's volume", "Check-N-Run's storage"),
     "storage": ("storage",),
-    "copy to memory": ("copy",),
+    "copy to memory": ("copy", "snapshots' copy", "Check-N-Run's copy"),
+    "what rivals do in each step": ("CPR: step", "Check-N-Run: step"),
     "CPR's PLS target": ("CPR's PLS target",),
     "network": (),
     "restart": (),
@@ -137,6 +141,7 @@ def run(arguments: Arguments) -> list[Row]:
     job = measured(JOB, all_costs)
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
     rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)
+    rows += within_costs(job, all_costs, quick=quick, seed=arguments.seed)
     rows += on_traces(job, all_costs, traces, quick=quick, seed=arguments.seed)
     rows += hours_to_failure(job, traces, QUICK_MONTHS if quick else MONTHS, arguments.seed)
     rows += losses(job, QUICK_SIZES if quick else SIZES)
@@ -180,6 +185,31 @@ def trainings(base: Job, all_costs: Mapping[str, Cost], *, quick: bool, seed: in
                 outcomes = [train(method, faults, MONTH_H, hosts=hosts, ranks=job.ranks) for faults in given]
                 labels: dict[str, Label] = {"hosts": hosts, "faults": arrivals, "method": method.name}
                 rows += _rows(method, job, outcomes, labels)
+    return by_metric(rows)
+
+
+def within_costs(base: Job, all_costs: Mapping[str, Cost], *, quick: bool, seed: int) -> list[Row]:
+    """ETTR by number of hosts, and by MTBF, with the costs at both ends of their intervals."""
+    months = QUICK_MONTHS if quick else MONTHS
+    jobs: list[tuple[str, Label, Job, float, int]] = [
+        ("ettr_by_hosts", hosts, sized(base, hosts), MONTH_H, months)
+        for hosts in (QUICK_SIZES if quick else SIZES)
+    ]
+    faults = QUICK_MAP_FAULTS if quick else MAP_FAULTS
+    jobs += [("ettr_by_mtbf", hours, replace(base, mtbf_h=hours), faults * hours, 1) for hours in MTBF_H]
+    rows: list[Row] = []
+    for metric, size, job, hours, draws in jobs:
+        rngs = [np.random.default_rng((seed + draw, job.hosts)) for draw in range(draws)]
+        given = [drawn(job, hours, rng) for rng in rngs]
+        found: dict[str, list[float]] = {}
+        for end in ENDS:
+            for method in methods(job, {name: one.at(end) for name, one in all_costs.items()}):
+                ettrs = [train(method, one, hours, hosts=job.hosts, ranks=job.ranks).ettr for one in given]
+                found.setdefault(method.name, []).append(mean(ettrs))
+        label = "hosts" if metric == "ettr_by_hosts" else "mtbf_h"
+        for name, ends in found.items():
+            labels: dict[str, Label] = {label: size, "method": name}
+            rows.append(Row(metric, ends[0], "ratio", min(ends), max(ends), draws, labels))
     return by_metric(rows)
 
 

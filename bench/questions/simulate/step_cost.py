@@ -1,4 +1,4 @@
-"""What protection adds to a step, as a model with intervals, fitted to the answers to `overhead`.
+"""What protection adds to a step: a model with intervals, fitted to the answers to `overhead`, `compare`.
 
     added = commit / window + rows (row + r row_parity), times `overlap` where commits overlap with steps
 
@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.questions.compare.cases import BY_METHOD
+
 Floats = NDArray[np.float64]
 
 DRAWS = 2000
@@ -27,6 +29,8 @@ TERMS = ("commit", "row", "row and parity")
 _SPREAD = {2: 1.13, 4: 2.06, 8: 2.85, 16: 3.53, 24: 3.90, 48: 4.47, 96: 5.0}
 """Range over standard deviation of this many normal values, which the nearest count below is taken from."""
 _NORMAL_95 = 1.96
+COMPARED = {"step_cpu_pct", "bare_step_cpu_s", "window_steps", "touched_rows_per_step"}
+"""What `compare` says of a measurement."""
 _MEDIAN = 1.25
 """Standard error of a median over that of a mean."""
 
@@ -124,6 +128,32 @@ def _of_pairs(one: Mapping[str, Mapping[str, Any]]) -> list[Point]:
             max(error * percent_s, 1e-6),
         )
     ]
+
+
+def compared(rows: Sequence[Mapping[str, Any]], family: str) -> list[Point]:
+    """The measurements of "ecemb" or of "copies" in rows of answers to `compare`."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["engine"], row["method"]), {})[row["metric"]] = row
+    made: list[Point] = []
+    for (_, method), one in found.items():
+        guard = BY_METHOD[method].guard if method in BY_METHOD else None
+        is_copy = method.startswith("ecemb copies")
+        if guard is None or is_copy != (family == "copies") or not one.keys() >= COMPARED:
+            continue
+        added, step_s = one["step_cpu_pct"], one["bare_step_cpu_s"]["value"]
+        error = (added["high"] - added["low"]) / (2 * _NORMAL_95)
+        made.append(
+            Point(
+                int(one["window_steps"]["value"]),
+                guard.code.r,
+                one["touched_rows_per_step"]["value"],
+                guard.overlap,
+                added["value"] / 100 * step_s,
+                max(error / 100 * step_s, 1e-6),
+            )
+        )
+    return made
 
 
 def fit(measured: Sequence[Point], seed: int = 0) -> dict[str, Estimate]:

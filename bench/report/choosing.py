@@ -1,0 +1,326 @@
+"""Which method: tables of those that the pages show side by side, and sentences that carry verdicts.
+
+Numbers are read from the answers. Typed are the words around them, and when to use a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.questions.compare.families import (
+    CONTROL,
+    COST,
+    NEXT,
+    TAKES,
+    TWIN,
+    is_certain,
+    of_methods,
+    quiet_engine,
+)
+from bench.questions.compare.picture import duration
+from bench.report.headlines import Documents, Unknown, of, value
+from bench.report.tables import grid
+
+OURS = "ecemb (4, 3)"
+EXACT = "that lose no samples"
+"""Methods of the second map."""
+UNKNOWN = "cannot tell"
+"""Of a cost whose interval has 0 in it, and of methods whose intervals overlap."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the methods that the pages show side by side.
+
+    Attributes:
+        name: for reading.
+        method: its name in the head to head.
+        simulated: its name in the simulation.
+        use: it, if this holds.
+    """
+
+    name: str
+    method: str
+    simulated: str
+    use: str
+
+
+CHOICES = (
+    Choice(
+        '**ecemb**, `window="auto"`',
+        "ecemb (4, 3) window auto",
+        "ecemb (4, 3), window auto",
+        "the bits must be the same, a failure may take some seconds, and memory holds the rows of a window",
+    ),
+    Choice(
+        "**ecemb**, commit in each step",
+        OURS,
+        "ecemb (4, 3)",
+        "no step may run again, the bits must be the same, and memory holds no second copy of the tables",
+    ),
+    Choice(
+        "live copies (two of each row)",
+        "ecemb copies x2",
+        "live copies x2",
+        "no step may run again, and memory holds a second copy of the tables",
+    ),
+    Choice(
+        "snapshots in memory (two of each)",
+        "snapshots x2",
+        "snapshots x2",
+        "minutes may run again, and memory holds several copies of everything",
+    ),
+    Choice(
+        "full checkpoints",
+        "full files",
+        "full",
+        "failures are rare, or the job has few hosts and small tables",
+    ),
+    Choice(
+        "full checkpoints, asynchronous",
+        "full dcp async",
+        "full, async",
+        "the same, but a save would stop the training for too long, and memory holds a copy",
+    ),
+    Choice(
+        "Check-N-Run",
+        "check-n-run intermittent",
+        "Check-N-Run",
+        "tables are large, few of their rows change between two saves, and minutes may run again",
+    ),
+    Choice(
+        "partial recovery (CPR)",
+        "cpr vanilla",
+        "CPR",
+        "the model may forget some samples",
+    ),
+)
+"""ecemb first."""
+
+HEADS = (
+    "method",
+    "training takes longer by",
+    "a failure takes",
+    "next step after",
+    "memory, over the tables'",
+    "ranks that may be lost",
+)
+BITS, USE = "same bits", "use it if"
+"""Columns that one of the tables has."""
+UNPROTECTED = "no protection"
+SIZES = (16, 64, 256, 1024, 4096)
+"""Hosts of the simulation that are shown."""
+MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Hours between failures that are shown."""
+
+
+def methods(documents: Documents) -> str:
+    """The methods of the head to head, the control last, and under them how to read the table.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+
+    def same_bits(_: str, values: Mapping[str, Row]) -> str:
+        return "yes" if values["bit_identical"]["value"] == 1 else "no"
+
+    return side_by_side(documents, BITS, same_bits)
+
+
+def choices(documents: Documents) -> str:
+    """The same with when to use which method.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    uses = {choice.method: choice.use for choice in CHOICES} | {CONTROL: "the job is short"}
+    return side_by_side(documents, USE, lambda method, _: uses[method])
+
+
+def side_by_side(documents: Documents, last: str, said: Callable[[str, Mapping[str, Row]], str]) -> str:
+    """The methods under `HEADS`, and one column more.
+
+    Args:
+        documents: All answers.
+        last: Its head.
+        said: Gives its cell for a method and its rows.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    rows, found, engine = measured(documents)
+    named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
+    lines = [
+        [name, *cells(found[method]), said(method, found[method])]
+        for name, method in named
+        if {COST, NEXT} <= found.get(method, {}).keys()
+    ]
+    return f"{grid((*HEADS, last), 1, lines, words=1)}\n\n{reading(rows, engine)}"
+
+
+def shares(documents: Documents) -> str:
+    """The share of time that trains, by simulation, of the same methods by number of hosts.
+
+    Raises:
+        Unknown: Nothing was simulated.
+    """
+    heads = [(hosts, f"{hosts:,} hosts") for hosts in SIZES]
+    return simulated(documents, "ettr_by_hosts", "hosts", heads, "")
+
+
+def mtbfs(documents: Documents) -> str:
+    """The same by the time between failures.
+
+    Raises:
+        Unknown: Nothing was simulated.
+    """
+    heads = [(hours, f"{hours:g} h") for hours in MTBF_H]
+    return simulated(documents, "ettr_by_mtbf", "mtbf_h", heads, " of 128 hosts")
+
+
+def simulated(
+    documents: Documents, metric: str, label: str, heads: Sequence[tuple[float, str]], job: str
+) -> str:
+    """A table of the effective training-time ratio, and of who is ahead for certain in each column.
+
+    Raises:
+        Unknown: It was not simulated.
+    """
+    rows = [row for row in of(documents, "simulate") if row["metric"] == metric]
+    if not rows:
+        raise Unknown(metric)
+    found = {(row["method"], row[label]): row for row in rows}
+    lines = [
+        [choice.name, *(ratio(found.get((choice.simulated, size))) for size, _ in heads)]
+        for choice in CHOICES
+    ]
+    for said, loses in (("*ahead*", ()), ("*ahead, if no sample may be lost*", ("CPR",))):
+        chosen = [choice for choice in CHOICES if choice.simulated not in loses]
+        lines.append([said, *(ahead(found, chosen, size) for size, _ in heads)])
+    return (
+        f"{grid(('method', *(head for _, head in heads)), 1, lines)}\n\nThe share of time that trains{job}, "
+        "by simulation: no cluster was used. In brackets: with all costs at the dear and at the cheap end of "
+        f"their intervals. *{UNKNOWN}*: these overlap."
+    )
+
+
+def ratio(row: Row | None) -> str:
+    """A ratio with its interval; "-" if it was not simulated."""
+    return "-" if row is None else f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def ahead(found: Mapping[tuple[str, float], Row], chosen: Sequence[Choice], size: float) -> str:
+    """The method that no other reaches, wherever costs are in their intervals; or that one cannot tell."""
+    rows = {choice.name: row for choice in chosen if (row := found.get((choice.simulated, size))) is not None}
+    if not rows:
+        return "-"
+    first = max(rows, key=lambda name: rows[name]["value"])
+    others = [row["high"] for name, row in rows.items() if name != first]
+    return first if all(high < rows[first]["low"] for high in others) else UNKNOWN
+
+
+def leads(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Panel of the map -> kind of method, or `UNKNOWN` -> cells in which it is ahead for certain.
+
+    Raises:
+        Unknown: There is no map.
+    """
+    found: dict[str, dict[str, float]] = {"all": {}, EXACT: {}}
+    for row in rows:
+        if row["metric"] == "cells_ahead":
+            found[row["among"]][row["method"]] = row["value"]
+    if not all(found.values()):
+        raise Unknown("cells_ahead")
+    return found
+
+
+def verdicts(documents: Documents) -> str:
+    """What the map says, in sentences.
+
+    Raises:
+        Unknown: There is no map.
+    """
+    rows = of(documents, "simulate")
+    lines: list[str] = []
+    for among, said in (("all", "Where samples may be lost"), (EXACT, "Where no sample may be lost")):
+        cells = leads(rows)[among]
+        certain = sorted(((n, name) for name, n in cells.items() if n and name != UNKNOWN), reverse=True)
+        who = ", ".join(f"**{name}** leads {n:.0f}" for n, name in certain) or "no method leads any"
+        lines.append(
+            f"- **{said}**, of {sum(cells.values()):.0f} cells {who} for certain. "
+            f"In {cells[UNKNOWN]:.0f} one cannot tell."
+        )
+    for name in ("ecemb", "live copies", "Check-N-Run"):
+        certain, first, possible = (
+            value(rows, metric, method=name, among=EXACT)
+            for metric in ("cells_ahead", "cells_first", "cells_possible")
+        )
+        lines.append(
+            f"- **{name}**, where no sample may be lost: it leads {certain:.0f} cells for certain, "
+            f"{first:.0f} at the likeliest costs, and may lead {possible:.0f}."
+        )
+    return "\n".join([*lines, *turning(rows)])
+
+
+def turning(rows: Sequence[Row]) -> list[str]:
+    """The inputs that turn most cells, if they are halved or doubled."""
+    most: dict[str, float] = {}
+    for row in rows:
+        if row["metric"] == "cells_turned" and row["among"] == EXACT:
+            most[row["input"]] = max(row["value"], most.get(row["input"], 0.0))
+    ranked = sorted(most, key=lambda name: -most[name])[:3]
+    said = ", ".join(f"{name} ({most[name]:.0f} cells)" for name in ranked)
+    return [f"- **What would turn it** most, if it is halved or doubled: {said}."] if ranked else []
+
+
+def measured(documents: Documents) -> tuple[list[Row], dict[str, dict[str, Row]], str]:
+    """The rows of the head to head, those of the quietest engine by method and metric, and this engine.
+
+    Raises:
+        Unknown: The head to head was not measured.
+    """
+    rows = of(documents, "compare")
+    if not rows:
+        raise Unknown("compare")
+    engine = quiet_engine(rows)
+    return rows, of_methods(rows, engine), engine
+
+
+def cells(values: Mapping[str, Row]) -> list[str]:
+    """A method's cells under `HEADS`, but for the name."""
+    protected = values[COST]["method"] != CONTROL
+    lost, ranks = values["survives_ranks"]["value"], values[COST]["ranks"]
+    memory = values["memory_over_tables"]["value"]
+    return [
+        overhead(values),
+        duration(values[TAKES]["value"]) if TAKES in values else "all of it",
+        f"{values[NEXT]['value']:.1f} s",
+        f"{memory:.2g}x" if memory else "none",
+        f"any {lost:.0f} of {ranks}" if lost < ranks else "all" if protected else "all: back to step 0",
+    ]
+
+
+def overhead(values: Mapping[str, Row]) -> str:
+    """A cost with its interval, and that of the control beside it; without its value, if 0 is in it."""
+    row, control = values[COST], values.get(TWIN)
+    beside = f"; control {control['low']:.2g} to {control['high']:.2g}" if control is not None else ""
+    interval = f"({row['low']:.2g} to {row['high']:.2g}{beside})"
+    return f"{row['value']:.2g} % {interval}" if is_certain(row) else f"{UNKNOWN} {interval}"
+
+
+def reading(rows: Sequence[Row], engine: str) -> str:
+    """How to read a table of the methods."""
+    tables = {"sparse": "`ecemb.nn`", "torchrec": "TorchRec"}[engine]
+    setting = next(row["setting"] for row in rows if row["engine"] == engine)
+    kills = max(row["repeats"] for row in rows if row["metric"] == NEXT)
+    return (
+        f"Tables of {tables} ({setting}), all ranks on one machine. Training: processor time of steps, and "
+        f"the time that saves take, at the method's own interval with 14 hours between failures; in brackets "
+        f"the 95 % interval, and that of one bare model over another. *{UNKNOWN}*: it has 0 in it. A failure "
+        f"takes training that runs again, or is forgotten. The next step: from the kill, by warm starts, of "
+        f"{kills} failures that delete a rank's memory the median. Memory includes the buffers of a step."
+    )
