@@ -101,8 +101,10 @@ from ecemb.step.window import published_mtbf
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 Steps = int | Literal["auto"]
-COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
+FEWER = 32
+"""Pairs beside replication, and in the other settings."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 CAPTURE = "capture"
@@ -144,7 +146,7 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    pairs: int = 32
+    pairs: int = 100
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
     methods: tuple[str, ...] = METHODS
@@ -182,14 +184,15 @@ def run(arguments: Arguments) -> list[Row]:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
-    settings = [scale, sparse_heavy(scale)]
+    heavy = sparse_heavy(scale)
+    settings = [scale, heavy if arguments.pairs else replace(heavy, pairs=min(FEWER, heavy.pairs))]
     asked = arguments.setting or (scale.name if arguments.quick else "")
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
         for code in codes:
             for window, overlap in COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-            rival = replace(setting, methods=RIVALS)
+            rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs))
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
 

@@ -31,7 +31,10 @@ Means over seeds, and in brackets confidence intervals of 95 % by Student's t.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -99,22 +102,57 @@ def run(arguments: Arguments) -> list[Row]:
     else:
         kind, path = arguments.data
         data, tally = take(path, FORMATS[kind], size.steps, size.batch, size.held_out)
-        source, name = (lambda _: data), f"{kind}, {path.name}"
+        source, name = partial(given, data), f"{kind}, {path.name}"
+    seeds = range(arguments.seed, arguments.seed + size.seeds)
+    each = partial(of_seed, source)
+    if arguments.quick:
+        found = list(map(each, seeds))
+    else:  # a training has one thread, and seeds have nothing to do with each other
+        cores = len(os.sched_getaffinity(0))
+        with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(each, seeds))
+    ended: dict[str, list[Ended]] = {}
+    for one in found:
+        for method, end in one.ended.items():
+            ended.setdefault(method, []).append(end)
+    guessed, samples = [one.guessed for one in found], found[-1].samples
+    return [*answers(guessed, ended, name), *counts(samples, name, tally)]
+
+
+@dataclass(frozen=True)
+class OfSeed:
+    """What came of one seed.
+
+    Attributes:
+        guessed: What one knows without a model.
+        ended: Method -> how its training ended.
+        samples: Part of the data -> how many.
+    """
+
+    guessed: Judged
+    ended: Mapping[str, Ended]
+    samples: Mapping[str, int]
+
+
+def given(data: Data, seed: int) -> Data:
+    """The same data for each seed."""
+    return data
+
+
+def of_seed(source: Callable[[int], Data], seed: int) -> OfSeed:
+    """All trainings of one seed.
+
+    Raises:
+        WrongResult: See `run`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # operators are too small to be shared
     try:
-        guessed: list[Judged] = []
-        ended: dict[str, list[Ended]] = {}
-        samples: dict[str, int] = {}
-        for seed in range(arguments.seed, arguments.seed + size.seeds):
-            data = source(seed)
-            guessed.append(guess(data))
-            for method, one in trained(data, seed).items():
-                ended.setdefault(method, []).append(one)
-            samples = {"training": len(data.training.clicks), "held out": len(data.held_out.clicks)}
+        data = source(seed)
+        samples = {"training": len(data.training.clicks), "held out": len(data.held_out.clicks)}
+        return OfSeed(guess(data), trained(data, seed), samples)
     finally:
         torch.set_num_threads(threads)
-    return [*answers(guessed, ended, name), *counts(samples, name, tally)]
 
 
 def trained(data: Data, seed: int) -> dict[str, Ended]:

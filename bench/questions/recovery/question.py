@@ -89,7 +89,7 @@ class Case:
     victims: int
     engine: str = SPARSE
     alone: bool = False
-    launches: int = 4
+    launches: int = 2
 
     @property
     def labels(self) -> dict[str, Label]:
@@ -118,12 +118,12 @@ class Scale:
 
     cases: tuple[Case, ...] = (
         Case("process", Code(4, 3), 64 * MIB, 1),
-        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=2),
-        Case("memory", Code(4, 3), 64 * MIB, 1, launches=2),
+        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=1),
+        Case("memory", Code(4, 3), 64 * MIB, 1, launches=1),
         Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=2),
-        Case("memory", Code(4, 2), 256 * MIB, 2, launches=2),
-        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC, launches=2),
+        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=1),
+        Case("memory", Code(4, 2), 256 * MIB, 2, launches=1),
+        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC, launches=1),
         Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC),
         Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC),
     )
