@@ -158,7 +158,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.question == ALL:
         traces = [word for path in given.trace for word in ("--trace", str(path))]
         traces += ["--system", given.system] if given.system else []
-        _ask_all(given.json_dir, given.seed, traces, quick=given.quick)
+        data = [given.data] if given.data else []
+        _ask_all(given.json_dir, given.seed, traces, data, quick=given.quick)
         return
     engines = OF_ENGINES.get(given.question, ("",))
     engine = given.engine or engines[0]
@@ -213,11 +214,13 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(failure)
 
 
-def _ask_all(folder: Path | None, seed: int, traces: Sequence[str], *, quick: bool) -> None:
+def _ask_all(
+    folder: Path | None, seed: int, traces: Sequence[str], data: Sequence[Sequence[str]], *, quick: bool
+) -> None:
     """Into bench/results only from a commit, with the pages; into another folder without."""
     from bench import suite
 
-    questions = asked(quick=quick, traces=traces, results=folder)
+    questions = asked(quick=quick, traces=traces, results=folder, data=data)
     if folder is None and commit().endswith("-dirty"):
         sys.exit("files differ from the commit, whose numbers bench/results has: commit first, or --json-dir")
     print(suite.expected(questions, RESULTS), flush=True)
@@ -229,13 +232,20 @@ def _ask_all(folder: Path | None, seed: int, traces: Sequence[str], *, quick: bo
         print(suite.took(questions, folder or RESULTS))
 
 
-def asked(*, quick: bool, traces: Sequence[str] = (), results: Path | None = None) -> list[suite.Asked]:
+def asked(
+    *,
+    quick: bool,
+    traces: Sequence[str] = (),
+    results: Path | None = None,
+    data: Sequence[Sequence[str]] = (),
+) -> list[suite.Asked]:
     """What `all` asks; the answers' files are named as in bench/results.
 
     Args:
         quick: Few of them.
         traces: Options for the questions that can be asked of traces.
         results: Where the answers go, for those that start from others; None for bench/results.
+        data: Formats of clicks and files of them, which are asked beside made data.
     """
     from bench import suite
 
@@ -248,6 +258,10 @@ def asked(*, quick: bool, traces: Sequence[str] = (), results: Path | None = Non
             found += [
                 suite.Asked(f"{question}-{engine}", (question, "--engine", engine))
                 for engine in OF_ENGINES[question][1:]
+            ]
+        if question in OF_DATA:
+            found += [
+                suite.Asked(f"{question}-{kind}", (question, "--data", kind, path)) for kind, path in data
             ]
     return found
 

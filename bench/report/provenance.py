@@ -35,6 +35,8 @@ _FOLLOWER = (
 )
 _CLICKS = "bench/workloads/click_training.py"
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
+_COSTS = ("compare", "compare-torchrec", "overhead", "recovery")
+"""Answers that the simulation starts from."""
 
 CODE: Mapping[str, tuple[str, ...]] = {
     "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
@@ -62,8 +64,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
     "simulate": (
         *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
-        *("bench/results/compare.json", "bench/results/compare-torchrec.json"),
-        *("bench/results/overhead.json", "bench/results/recovery.json"),
+        *(f"bench/results/{name}.json" for name in _COSTS if (RESULTS / f"{name}.json").exists()),
     ),
     "soak": ("tests/failures", *_WARM),
     "start": ("bench/questions/start", _TRAINED[1], *_RESTART),

@@ -329,7 +329,6 @@ def test_the_picture_names_the_families_of_the_quietest_engine() -> None:
     assert {"ecemb", "ecemb, each step", "full checkpoints"} <= set(texts) and "live copies" not in texts
     assert any("without" in text for text in texts)
     assert "A failure takes 16 s of training from ecemb, up to 5.3 min from others" in drawn
-    assert "ecemb costs too little to measure" in drawn
     assert drawn == compare_picture.draw(rows)
 
 

@@ -362,19 +362,38 @@ def test_each_setting_code_and_window_is_measured(
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
-    for given, names in (
-        ("", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
-        ("dlrm", ("dlrm",)),
-        ("sparse-heavy", ("sparse-heavy",)),
+    for engine, given, names in (
+        ("torchrec", "", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
+        ("sparse", "", ("dlrm",)),
+        ("sparse", "dlrm", ("dlrm",)),
+        ("sparse", "sparse-heavy", ("sparse-heavy",)),
     ):
         asked.clear()
-        overhead.run(Arguments(quick=quick, engine="sparse", setting=given, pairs=77))
+        overhead.run(Arguments(quick=quick, engine=engine, setting=given, pairs=77))
         assert asked == [
-            (name, "sparse", 77, code, *case)
+            (name, engine, overhead.FEWER if case[0] else 77, code, *case)
             for name in names
-            for code in codes
+            for code in (codes if name == "dlrm" else codes[:1])
             for case in [*((False, *commits) for commits in overhead.COMMITS), (True, 1, False)]
         ]
+
+
+def test_pairs_go_where_verdicts_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[tuple[str, str], set[int]] = {}
+
+    def pretend(scale: Scale, engine: str, *_: Any) -> list[Row]:
+        asked.setdefault((engine, scale.name), set()).add(scale.pairs)
+        return []
+
+    monkeypatch.setattr(overhead, "measure", pretend)
+    for engine in ("torchrec", "sparse"):
+        overhead.run(Arguments(engine=engine))
+    few = {overhead.FEWER}
+    assert asked == {
+        ("torchrec", "dlrm"): few | {overhead.FULL.pairs},
+        ("torchrec", "sparse-heavy"): few,
+        ("sparse", "dlrm"): few,
+    }
 
 
 def test_auto_is_given_a_mean_time_between_failures(monkeypatch: pytest.MonkeyPatch) -> None:

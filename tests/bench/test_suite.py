@@ -46,16 +46,25 @@ def test_traces_and_other_answers_are_for_some_questions(tmp_path: Path) -> None
     }
     assert asked["simulate"] == ("simulate", "--trace", "t", "--results", str(tmp_path / "new"))
     assert asked["recovery"] == ("recovery",)
-    assert list(asked).index("simulate") > max(list(asked).index(one) for one in ("overhead", "recovery"))
+    clicks = {one.name: one.words for one in command.asked(quick=False, data=[["criteo", "x"]])}
+    assert clicks["quality-criteo"] == ("quality", "--data", "criteo", "x") and "quality" in clicks
+    assert list(asked).index("simulate") > max(
+        list(asked).index(one) for one in ("compare-torchrec", "overhead", "recovery")
+    )
 
 
 def test_how_long_all_of_them_take(tmp_path: Path) -> None:
     questions = [suite.Asked(name, (name,)) for name in ("drift", "memory")]
     (tmp_path / "drift.json").write_text('{"minutes": 12.5}')
     assert suite.expected(questions, tmp_path) == (
-        "2 questions: 12 minutes when they were last asked; not known for memory"
+        "2 questions: 14 minutes, as when they were last asked; by the plan: memory"
     )
     assert suite.took(questions, tmp_path).split() == ["12.5", "minutes", "drift", "12.5", "minutes"]
+
+
+def test_all_of_them_are_planned_to_take_less_than_three_hours() -> None:
+    every = [one.name for one in command.asked(quick=False)]
+    assert set(suite.PLANNED) == set(every) and sum(suite.PLANNED.values()) < 180
 
 
 def test_results_are_made_from_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:

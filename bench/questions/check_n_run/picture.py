@@ -100,7 +100,7 @@ def draw_quality(rows: Rows) -> str:
                 style = BUDGETS[row["budget"]]
                 line[0].axhline(row["value"], color=FAINT, linestyle=style, linewidth=0.8)
                 said = f"the {row['budget']} budget"
-                line[0].annotate(said, (8.4, row["value"]), color=FAINT, fontsize=7, ha="right", va="bottom")
+                line[0].annotate(said, (6, row["value"]), color=FAINT, fontsize=7, ha="center", va="bottom")
 
     return svg(paint, 8, 3.6, title_of_quality(rows))
 
@@ -127,6 +127,6 @@ def quality(axes: Axes, rows: Rows) -> None:
     most = max(abs(row["value"]) for row in rows)
     axes.set_yscale("symlog", linthresh=10 ** round(math.log10(most / 100)) if most else 1)
     axes.axhline(0, color="0.8", linewidth=0.5, zorder=0)
-    axes.set_xlim(0.4, 8.5)
+    axes.set_xlim(0.1, 8.5)
     plain(axes)
     label_ends(axes, ends, side=-1)

@@ -18,7 +18,7 @@ from bench.harness.result import Label, Row, once
 from bench.methods.registry import JOB_MTBF
 from bench.questions.compare.beside_twins import WHOLE
 from bench.questions.compare.cases import NOTHING, Case, in_a_window, interval_s, takes_s
-from bench.questions.compare.measured import LOST, WRITTEN, Measured, line, mean
+from bench.questions.compare.measured import LOST, WRITTEN, Measured, line, mean, size_of
 from bench.questions.overhead.estimate import Estimate
 
 MTBF_S = JOB_MTBF.total_seconds()
@@ -46,11 +46,10 @@ def rows_of(
         if case.method != NOTHING:
             yield takes(case, found, again, step_s, labels)
         return
-    whole_gb = round(found.table_gb[WHOLE], 2)
     measured = {metric: mean(found.saves[metric][WHOLE]) for metric in (LOST, WRITTEN)}
     fitted = {metric: line(found.saves[metric], found.table_gb) for metric in (LOST, WRITTEN)}
     large = {metric: at_size(*fitted[metric], LARGE_GB) for metric in fitted}
-    for size, saves in ((f"{whole_gb:g} GB a rank", measured), (f"{LARGE_GB:g} GB a rank", large)):
+    for size, saves in ((size_of(found.table_gb[WHOLE]), measured), (size_of(LARGE_GB), large)):
         of_size: dict[str, Label] = {**labels, "tables": size}
         every, spent = charged(case, saves[LOST], saves[WRITTEN])
         yield _row("interval_s", "s", every, of_size)

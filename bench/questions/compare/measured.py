@@ -251,7 +251,7 @@ def save_rows(answers: Sequence[Mapping[str, Any]], labels: Mapping[str, Label])
     found = of_saves(answers)
     for metric in SECONDS:
         for size, each in found["saves"][metric].items():
-            of_size: dict[str, Label] = {**labels, "table_gb": round(found["table_gb"][size], 3)}
+            of_size: dict[str, Label] = {**labels, "tables": size_of(found["table_gb"][size])}
             yield _row(metric, "s", mean(each), len(each), of_size)
         fixed, per_gb = line(found["saves"][metric], found["table_gb"])
         few = len(found["saves"][metric][FEW])
@@ -260,6 +260,11 @@ def save_rows(answers: Sequence[Mapping[str, Any]], labels: Mapping[str, Label])
     for key in ("written_bytes", "sent_bytes"):
         whole = [one[key] for answer in answers for one in answer["saves"][WHOLE]]
         yield once(f"save_{key}", "bytes", float(np.mean(whole)), **labels)
+
+
+def size_of(table_gb: float) -> str:
+    """What a row's label says of the tables' size."""
+    return f"{table_gb:.2g} GB a rank"
 
 
 def mean(each: Floats) -> Estimate:

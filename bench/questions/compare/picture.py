@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.svg import EDGE, FAINT, INK, plain, svg
+from bench.harness.svg import EDGE, FAINT, INK, label_ends, plain, svg
 from bench.questions.compare.families import (
     COST,
     FAMILIES,
     TAKES,
     Family,
     Rows,
-    is_certain,
     of_methods,
     quiet_engine,
     reach_pct,
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TICKS = {0.1: "0.1 s", 1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 36_000: "10 h"}
-ROOM = 2.2
+ROOM = 2.5
 """Times the lowest and the highest mark, where the axis ends."""
-LABELS = {
-    "ecemb": (0, 13, "center"),
-    "ecemb, each step": (0, 13, "center"),
-    "live copies": (0, -17, "center"),
-    "full, asynchronous": (9, 5, "left"),
-    "full checkpoints": (9, -9, "left"),
-}
-"""Family -> where its name stands from its mark, in points, and how it is aligned; else beside it."""
+NAMES = 0.14
+"""Of the width, for names on the right."""
+CLOSE = 0.3
+"""Decades, and part of the width, within which a name could cover a mark."""
+APART = 11.0
+"""Points between two names."""
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -54,18 +52,18 @@ def draw(rows: Rows) -> str:
         axes.set_ylim(min(seconds) / ROOM, max(seconds) * ROOM)
         for family in shown:
             one(axes, found[family.shown], family)
-        axes.margins(x=0.12)
         left, right = axes.get_xlim()
+        left, right = left - NAMES * (right - left), right + NAMES * (right - left)
         if reach < right:
             axes.axvspan(max(left, -reach), reach, color="0.94", zorder=0)
             axes.annotate(
                 "grey: as far as a model without\nprotection may seem from its twin",
-                (0.99, 0.02),
+                (0.99, 0.99),
                 xycoords="axes fraction",
                 color=FAINT,
                 fontsize=7,
                 ha="right",
-                va="bottom",
+                va="top",
             )
         axes.set_xlim(left, right)
         low, high = axes.get_ylim()
@@ -75,22 +73,57 @@ def draw(rows: Rows) -> str:
         axes.set_xlabel("training takes longer by, %, steps and saves together; lines are 95 % intervals")
         axes.set_ylabel("training that a failure takes")
         plain(axes)
+        costs = {one.name: found[one.shown][COST] for one in shown}
+        marks = {one.name: (costs[one.name]["value"], found[one.shown][TAKES]["value"]) for one in shown}
+        lefts = leftmost(marks, right - left)
+        for side, key, names in ((1, "high", [*(marks.keys() - lefts)]), (-1, "low", lefts)):
+            reaches = {name: (costs[name][key], marks[name][1]) for name in names}
+            ends = beside(reaches, right - left) if side == 1 else reaches
+            label_ends(axes, {name: (*end, INK) for name, end in ends.items()}, APART, side)
+        for text in axes.texts:
+            if text.get_text() == FAMILIES[0].name:
+                text.set(color=FAMILIES[0].colour, fontsize=12, fontweight="bold")
 
     return svg(paint, 7.2, 3.6, title(found))
 
 
 def title(found: Mapping[str, Values]) -> str:
-    """What a failure takes from ecemb, and at most from another family; and what ecemb costs."""
+    """What a failure takes from ecemb, and at most from another family."""
     ours = found.get(FAMILIES[0].shown, {})
     others = [found[one.shown][TAKES]["value"] for one in FAMILIES[2:] if TAKES in found.get(one.shown, {})]
-    if not {COST, TAKES} <= ours.keys() or not others:
+    if TAKES not in ours or not others:
         return ""
-    cost = ours[COST]
-    said = f"{cost['value']:.2g} % of the time" if is_certain(cost) else "too little to measure"
     return (
         f"A failure takes {duration(ours[TAKES]['value'])} of training from ecemb, up to "
-        f"{duration(max(others))} from others; ecemb costs {said}"
+        f"{duration(max(others))} from others"
     )
+
+
+def leftmost(marks: Mapping[str, tuple[float, float]], width: float) -> list[str]:
+    """Marks with others close by on the right alone: their names stand on the left."""
+    found: list[str] = []
+    for name, (x, y) in marks.items():
+        others = [
+            other - x
+            for one, (other, height) in marks.items()
+            if one != name and abs(math.log10(height / y)) < CLOSE and abs(other - x) < CLOSE * width
+        ]
+        if others and min(others) > 0:
+            found.append(name)
+    return found
+
+
+def beside(marks: Mapping[str, tuple[float, float]], width: float) -> dict[str, tuple[float, float]]:
+    """Where names stand: right of all marks that are close by, so that they cover none."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, (x, y) in marks.items():
+        close = [
+            other
+            for other, height in marks.values()
+            if abs(math.log10(height / y)) < CLOSE and abs(other - x) < CLOSE * width
+        ]
+        found[name] = max(close), y
+    return found
 
 
 def duration(seconds: float) -> str:
@@ -102,7 +135,7 @@ def duration(seconds: float) -> str:
 
 
 def one(axes: Axes, values: Values, family: Family) -> None:
-    """Draws the mark of a family, the interval of its cost, and its name beside it."""
+    """Draws the mark of a family, and the interval of its cost."""
     ours = family is FAMILIES[0]
     cost, y = values[COST], values[TAKES]["value"]
     axes.plot([cost["low"], cost["high"]], [y, y], color=family.colour, lw=2, alpha=0.6, zorder=2)
@@ -115,16 +148,4 @@ def one(axes: Axes, values: Values, family: Family) -> None:
         mec=EDGE,
         mew=0.7,
         zorder=3,
-    )
-    right, up, side = LABELS.get(family.name, (9, 4, "left"))
-    axes.annotate(
-        family.name,
-        (cost["value"], y),
-        xytext=(right, up),
-        textcoords="offset points",
-        color=family.colour if ours else INK,
-        ha=side,
-        fontsize=12 if ours else 9,
-        fontweight="bold" if ours else "normal",
-        zorder=4,
     )

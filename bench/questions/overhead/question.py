@@ -103,8 +103,8 @@ CODES = (Code(4, 3), Code(4, 2))
 Steps = int | Literal["auto"]
 COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
-FEWER = 32
-"""Pairs beside replication, and in the other settings."""
+FEWER, BESIDE_ENGINE = 32, "sparse"
+"""Pairs beside replication, in the other settings, and on this engine, whose (4, 3) `compare` has by more."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 CAPTURE = "capture"
@@ -184,12 +184,13 @@ def run(arguments: Arguments) -> list[Row]:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
-    heavy = sparse_heavy(scale)
-    settings = [scale, heavy if arguments.pairs else replace(heavy, pairs=min(FEWER, heavy.pairs))]
-    asked = arguments.setting or (scale.name if arguments.quick else "")
+    few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs))
+    settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
+    otherwise = scale.name if arguments.quick or arguments.engine == BESIDE_ENGINE else ""
+    asked = arguments.setting or otherwise
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
-        for code in codes:
+        for code in codes if setting.name == scale.name else codes[:1]:
             for window, overlap in COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
             rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs))
