@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import RESULTS
+from bench import RESULTS, ROOT
 from bench.harness.result import Row, once
+from bench.questions.simulate import methods as simulate_methods
+from bench.questions.simulate import question as simulate
 from bench.report import choosing, summary
 from bench.report.choosing import EXACT, UNKNOWN
 from bench.report.headlines import Unknown
@@ -50,6 +53,15 @@ def test_a_method_is_ahead_only_where_no_other_reaches_it() -> None:
     for table in (choosing.shares, choosing.mtbfs, choosing.verdicts):
         with pytest.raises(Unknown):
             table([])
+
+
+def test_the_page_begins_with_one_table_of_methods_that_are_simulated() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert page.startswith("# Which method\n\n<!-- choices: compare -->\n")
+    costs = simulate_methods.costs(Path("no results"))
+    named = {method.name for method in simulate_methods.methods(simulate.JOB, costs)}
+    assert {choice.simulated for choice in choosing.CHOICES} <= named
+    assert (choosing.SIZES, choosing.MTBF_H) == (simulate.SIZES, simulate.MTBF_H)
 
 
 def test_sentences_carry_the_verdicts_of_the_map() -> None:

@@ -30,11 +30,8 @@ from support.torchrec.runs import forked
 
 RANKS = 3
 NEEDS_MORE_RANKS = {name for name in METHODS if "(4, " in name or "(6, " in name}
-# A start over, more copies, and other rows or bits, for which tests/baselines/check_n_run suffices.
-SAME_AS_ANOTHER = {
-    *("nothing", "ecemb copies x3", "check-n-run full", "check-n-run one-shot", "check-n-run one-shot 4 bit"),
-    *("check-n-run consecutive 4 bit", "check-n-run intermittent 8 bit", *OF_TORCHREC),
-}
+# A start over, and other rows, for which tests/baselines/check_n_run suffices.
+SAME_AS_ANOTHER = {"nothing", "check-n-run full", "check-n-run one-shot", *OF_TORCHREC}
 ON_TORCHREC = (
     *("cpr mfu", "float parity (3, 2)", "coded snapshots (3, 2)", "snapshots x2 beside", "full dcp async"),
     *OF_TORCHREC,
