@@ -322,5 +322,6 @@ def reading(rows: Sequence[Row], engine: str) -> str:
         f"the time that saves take, at the method's own interval with 14 hours between failures; in brackets "
         f"the 95 % interval, and that of one bare model over another. *{UNKNOWN}*: it has 0 in it. A failure "
         f"takes training that runs again, or is forgotten. The next step: from the kill, by warm starts, of "
-        f"{kills} failures that delete a rank's memory the median. Memory includes the buffers of a step."
+        f"{kills} failures that delete a rank's memory the median; in all of them the script "
+        "builds its tables again. Memory includes the buffers of a step."
     )

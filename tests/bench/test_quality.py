@@ -169,6 +169,13 @@ def test_the_answer_on_a_file(
     assert (row["value"], row["read"]) == (1, 785)
 
 
+def test_seeds_side_by_side_give_the_same_answer(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    monkeypatch.setattr(quality, "QUICK", SMALL)
+    monkeypatch.setattr(quality, "FULL", SMALL)
+    one, other = (quality.run(Arguments(quick=quick, data=("criteo", file))) for quick in (True, False))
+    assert one == other
+
+
 def test_a_model_that_differs_is_no_answer(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "same", lambda one, other: False)
     with pytest.raises(WrongResult, match=r"ecemb \(6, 4\), seed 0: after failures, the model is not"):

@@ -24,8 +24,9 @@ dense part and the engines of `python -m bench overhead`:
    three times under methods that the summary leaves out, one is killed with the memory of its machine: the
    first time after the optimizers of a step, then at any moment. Codes with six blocks have six ranks, and
    lose two of them at once in the first failure. Methods that save do so each eight steps here.
-   - `next_step_s`: from the kill until every rank has ended a step; torchrun's restart is in it. `prepare_s`:
-     the part of it that the method takes, on the slowest rank. `caught_up_s`: until every rank has passed the
+   - `next_step_s`: from the kill until every rank has ended a step; torchrun's restart is in it, and the
+     script's own building of its tables, which takes the same time under every method. `prepare_s`: the part
+     of it that the method takes, on the slowest rank. `caught_up_s`: until every rank has passed the
      interrupted step. Medians, from the smallest to the largest. `restart_sent_bytes`: by all ranks.
    - `steps_run_again`: for each failure, on the rank with most; the interrupted steps are among them.
      `steps_forgotten`: for each failure, whose updates rows have lost; a step that one of N ranks forgot
