@@ -101,7 +101,7 @@ from ecemb.step.window import published_mtbf
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 Steps = int | Literal["auto"]
-COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
 FEWER, BESIDE_ENGINE = 32, "sparse"
 """Pairs beside replication, in the other settings, and on this engine, whose (4, 3) `compare` has by more."""
@@ -190,7 +190,7 @@ def run(arguments: Arguments) -> list[Row]:
     asked = arguments.setting or otherwise
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
-        for code in codes if setting.name == scale.name else codes[:1]:
+        for code in codes:
             for window, overlap in COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
             rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs))
