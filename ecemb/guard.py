@@ -13,7 +13,7 @@ import torch
 from ._wording import short
 from .adapters.engine import Hooks
 from .arena import leave_request
-from .arena.arena import lost_name
+from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
 from .group.whereabouts import placed

@@ -26,7 +26,7 @@ from . import capacity, private_files, record_lock
 from . import header as headers
 from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
 from .private_files import Folder
-from .shared_mapping import map_shared
+from .shared_mapping import map_shared, populated
 
 _SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20
@@ -155,8 +155,7 @@ class Arena:
         try:
             record_lock.acquire(fd, path, deadline)
             inode = os.fstat(fd).st_ino
-            known = found.inode if isinstance(found, Found) else inode
-            if inode != known or not place.names(path.name, inode):
+            if (isinstance(found, Found) and found.inode != inode) or not place.names(path.name, inode):
                 raise _gone(path)
             pid, start = headers.last_holder(fd)
             record_lock.await_gone(fd, pid, start, path, deadline)
@@ -303,9 +302,8 @@ class Arena:
         generous = min(capacity, max(size_bytes, before + spare))
         backed = headers.page_aligned(before)
         for wanted in (generous, size_bytes):
-            after = headers.page_aligned(wanted)
             try:
-                _allocate(self.path, self._fd, [(offset + backed, after - backed)])
+                _allocate(self.path, self._fd, [(offset + backed, headers.page_aligned(wanted) - backed)])
             except NotEnoughSpace:
                 if wanted == size_bytes:
                     raise
@@ -314,6 +312,20 @@ class Arena:
             self._set_reserved(name, wanted)
             break
         return self.reserved(name)
+
+    def back(self, name: str, start: int, stop: int) -> None:
+        """Backs bytes start..stop-1 of a region by memory, whatever else of it is backed; see `Backing`.
+
+        Raises:
+            NotEnoughSpace: the kernel refuses.
+        """
+        if not populated(self.region(name)[start:stop]):
+            with capacity.refusals(self.path, stop - start):
+                os.posix_fallocate(self._fd, self._span(name)[0] + start, stop - start)
+
+    def mark_backed(self, name: str) -> None:
+        """Says that all of a region is backed."""
+        self._set_reserved(name, self._span(name)[1])
 
     def close(self) -> None:
         """Releases the claim. The file stays; it is unmapped when its last view is gone."""
@@ -345,9 +357,7 @@ class Arena:
 
     def _back(self) -> None:
         """Backs all reserved bytes by memory: a copied file may have holes in place of zeros."""
-        pieces = [
-            (offset, headers.page_aligned(self.reserved(name))) for name, (offset, _) in self._spans.items()
-        ]
+        pieces = [(at, headers.page_aligned(self.reserved(name))) for name, (at, _) in self._spans.items()]
         if os.fstat(self._fd).st_blocks * 512 >= sum(length for _, length in pieces):
             return
         for offset, length in pieces:
@@ -400,14 +410,6 @@ class Arena:
         return UsageError(f"the arena {self.path} is closed in this process; attach to it again")
 
 
-def lost_name(path: Path) -> str:
-    """What to say when an arena's file was removed under the job."""
-    return (
-        f"{path} was removed while the job runs (by hand, or by systemd's RemoveIPC= when its user logs "
-        f"out): this process goes on, but its memory ends with it, and a restart counts it as lost"
-    )
-
-
 def _check_creation(
     directory: Folder, constants: Constants, reserve: Mapping[str, int], state: State
 ) -> None:
@@ -415,8 +417,7 @@ def _check_creation(
         raise ConfigurationError(f"an arena of job {constants.job!r} can't be made in {directory.path}")
     if state not in (State.INIT, State.REBUILDING):
         raise ConfigurationError(f"a new arena has to be INIT or REBUILDING, not {state!r}")
-    unknown = set(reserve) - {name for name, _ in constants.regions}
-    if unknown:
+    if unknown := set(reserve) - {name for name, _ in constants.regions}:
         raise ConfigurationError(f"reserve names regions that don't exist: {sorted(unknown)}")
 
 

@@ -15,6 +15,7 @@ import os
 import secrets
 import struct
 import time
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,12 +96,12 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
     """
     left_bytes = sum(length for _, length in pieces)
     whole_bytes = left_bytes
-    claim = _Claim(turn, path)
+    claim = Claim(turn, path)
     try:
         for number, (taken_bytes, slice_) in enumerate(_slices(pieces)):
             claim.take_turn(left_bytes, again=number > 0)
             try:
-                others_bytes = sum(left for left, _ in claim.others()) if number == 0 else 0
+                others_bytes = promised_elsewhere(turn, claim) if number == 0 else 0
                 check(taken_bytes if number else whole_bytes, fd, path, others_bytes)
                 left_bytes -= taken_bytes
                 if left_bytes or number:
@@ -112,6 +113,16 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
                 fcntl.flock(turn, fcntl.LOCK_UN)
     finally:
         claim.drop()
+
+
+def promised_elsewhere(turn: int, own: Claim | None = None) -> int:
+    """Bytes that processes were promised and have not taken.
+
+    Args:
+        turn: as for `allocate`.
+        own: a claim that is left out.
+    """
+    return sum(left for left, _ in (own or Claim(turn, Path())).others())
 
 
 def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -130,7 +141,7 @@ def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple
     yield SLICE_BYTES - room_bytes, slice_
 
 
-class _Claim:
+class Claim:
     """The bytes that an allocation was promised and has not taken, and whether it waits for its turn.
 
     A file in the folder of `turn`. Allocations of more than a slice make it, and those that have to wait. The
@@ -145,6 +156,7 @@ class _Claim:
         self._turn, self._path = turn, path
         self._name = _CLAIM + secrets.token_hex(8)
         self._fd: int | None = None
+        _claims.add(self)
 
     def take_turn(self, left_bytes: int, *, again: bool) -> None:
         """Waits for the turn; `fcntl.flock` ends it.
@@ -169,7 +181,7 @@ class _Claim:
                 if not waiting:
                     self.store(promised_bytes, waiting=True)
                     waiting = True
-                others_bytes = sum(left for left, _ in self.others())
+                others_bytes = promised_elsewhere(self._turn, self)
                 if waited_s > _WAIT_S + (left_bytes + others_bytes) / _SLOWEST_BYTES_S:
                     raise ArenaBusy(
                         f"{self._path} waited too long for another process that takes memory in "
@@ -202,6 +214,11 @@ class _Claim:
         if self._fd is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=self._turn)
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes the file, in a forked child as well: the lock would last as long as the child."""
+        if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
@@ -228,6 +245,17 @@ class _Claim:
             finally:
                 os.close(fd)
         return found
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for claim in list(_claims):
+        claim.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @contextmanager

@@ -191,6 +191,14 @@ def locate(path: Path) -> Folder:
     return Folder(above[3], above[1].name, above[0].name)
 
 
+def lost_name(path: Path) -> str:
+    """What to say when an arena's file was removed under the job."""
+    return (
+        f"{path} was removed while the job runs (by hand, or by systemd's RemoveIPC= when its user logs "
+        f"out): this process goes on, but its memory ends with it, and a restart counts it as lost"
+    )
+
+
 @contextmanager
 def opened(
     arena_dir: Path, levels: Sequence[str] = (), *, create: bool = False

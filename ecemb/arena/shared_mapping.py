@@ -65,12 +65,21 @@ def populate(mapped: NDArray[np.uint8]) -> None:
 
     All of it must be backed by memory. Other threads may write to it meanwhile.
     """
+    if not populated(mapped):
+        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
+
+
+def populated(mapped: NDArray[np.uint8]) -> bool:
+    """Backs the pages of a part of a mapping (uint8 [m]) by memory, and maps them: no content changes.
+
+    Returns:
+        Whether the kernel has done it: it has the call, and the memory. If not, any of them may be backed.
+    """
     if not mapped.size:
-        return
+        return True
     address = mapped.__array_interface__["data"][0]
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if _libc.madvise(first, address + mapped.size - first, _MADV_POPULATE_WRITE) != 0:
-        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
+    return _libc.madvise(first, address + mapped.size - first, _MADV_POPULATE_WRITE) == 0
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:

@@ -68,6 +68,10 @@ class ParityBlocks:
         block_words: [world size][k], words of every rank's data blocks.
         generator: uint8 [n, k], the code's generator.
         kernels: does the arithmetic.
+
+    Attributes:
+        blocks: class -> the parity row that this rank keeps, and its words.
+        starts: class -> the word of the memory at which its block starts.
     """
 
     def __init__(
@@ -83,11 +87,13 @@ class ParityBlocks:
         self._placement = placement
         self._generator = generator
         self._kernels = kernels
-        self.blocks: dict[int, tuple[int, Words]] = {}  # class -> (parity row, words)
+        self.blocks: dict[int, tuple[int, Words]] = {}
+        self.starts: dict[int, int] = {}
         start = 0
         for stripe_class, row in placement.kept(rank):
             size = class_words(placement, block_words, stripe_class)
             self.blocks[stripe_class] = (row, memory[start : start + size])
+            self.starts[stripe_class] = start
             start += size
 
     def block(self, stripe_class: int) -> Words:

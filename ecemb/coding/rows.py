@@ -167,6 +167,7 @@ class Table:
     Attributes:
         layout: the shard's layout.
         columns: the memory of each column, uint8 [rows, row_bytes].
+        starts: as given.
         kernels: as given.
     """
 
@@ -175,6 +176,7 @@ class Table:
     ) -> None:
         self.layout = layout
         self.columns: list[NDArray[np.uint8]] = []
+        self.starts: tuple[int, ...] = tuple(starts)
         self.kernels = kernels
         self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
         offset = 0

@@ -17,14 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.arena import Arena
+from ..arena.backing import Backing
 from ..arena.header import NONE, State, Word
 from ..coding.delta import Scratch, blank, messages, size_words
 from ..coding.parity import ParityBlocks
 from ..coding.placement import Placement
-from ..coding.rows import RowSpace, Table, TableLayout, arrange, joined
+from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined
 from ..coding.slices import Share
 from ..errors import InconsistentArenas
-from ..kernels.contract import Kernels, Words
+from ..kernels.contract import Ids, Kernels, Words
 from .ahead import Ahead
 from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
 from .outbox import PART_BYTES, Outbox
@@ -55,6 +56,7 @@ class RankMemory:
         layouts: this rank's tables in the order of their addresses; the rank state's record is the last.
         geometry: what all ranks know.
         kernels: does the work on bytes.
+        backing: of a replacement's rows and parity, which are backed as they arrive; None: they are reserved.
 
     Attributes:
         kernels: as given.
@@ -63,9 +65,15 @@ class RankMemory:
     """
 
     def __init__(
-        self, arena: Arena, layouts: Sequence[TableLayout], geometry: Geometry, kernels: Kernels
+        self,
+        arena: Arena,
+        layouts: Sequence[TableLayout],
+        geometry: Geometry,
+        kernels: Kernels,
+        backing: Backing | None = None,
     ) -> None:
         self.arena = arena
+        self._backing = backing
         self.geometry = geometry
         self.kernels: Kernels = kernels
         self.rank: int = arena.header().constants.rank
@@ -244,6 +252,33 @@ class RankMemory:
         else:
             self.space.write_(self.space.bounds[block] + start, words)
 
+    def back_rows(self, table: int, ids: Ids) -> None:
+        """Backs rows by memory: before they are written for the first time, in an arena that is REBUILDING.
+
+        Args:
+            table: by its index in `RowSpace.named`.
+            ids: int64 [m], in any order; read.
+
+        Raises:
+            NotEnoughSpace: there is none any more; nothing was written.
+        """
+        if self._backing is not None:
+            one = self.space.named[table]
+            for start, column in zip(one.starts, one.columns, strict=True):
+                if size_bytes := column.shape[1]:
+                    self._backing.ensure("rows", start + ids * size_bytes, size_bytes)
+
+    def back_parity(self, stripe_class: int, offsets: Ids, words: int) -> None:
+        """The same for runs of words of a parity block, which begin at `offsets` (int64 [m], read)."""
+        if self._backing is not None and self.parity is not None and words:
+            starts = (self.parity.starts[stripe_class] + offsets) * WORD_BYTES
+            self._backing.ensure("parity", starts, words * WORD_BYTES)
+
+    def back_all(self) -> None:
+        """The same for all rows and all parity."""
+        if self._backing is not None:
+            self._backing.ensure_all()
+
     def outbox(self) -> Outbox:
         """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
         other = next(one for one in self.journals if one is not self.journal)
@@ -291,10 +326,20 @@ class RankMemory:
 
         Raises:
             InconsistentArenas: a received delta fits nothing here; the transaction is not prepared.
+            NotEnoughSpace: the parity under them can't be backed; neither is it then.
         """
         self.inbox.seal(transaction)
         self._check(transaction)
+        if self._backing is not None:
+            self._back_under(transaction)
         self.mark_prepared(transaction)
+
+    def _back_under(self, transaction: int) -> None:
+        placement = self.geometry.placement
+        if placement is not None:
+            for sender, delta in self.inbox.deltas(transaction):
+                stripe_class = placement.stripe_class(sender, delta.block)
+                self.back_parity(stripe_class, delta.offsets, delta.words.shape[1])
 
     def _check(self, transaction: int) -> None:
         if self.parity is not None:

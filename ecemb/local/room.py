@@ -7,11 +7,10 @@ other ranks there, can hold. Must not know: how ranks agree on a window.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 
-from ..arena import capacity
+from ..arena import capacity, private_files
 from ..arena.arena import Arena
 
 _SPARE = 1.125
@@ -91,11 +90,7 @@ def journal_bytes(used: Sequence[int], steps: int) -> float:
 
 
 def free_bytes(arena: Arena) -> int:
-    """Bytes that can still be stored where an arena is: the least that a limit leaves."""
-    folder = os.open(arena.path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return max(
-            0, min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
-        )
-    finally:
-        os.close(folder)
+    """Bytes that can still be stored where an arena is: the least that a limit leaves, but for promises."""
+    with private_files.opened(private_files.locate(arena.path).arena_dir) as folder:
+        free = min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
+        return max(0, free - capacity.promised_elsewhere(folder))

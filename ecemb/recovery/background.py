@@ -65,6 +65,7 @@ class Background:
         ranks = concerned(plan)
         if memory.rank in plan.lost:
             if os.environ.get(POISON):
+                memory.back_all()
                 memory.arena.region("rows")[:] = 0xFF
             on_whole = partial(_tell_whole, memory)
             self._arrivals = Arrivals(memory, transport, ranks, kernels, plan, on_whole)
@@ -140,5 +141,6 @@ class Background:
 
 
 def _tell_whole(memory: RankMemory) -> None:
+    memory.back_all()  # what no row has, such as the space between tables
     memory.go_live()
     logger.warning("rank %d: all lost rows and parity are rebuilt; memory may be lost again", memory.rank)

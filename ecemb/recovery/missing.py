@@ -11,12 +11,12 @@ import bisect
 import dataclasses
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..coding.rows import WORD_BYTES, RowSpace
+from ..coding.rows import WORD_BYTES
 from ..errors import KernelError
 from ..kernels.checks import check_ids
 from ..kernels.contract import Ids, Words
@@ -85,13 +85,14 @@ class Missing:
     `ecemb.local.journal.RowJournal.capture`.
 
     Args:
-        space: the rank's rows; written by `store_rows_` and `store_span_`.
-        parity: class -> the parity block that the rank keeps, uint64, in the order of parity rows; written by
-            `store_parity_`.
+        memory: the rank's, whose rows `store_rows_` and `store_span_` write, and `store_parity_` its parity.
+            They are backed by memory right before.
     """
 
-    def __init__(self, space: RowSpace, parity: Mapping[int, Words]) -> None:
-        self._space, self._parity = space, dict(parity)
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory, self._space = memory, memory.space
+        space, blocks = memory.space, {} if memory.parity is None else memory.parity.blocks
+        self._parity = parity = {c: words for c, (_, words) in blocks.items()}
         self._lock = threading.Lock()
         self._rows = {
             index: _Part(table.layout.rows)
@@ -100,12 +101,6 @@ class Missing:
         }
         self._chunks = {c: _Part(-(-len(words) // CHUNK_WORDS)) for c, words in parity.items() if len(words)}
         self._bytes_left = (space.words + sum(len(words) for words in parity.values())) * WORD_BYTES
-
-    @classmethod
-    def of(cls, memory: RankMemory) -> Missing:
-        """All rows and all parity of a rank that has nothing."""
-        blocks = {} if memory.parity is None else memory.parity.blocks
-        return cls(memory.space, {c: words for c, (_, words) in blocks.items()})
 
     @property
     def bytes_left(self) -> int:
@@ -215,6 +210,7 @@ class Missing:
 
         Raises:
             KernelError: these are not rows of the table, or not their records; nothing was stored.
+            NotEnoughSpace: other processes have taken the memory for them.
         """
         layout, (owner, first) = self._space.named[table].layout, self._space.owners[table]
         check_ids("store_rows_", ids, layout.rows, "table")
@@ -233,6 +229,7 @@ class Missing:
         unset = ~part.bits[ids]
         if not unset.all():
             ids, records = ids[unset], records[unset]
+        self._memory.back_rows(owner, ids)
         self._space.named[owner].scatter_(ids, records)
         part.bits[ids] = True
         part.left -= len(ids)
@@ -254,6 +251,7 @@ class Missing:
 
         Raises:
             KernelError: the block has no such words; nothing was stored.
+            NotEnoughSpace: other processes have taken the memory for them.
         """
         bounds = self._space.bounds
         low = bounds[block] + start if 0 <= block < len(bounds) - 1 and start >= 0 else -1
@@ -289,6 +287,7 @@ class Missing:
 
         Raises:
             KernelError: there is no such chunk; nothing was stored.
+            NotEnoughSpace: other processes have taken the memory for it.
         """
         block = self._parity.get(stripe_class)
         size = 0 if block is None else min(CHUNK_WORDS, len(block) - start)
@@ -301,6 +300,7 @@ class Missing:
             part = self._chunks.get(stripe_class)
             if part is None or part.bits[start // CHUNK_WORDS]:
                 return 0
+            self._memory.back_parity(stripe_class, np.array([start]), size)
             block[start : start + size] = words
             part.bits[start // CHUNK_WORDS] = True
             part.left -= 1

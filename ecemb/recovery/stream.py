@@ -81,7 +81,7 @@ class Arrivals:
         on_whole: Callable[[], None],
     ) -> None:
         self._memory, self._transport, self._on_whole = memory, transport, on_whole
-        self._missing = Missing.of(memory)
+        self._missing = Missing(memory)
         self._sources = Sources(memory, transport, ranks, kernels, plan)
         self._streams = max(1, len(plan.lost))
         self._changed = threading.Condition()  # held by stores, and for all that follows

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.arena import Arena
+from ..arena.backing import Backing, promised
 from ..arena.header import CONSTANTS_OFFSET, Constants, State, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
@@ -64,6 +65,12 @@ class Start:
     watch: Stopwatch
     earlier: Arena | None
 
+    @property
+    def in_background(self) -> bool:
+        """Whether what was lost is rebuilt beside training."""
+        plan = self.world.plan
+        return self.request.rebuild == "background" and bool(plan.rebuild) and not plan.encode
+
 
 def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     """Opens the arena that survived, or creates one where the plan needs a new one. All ranks.
@@ -80,18 +87,18 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     if own is None:
         make_room(session, world.plan)
 
-    def open_or_create() -> Arena:
-        session.arena = own or _create(session, world, geometry, start.training.replicated)
-        return session.arena  # which the session closes, whatever happens next
+    def open_or_create() -> tuple[Arena, Backing | None]:
+        session.arena, backing = (own, None) if own is not None else _create(start, geometry)
+        return session.arena, backing  # the session closes it, whatever happens next
 
     try:
-        arena = start.transport.together("opening the arenas", open_or_create)
+        arena, backing = start.transport.together("opening the arenas", open_or_create)
     except EcembError:
         _give_up(start)
         raise
     if own is None:
         arena.region("generator")[:] = generator.reshape(-1)
-    return RankMemory(arena, world.layouts, geometry, kernels)
+    return RankMemory(arena, world.layouts, geometry, kernels, backing)
 
 
 def begin(start: Start, memory: RankMemory, content: InitialContent | None = None) -> RecoveryReport:
@@ -156,10 +163,21 @@ def _generator(code: Code, session: Session, transport: Transport, plan: Recover
     return flat[: code.n * code.k].reshape(code.n, code.k).copy()
 
 
-def _create(session: Session, world: World, geometry: Geometry, replicated: ReplicatedState) -> Arena:
-    constants, reserved = _laid_out(session, world, geometry, replicated)
+def _create(start: Start, geometry: Geometry) -> tuple[Arena, Backing | None]:
+    """A new arena. If its rows and parity come beside training, they are promised memory, and have none."""
+    session, world = start.session, start.world
+    constants, reserved = _laid_out(session, world, geometry, start.training.replicated)
     state = State.INIT if world.plan.begins else State.REBUILDING
-    return Arena.create(session.directory, constants, reserved, state=state)
+    if not start.in_background:
+        return Arena.create(session.directory, constants, reserved, state=state), None
+    later = [name for name in ("rows", "parity") if reserved.pop(name)]
+    promise = promised(session.directory, constants, later)
+    try:
+        arena = Arena.create(session.directory, constants, reserved, state=state)
+    except BaseException:
+        promise.end()
+        raise
+    return arena, Backing(arena, later, promise)
 
 
 def new_arena_bytes(start: Start) -> int:

@@ -198,8 +198,7 @@ def _recover(
 ) -> tuple[RecoveryReport, Background]:
     """Brings the arenas to the plan's transaction, and tables to the memory in them. All ranks."""
     transport, tables, plan = start.transport, start.training.tables, start.world.plan
-    in_background = start.request.rebuild == "background" and bool(plan.rebuild) and not plan.encode
-    background = Background()
+    background, in_background = Background(), start.in_background
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
     with tables.putter(memory.space) as putter:
         report = recover(

@@ -31,7 +31,7 @@ from torch.profiler import record_function
 
 from .._threads import hand_over
 from .._wording import short
-from ..arena.arena import lost_name
+from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
 from ..group.error_file import cause_of

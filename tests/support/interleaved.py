@@ -94,7 +94,7 @@ class Ranks:
         self.job, self.memories, self.until = job, memories, until
         self.truth: dict[tuple[int, int], tuple[Words, Mapping[int, Words]]] = dict(truth or {})
         self._is_first = truth is None
-        self.missing = {i: Missing.of(memories[i]) for i in replaced}
+        self.missing = {i: Missing(memories[i]) for i in replaced}
         for i in replaced:
             for table in memories[i].space.tables:
                 for column in table.columns:

@@ -4,7 +4,8 @@ One of four ranks is killed with its memory in the middle of a step, under stock
 ranks again, by `ecemb-run`. The script is that of the question `recovery`, with `rebuild="blocking"` or
 `"background"`: `rebuild` says which, and `table_bytes` is weights and optimizer state of a rank.
 
-- `kill_to_step_s`: from the kill to the end of the first step of all ranks.
+- `kill_to_step_s`: from the kill to the end of the first step of all ranks. The lost memory itself is freed
+  later: a lost machine leaves the others nothing to free.
 - `time_to_full_protection_s`: from the kill until no rank lacks anything, so that memory may be lost again:
   as ranks hear it between two steps, or before the first one, if all was rebuilt by then.
 - `steps_while_rebuilding`: steps that ended before that.
@@ -19,6 +20,7 @@ dense parameters have to be those of an undisturbed run of as many steps.
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,9 @@ from bench.harness.result import Arguments, Row, WrongResult, by_metric, summary
 from bench.harness.torchrun import Torchrun
 from bench.questions.rebuild.rank import Order
 from bench.questions.recovery.question import MIB, RANKS, Observer
+from bench.questions.recovery.question import Life as Restart
 from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
+from ecemb.arena.scan import arenas
 from ecemb.coding.code import Code
 
 BLOCKING, BACKGROUND = "blocking", "background"
@@ -169,11 +173,30 @@ def trained(
             ) as torchrun,
         ):
             observer = Observer(order, torchrun)
-            restarts = [observer.restart(life) for life in range(kills)]
+            restarts = [restart(order, observer, life) for life in range(kills)]
             torchrun.wait()
             ended = observer.all(kills, "end.{}")
             lives = [Life(one.killed_at, one.told) for one in restarts]
             return lives, ended[0]["steps"], [one["digest"] for one in ended]
+
+
+def restart(order: Order, observer: Observer, life: int) -> Restart:
+    """Has the victim of a life killed; its memory is freed when the next life is over.
+
+    A kernel frees the memory of a process before it reports the death, and takes the longer the more that is.
+    A machine that is lost leaves the others nothing to free.
+    """
+    observer.all(life, "{}")
+    held = [
+        os.open(one.path, os.O_RDONLY)
+        for one in arenas(order.arena_dir)
+        if one.job == order.job and one.header is not None and one.header.constants.rank in order.victims
+    ]
+    try:
+        return observer.restart(life)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def check(lives: Sequence[Life]) -> None:

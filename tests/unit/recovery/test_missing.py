@@ -77,7 +77,7 @@ def every_chunk(missing: Missing, rows: Words, parity: dict[int, Words]) -> Iter
 
 
 def test_all_is_missing_at_first(memory: RankMemory) -> None:
-    space, missing = memory.space, Missing.of(memory)
+    space, missing = memory.space, Missing(memory)
     assert memory.parity is not None
     names = {table.layout.name: table.layout.rows for table in space.tables if table.layout.words}
     assert missing.rows_left() == names and not missing.is_whole()
@@ -93,14 +93,14 @@ def test_all_is_missing_at_first(memory: RankMemory) -> None:
 
 def test_rows_outside_of_a_table_are_left_to_the_lookup(memory: RankMemory) -> None:
     rows = memory.space.named[0].layout.rows
-    assert Missing.of(memory).lacks(0, np.array([-1, rows, 0, 2**62, 0])).tolist() == [0]
+    assert Missing(memory).lacks(0, np.array([-1, rows, 0, 2**62, 0])).tolist() == [0]
 
 
 def test_rows_are_stored_where_they_are_missing(memory: RankMemory, seed: int) -> None:
     """In any order, some of them twice; through each table of a group as well."""
     rng, space = np.random.default_rng(seed), memory.space
     rows, _ = emptied(memory)
-    missing, has = Missing.of(memory), np.zeros(space.words, np.bool_)
+    missing, has = Missing(memory), np.zeros(space.words, np.bool_)
     for index in rng.permutation(np.repeat(np.arange(len(space.named)), 8)).tolist():
         layout = space.named[index].layout
         owner, _ = space.owners[index]
@@ -128,7 +128,7 @@ def _span(space: RowSpace, index: int) -> slice:
 
 
 def test_places_of_rows(memory: RankMemory) -> None:
-    space, missing = memory.space, Missing.of(memory)
+    space, missing = memory.space, Missing(memory)
     for index, table in enumerate(space.named):
         width = table.layout.record_words
         if width:
@@ -148,7 +148,7 @@ def test_places_of_rows(memory: RankMemory) -> None:
 def test_chunks_cover_all_that_is_missing(memory: RankMemory, chunk_words: int) -> None:
     """Each of them is in one block and one table, has whole rows, and comes once in a pass."""
     rows, parity = emptied(memory)
-    space, missing, found = memory.space, Missing.of(memory), list[Chunk]()
+    space, missing, found = memory.space, Missing(memory), list[Chunk]()
     for chunk in every_chunk(missing, rows, parity):
         found.append(chunk)
         words = chunk.stop - chunk.start
@@ -172,7 +172,7 @@ def test_the_hottest_tables_come_first(memory: RankMemory) -> None:
     space = memory.space
     wide = next(i for i, table in enumerate(space.tables) if table.layout.name == "wide")
     member = next(i for i, table in enumerate(space.tables) if table.layout.name == "g3")
-    missing, rows, order = Missing.of(memory), rows_of(space), list[int]()
+    missing, rows, order = Missing(memory), rows_of(space), list[int]()
     while (chunk := missing.next_chunk([wide, member])) is not None and not chunk.is_parity:
         order.append(chunk.table)
         low = space.bounds[chunk.block]
@@ -185,7 +185,7 @@ def test_the_hottest_tables_come_first(memory: RankMemory) -> None:
 @pytest.mark.usefixtures("chunk_words")
 def test_rows_that_are_there_are_left_out_of_chunks(memory: RankMemory) -> None:
     rows, parity = emptied(memory)
-    space, missing = memory.space, Missing.of(memory)
+    space, missing = memory.space, Missing(memory)
     last = space.named[0].layout.rows - 1
     first = np.zeros(1, np.int64)
     missing.store_rows_(0, first, np.zeros((1, 2), np.uint64))
@@ -203,7 +203,7 @@ def test_a_part_of_a_row_is_not_stored(memory: RankMemory) -> None:
     for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
         for start in range(min(high - low, 12)):
             for stop in range(start, high - low + 1, 3):
-                missing = Missing.of(memory)
+                missing = Missing(memory)
                 stored = missing.store_span_(block, start, rows[low + start : low + stop])
                 whole = np.zeros(space.words, np.bool_)
                 for table, base in zip(space.tables, space.bases, strict=False):
@@ -219,7 +219,7 @@ def test_a_part_of_a_row_is_not_stored(memory: RankMemory) -> None:
 
 def test_what_does_not_fit_is_refused(memory: RankMemory, chunk_words: int) -> None:
     rows, parity = emptied(memory)
-    before, missing = rows_of(memory.space), Missing.of(memory)
+    before, missing = rows_of(memory.space), Missing(memory)
     c, words = next(iter(parity.items()))
     space, ids = memory.space, np.zeros(1, np.int64)
     records = np.zeros((1, space.named[0].layout.record_words), np.uint64)
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused(memory: RankMemory, chunk_words: int) -> N
         with pytest.raises(KernelError):
             store()
     assert np.array_equal(rows_of(space), before)
-    assert missing.bytes_left == Missing.of(memory).bytes_left
+    assert missing.bytes_left == Missing(memory).bytes_left
 
 
 # --- arrivals while all train -----------------------------------------------------------------------

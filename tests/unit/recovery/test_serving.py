@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ecemb.arena.backing import Backing, promised
 from ecemb.arena.scan import Directory
 from ecemb.errors import InconsistentArenas, PeerFailure
 from ecemb.group.collectives import Kind, Transport
@@ -31,6 +33,10 @@ from support.fork_server import fork_server
 from support.processes import DEADLINE_S, run_ranks
 from support.simulation import Job, Rank, create, job_of, parity_of
 
+LATER = ("rows", "parity")
+_PUNCH_HOLE = 3
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 Words = NDArray[np.uint64]
 Found = tuple[Words, dict[int, Words], dict[str, Any]]
 """A rank's row space without the rank state's record; its parity; facts of the stream."""
@@ -81,13 +87,15 @@ class Worker:
         ranks = range(job.size)
         if self.number in lost:
             _lose(self.memory)
-            self.arrivals = Arrivals(
-                self.memory, self.wires, ranks, kernels, self.plan, lambda: self.whole.append(self.number)
-            )
+            self.arrivals = Arrivals(self.memory, self.wires, ranks, kernels, self.plan, self._be_whole)
             self.arrivals.start()
         else:
             self.serving = Serving(self.memory, self.wires, ranks, self.plan)
             self.serving.start()
+
+    def _be_whole(self) -> None:
+        self.memory.back_all()
+        self.whole.append(self.number)
 
     def ensure_state(self) -> None:
         """Waits for the rank state's record, which always has bytes."""
@@ -140,8 +148,18 @@ class Worker:
 
 
 def _lose(memory: RankMemory) -> None:
-    memory.arena.region("rows")[:] = 0xFF
-    memory.arena.region("parity")[:] = 0xFF
+    """Takes all memory of rows and parity away; what is read too early is 0."""
+    arena, folder = memory.arena, Directory(*_place(memory.arena.path))
+    for name in LATER:
+        offset, size = arena._span(name)
+        assert _libc.fallocate(arena._fd, _PUNCH_HOLE, offset, -(-size // 4096) * 4096) == 0
+        assert not arena.region(name).any()
+        arena._opened_words()[arena._reserved_index(name)] = 0
+    memory._backing = Backing(arena, LATER, promised(folder, arena.constants, LATER))
+
+
+def _place(path: Path) -> tuple[Path, str, str]:
+    return path.parents[3], path.parents[1].name, path.parents[0].name
 
 
 def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int) -> Found:
@@ -157,6 +175,8 @@ def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int)
         if worker.arrivals is not None:
             worker.arrivals.ensure_all()
             assert worker.arrivals.is_whole and worker.whole == [worker.number]
+            arena = worker.memory.arena
+            assert all(arena.reserved(name) == len(arena.region(name)) for name in LATER)
             worker.ensure_state()
         worker.control.barrier("all is there")
         found = worker.found()

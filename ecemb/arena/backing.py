@@ -1,0 +1,158 @@
+"""Memory for regions that fill up in any order: backed page by page, right before it is written.
+
+Owns the pages of such regions that are backed, and the promise that there is memory for the others.
+Invariant: a page is backed before it is touched, so touching it can't fail. Must not know what fills the
+regions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import capacity, private_files
+from .arena import Arena
+from .header import PAGE_BYTES, Constants, page_aligned
+from .private_files import Folder
+
+Ids = NDArray[np.int64]
+
+
+class Promise:
+    """Bytes that this process takes later, in parts: checked now, and promised to no other process meanwhile.
+
+    Args:
+        size_bytes: their number.
+        path: for messages.
+        turn: as for `capacity.allocate`; it may be closed after this.
+
+    Raises:
+        NotEnoughSpace: they don't fit.
+        ArenaBusy: as for `capacity.allocate`.
+    """
+
+    def __init__(self, size_bytes: int, path: Path, turn: int) -> None:
+        self._path, self._turn = path, os.dup(turn)
+        self._left_bytes = self._checked_bytes = size_bytes
+        self._claim = capacity.Claim(self._turn, path)
+        self._end = weakref.finalize(self, _give_back, self._claim, self._turn)
+        try:
+            self._claim.take_turn(size_bytes, again=False)
+            try:
+                self._check()
+                self._claim.store(size_bytes, waiting=False)
+            finally:
+                fcntl.flock(self._turn, fcntl.LOCK_UN)
+        except BaseException:
+            self.end()
+            raise
+
+    def take(self, size_bytes: int) -> None:
+        """Counts bytes as taken, right before they are; checks what is left again, slice by slice.
+
+        Raises:
+            NotEnoughSpace: other processes have taken what was promised here.
+        """
+        if self._checked_bytes - self._left_bytes >= capacity.SLICE_BYTES:
+            self._check()
+            self._checked_bytes = self._left_bytes
+        self._left_bytes -= size_bytes
+        self._claim.store(self._left_bytes, waiting=False)
+
+    def end(self) -> None:
+        """Promises nothing any more."""
+        self._end()
+
+    def _check(self) -> None:
+        capacity.check(
+            self._left_bytes, self._turn, self._path, capacity.promised_elsewhere(self._turn, self._claim)
+        )
+
+
+def _give_back(claim: capacity.Claim, turn: int) -> None:
+    claim.drop()
+    os.close(turn)
+
+
+class Backing:
+    """Backs regions of one arena, of which nothing is reserved at first. Threads may share an object.
+
+    Args:
+        arena: just created; the regions are not reserved.
+        names: of the regions.
+        promise: of memory for all of them; ended here.
+    """
+
+    def __init__(self, arena: Arena, names: Sequence[str], promise: Promise) -> None:
+        self._arena, self._promise = arena, promise
+        self._lock = threading.Lock()
+        self._backed = {
+            name: np.zeros(page_aligned(len(arena.region(name))) // PAGE_BYTES, np.bool_) for name in names
+        }
+        self._is_whole = False
+
+    def ensure(self, name: str, starts: Ids, size_bytes: int) -> None:
+        """Backs runs of a region's bytes.
+
+        Args:
+            name: of the region.
+            starts: int64 [m], the bytes at which the runs begin, in any order; read.
+            size_bytes: of each run, 1 or more.
+
+        Raises:
+            NotEnoughSpace: there is no memory any more for what was promised; nothing else has changed.
+        """
+        if self._is_whole:
+            return
+        backed, first = self._backed[name], starts // PAGE_BYTES
+        counts = (starts + size_bytes - 1) // PAGE_BYTES - first + 1
+        ends = np.cumsum(counts)
+        pages = np.unique(np.repeat(first - ends + counts, counts) + np.arange(counts.sum()))
+        if not backed[pages].all():
+            with self._lock:
+                self._back(name, pages[~backed[pages]])
+
+    def ensure_all(self) -> None:
+        """Backs all that is left, and says in the arena that the regions are reserved.
+
+        Raises:
+            NotEnoughSpace: there is no memory any more for what was promised.
+        """
+        if self._is_whole:
+            return
+        with self._lock:
+            for name, backed in self._backed.items():
+                self._back(name, np.flatnonzero(~backed))
+                self._arena.mark_backed(name)
+            self._is_whole = True
+        self._promise.end()
+
+    def _back(self, name: str, pages: Ids) -> None:
+        """Backs pages that are not (int64 [m], ascending, distinct); with the lock held."""
+        if not len(pages):
+            return
+        capacity_bytes, cuts = len(self._arena.region(name)), np.flatnonzero(np.diff(pages) > 1) + 1
+        self._promise.take(len(pages) * PAGE_BYTES)
+        for run in np.split(pages, cuts):
+            start, stop = int(run[0]) * PAGE_BYTES, (int(run[-1]) + 1) * PAGE_BYTES
+            self._arena.back(name, start, min(stop, capacity_bytes))
+        self._backed[name][pages] = True
+
+
+def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> Promise:
+    """Promises memory for regions of an arena that is going to be made, which `Backing` backs.
+
+    Raises:
+        NotEnoughSpace: it doesn't fit.
+        ArenaBusy: another process is stuck while it reserves memory.
+    """
+    sizes = dict(constants.regions)
+    with private_files.opened(directory.arena_dir, create=True) as turn:
+        return Promise(sum(page_aligned(sizes[name]) for name in names), directory.path / "new arena", turn)

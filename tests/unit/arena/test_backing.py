@@ -1,0 +1,160 @@
+"""Regions that are backed page by page, in any order, from memory that was promised."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ecemb.arena import capacity
+from ecemb.arena.arena import Arena
+from ecemb.arena.backing import Backing, promised
+from ecemb.arena.scan import Directory
+from ecemb.errors import NotEnoughSpace
+from support.arena_holders import constants
+
+PAGE = 4096
+ROWS_BYTES, PARITY_BYTES = 40 * PAGE + 8, 3 * PAGE
+REGIONS = (("rows", ROWS_BYTES), ("parity", PARITY_BYTES), ("journal", 1 << 20))
+TOTAL_BYTES = 44 * PAGE
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Directory:
+    return Directory(tmp_path, "ctr", "a")
+
+
+@pytest.fixture
+def arena(directory: Directory) -> Iterator[Arena]:
+    """An arena of which nothing is reserved."""
+    arena = Arena.create(directory, constants(regions=REGIONS), {})
+    yield arena
+    arena.close()
+    arena.remove()
+
+
+@pytest.fixture
+def backing(directory: Directory, arena: Arena) -> Backing:
+    names = ("rows", "parity")
+    return Backing(arena, names, promised(directory, arena.constants, names))
+
+
+def backed_bytes(arena: Arena) -> int:
+    return os.stat(arena.path).st_blocks * 512
+
+
+def left_bytes(directory: Directory) -> int:
+    """What processes of this user were promised, and have not taken."""
+    turn = os.open(directory.path.parents[1], os.O_RDONLY)
+    try:
+        return capacity.promised_elsewhere(turn)
+    finally:
+        os.close(turn)
+
+
+def test_runs_are_backed_and_nothing_else(directory: Directory, arena: Arena, backing: Backing) -> None:
+    before = backed_bytes(arena)
+    assert left_bytes(directory) == TOTAL_BYTES
+    backing.ensure("rows", np.array([5 * PAGE + 1, PAGE - 8, 5 * PAGE, 30 * PAGE]), 16)
+    assert backed_bytes(arena) - before == 4 * PAGE, "pages 0, 1, 5 and 30"
+    assert left_bytes(directory) == TOTAL_BYTES - 4 * PAGE
+    arena.region("rows")[PAGE : PAGE + 4] = 7
+    backing.ensure("rows", np.array([0]), 3 * PAGE)
+    backing.ensure("parity", np.array([2 * PAGE]), PAGE)
+    backing.ensure("rows", np.empty(0, np.int64), 8)
+    assert backed_bytes(arena) - before == 6 * PAGE
+    assert arena.region("rows")[PAGE : PAGE + 5].tolist() == [7, 7, 7, 7, 0]
+    assert arena.reserved("rows") == arena.reserved("parity") == 0
+
+
+def test_in_the_end_the_regions_are_reserved(directory: Directory, arena: Arena, backing: Backing) -> None:
+    backing.ensure("rows", np.array([8 * PAGE]), 3)
+    before = backed_bytes(arena)
+    for _ in range(2):
+        backing.ensure_all()
+        assert backed_bytes(arena) - before == TOTAL_BYTES - PAGE
+        assert (arena.reserved("rows"), arena.reserved("parity")) == (ROWS_BYTES, PARITY_BYTES)
+        assert left_bytes(directory) == 0
+    backing.ensure("rows", np.array([0]), ROWS_BYTES)
+    path = arena.path
+    arena.close()
+    again = Arena.attach(path)
+    assert (again.reserved("rows"), again.reserved("journal")) == (ROWS_BYTES, 0)
+    again.close()
+
+
+def test_a_kernel_without_the_call(arena: Arena, backing: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ecemb.arena.arena.populated", lambda _: False)
+    before = backed_bytes(arena)
+    backing.ensure("rows", np.array([3 * PAGE, 39 * PAGE]), PAGE)
+    assert backed_bytes(arena) - before == 2 * PAGE
+    backing.ensure_all()
+    assert TOTAL_BYTES <= backed_bytes(arena) - before <= TOTAL_BYTES + 8 * PAGE, "with the file system's own"
+
+
+def test_a_kernel_that_refuses(arena: Arena, backing: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ecemb.arena.arena.populated", lambda _: False)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(NotEnoughSpace, match=f"needs {2 * PAGE} bytes .* No space left"):
+            backing.ensure("rows", np.array([0]), 2 * PAGE)
+    backing.ensure("rows", np.array([0]), 2 * PAGE)
+    assert backed_bytes(arena) >= 2 * PAGE
+
+
+def test_memory_is_checked_before_it_is_promised(
+    directory: Directory, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, free = ("rows", "parity"), [TOTAL_BYTES]
+    limit = lambda *_: [capacity.Limit("the sky", free[0], "Wait.")]  # noqa: E731
+    monkeypatch.setattr(capacity, "limits", limit)
+    first = promised(directory, arena.constants, names)
+    with pytest.raises(NotEnoughSpace, match=f"of which other processes are about to take {TOTAL_BYTES}"):
+        promised(directory, arena.constants, ("parity",))
+    first.end()
+    free[0] -= 1
+    with pytest.raises(NotEnoughSpace, match=f"needs {TOTAL_BYTES} bytes .* the sky leaves {free[0]}"):
+        promised(directory, arena.constants, names)
+    assert left_bytes(directory) == 0
+
+
+def test_memory_is_checked_again(
+    directory: Directory, arena: Arena, backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slice by slice: other processes, which are promised nothing, may have taken it."""
+    monkeypatch.setattr(capacity, "SLICE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(capacity, "limits", lambda *_: [capacity.Limit("the sky", 0, "Wait.")])
+    backing.ensure("rows", np.array([0]), 4 * PAGE)
+    before = backed_bytes(arena)
+    with pytest.raises(NotEnoughSpace, match=f"needs {TOTAL_BYTES - 4 * PAGE} bytes"):
+        backing.ensure("rows", np.array([4 * PAGE]), 1)
+    assert backed_bytes(arena) == before
+
+
+def test_a_forked_child_keeps_no_promise(directory: Directory, arena: Arena) -> None:
+    promise = promised(directory, arena.constants, ("rows",))
+    (here, there), (ready, say) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(there)
+        os.write(say, b"!")
+        os.read(here, 1)  # until the parent's end is closed
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        assert left_bytes(directory) == 41 * PAGE
+        os.close(promise._claim._fd)  # pyright: ignore  # as when this process ends
+        promise._claim._fd = None
+        assert left_bytes(directory) == 0
+    finally:
+        promise.end()
+        for end in (here, there, ready, say):
+            os.close(end)
+        os.waitpid(child, 0)
