@@ -201,6 +201,9 @@ def _families(guard: Guard) -> Iterator[_Family]:
             yield _Family(name, about, grows, "", {"": rebuild[key]})
         about = "Rows that this rank lacks."
         yield _Family("rebuild_rows_left", about, False, "table", rebuild["rows_left"])
+        about = "Wall time that lookups waited for rows, by table."
+        waited = rebuild["waited_by_table_s"]
+        yield _Family("rebuild_table_waited_seconds", about, True, "table", waited)
     yield _Family("start_seconds", _START, False, "phase", {**report.before_s, **report.seconds})
 
 

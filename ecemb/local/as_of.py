@@ -6,6 +6,8 @@ Owns the choice between table and journal, and of the words that a replacement r
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 from ..coding.parity import class_words
@@ -83,6 +85,8 @@ class AsOf:
         low, high = space.bounds[block : block + 2]
         begins = offsets + low
         ends = np.minimum(begins + width, high)
+        if len(out) == 1 and self._read_run(int(begins[0]), int(ends[0]), of, out[0]):
+            return self._memory.committed <= of
         out[:] = 0
         first, last = int(begins.min(initial=high)), int(ends.max(initial=low))
         for index, (table, base) in enumerate(zip(space.tables, space.bases, strict=False)):
@@ -112,6 +116,19 @@ class AsOf:
                 start = base + froms[one] - begins[run]
                 out[run, start : start + size] = words[at[one] : at[one] + size]
         return self._memory.committed <= of  # or a journal that was read may have been armed again
+
+    def _read_run(self, start: int, stop: int, of: int, out: Words) -> bool:
+        """Copies words start..stop-1 of the row space, if they are all of `out`, and a table's whole rows."""
+        space = self._memory.space
+        if stop - start != len(out) or not len(out):
+            return False
+        index = bisect.bisect_right(space.bases, start) - 1
+        record, base = space.tables[index].layout.record_words, space.bases[index]
+        if stop > space.bases[index + 1] or (start - base) % record or len(out) % record:
+            return False
+        rows = np.arange((start - base) // record, (stop - base) // record)
+        self._gather(index, rows, of, out.reshape(len(rows), record))
+        return True
 
     def _gather(self, index: int, rows: Ids, of: int, out: Words) -> None:
         """Copies records of a table as of a transaction, if no later one is committed meanwhile.

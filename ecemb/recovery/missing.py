@@ -61,17 +61,20 @@ class _Part:
     Attributes:
         bits: bool [size].
         left: number of unset bits.
+        given: number of bits, from the first on, that `next_chunk` has given out.
     """
 
     def __init__(self, size: int) -> None:
         self.bits: Bits = np.zeros(size, np.bool_)
-        self.left, self._first = size, 0
+        self.left, self.given, self._first = size, 0, 0
 
-    @property
-    def first(self) -> int:
-        """The first unset bit; there is one."""
+    def next(self) -> int | None:
+        """The first unset bit that was not given out; None if there is none."""
         self._first += int(self.bits[self._first :].argmin())
-        return self._first
+        at = max(self._first, self.given)
+        if at < len(self.bits):
+            at += int(self.bits[at:].argmin())
+        return at if at < len(self.bits) and not self.bits[at] else None
 
     def end(self, at: int, stop: int) -> int:
         """The end of the last unset bit of at..stop-1; there is one."""
@@ -164,36 +167,41 @@ class Missing:
         ]
 
     def next_chunk(self, hottest: Sequence[int] = ()) -> Chunk | None:
-        """The next chunk that is not there, or not all of it.
+        """The next chunk that is not there, or not all of it, and that was not given out.
 
-        It is the same until some of it is stored. A chunk of rows has at most `CHUNK_WORDS` words, unless it
-        is a single row.
+        A chunk of rows has at most `CHUNK_WORDS` words, unless it is a single row.
 
         Args:
             hottest: tables that come before the others. Parity comes last.
 
         Returns:
-            The chunk; None if all is there.
+            The chunk; None if all that is not there was given out.
         """
         with self._lock:
-            for table in (self._space.owners[table][0] for table in hottest):
-                if table in self._rows:
-                    return self._rows_of(table)
-            for table in self._rows:
-                return self._rows_of(table)
+            for table in (*(self._space.owners[table][0] for table in hottest), *self._rows):
+                if table in self._rows and (chunk := self._rows_of(table)) is not None:
+                    return chunk
             for q, (c, words) in enumerate(self._parity.items()):
-                if c in self._chunks:
-                    start = self._chunks[c].first * CHUNK_WORDS
+                if (part := self._chunks.get(c)) is not None and (at := part.next()) is not None:
+                    part.given, start = at + 1, at * CHUNK_WORDS
                     block = len(self._space.bounds) - 1 + q
                     return Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
             return None
 
-    def _rows_of(self, table: int) -> Chunk:
-        """The first rows of a table that are not there."""
-        part, at = self._rows[table], self._rows[table].first
+    def give_again(self) -> None:
+        """Lets `next_chunk` begin again with the first chunk that is not there."""
+        with self._lock:
+            for part in (*self._rows.values(), *self._chunks.values()):
+                part.given = 0
+
+    def _rows_of(self, table: int) -> Chunk | None:
+        """The first rows of a table that are not there, and were not given out."""
+        part = self._rows[table]
+        if (at := part.next()) is None:
+            return None
         width, edges = self._space.named[table].layout.record_words, self._space.edges(table)
         block = bisect.bisect_right(edges, at) - 1
-        end = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
+        end = part.given = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
         skip = self._space.bases[table] - self._space.bounds[block]
         return Chunk(block, skip + at * width, skip + end * width, table=table)
 

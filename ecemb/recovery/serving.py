@@ -12,8 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +22,16 @@ from ..group.collectives import Kind, Transport
 from ..kernels.contract import Words
 from ..local.as_of import AsOf
 from ..local.rank_memory import RankMemory
+from .delays import Delays
 from .missing import CHUNK_WORDS
 from .plan import RecoveryPlan
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
 ANSWER_WORDS = 2
-"""Words in front of an answer's runs: an `Answer`, and the processor time that the request took, in ns."""
+"""Words in front of an answer's runs: an `Answer`, and for how long training waited for a processor, in ns.
+
+The runs follow in the same message, if they are given."""
 
 
 class Answer(enum.IntEnum):
@@ -83,6 +85,25 @@ class Request(NamedTuple):
         return request
 
 
+class _Message:
+    """Memory of an answer on its way.
+
+    Attributes:
+        sent: waits until it is sent.
+    """
+
+    def __init__(self) -> None:
+        self._words = np.empty(0, np.uint64)
+        self.sent: Callable[[], None] = lambda: None
+
+    def room(self, size: int) -> Words:
+        """Memory of another answer, uint64 [size], of any content, once this one is sent."""
+        self.sent()
+        if len(self._words) < size:
+            self._words = np.empty(size, np.uint64)
+        return self._words[:size]
+
+
 class Serving:
     """Answers the requests of replacement ranks, in a thread for each of them.
 
@@ -122,26 +143,29 @@ class Serving:
     def _serve(self, rank: int) -> None:
         peer, tag = self._ranks.index(rank), self._transport.tag(Kind.ANSWER, 0)
         what = f"serving rank {rank}, which is rebuilt"
-        began_ns, answer = time.thread_time_ns(), np.zeros(ANSWER_WORDS, np.uint64)
-        room = np.empty(0, np.uint64)
+        delays = Delays()
+        answers = [_Message(), _Message()]
         try:
             while (request := self._next(peer, what)).runs:
-                size = request.runs * request.width
-                room = room if size <= len(room) else np.empty(size, np.uint64)
-                runs, given = room[:size], self._read(request, peer, room[:size], what)
-                now_ns = time.thread_time_ns()
-                answer[:] = (Answer.GIVEN if given else Answer.GONE, now_ns - began_ns)
-                began_ns = now_ns
-                messages = [answer, runs] if given else [answer]
-                for wait in [self._transport.send(words, peer, what, tag) for words in messages]:
-                    wait()
+                began_ns, answer = delays.so_far_ns(), answers[0]
+                answers.reverse()
+                words = answer.room(ANSWER_WORDS + request.runs * request.width)
+                given = self._read(request, peer, words[ANSWER_WORDS:], what)
+                words[:ANSWER_WORDS] = (Answer.GIVEN if given else Answer.GONE, delays.so_far_ns() - began_ns)
+                words = words if given else words[:ANSWER_WORDS]
+                answer.sent = self._transport.send(words, peer, what, tag)
+            for answer in answers:
+                answer.sent()
         except PeerFailure as error:  # its end is the failure detector's business
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:
             logger.exception("rank %d, which is rebuilt, is not served any more: %s", rank, error)
             self._transport.say(np.array([Answer.REFUSED, 0], np.uint64), peer, tag)
+        finally:
+            delays.close()
 
     def _next(self, peer: int, what: str) -> Request:
+        """The next request; its offsets, if it has some, follow."""
         words = Request().words
         self._transport.expect(words, peer, what, self._transport.tag(Kind.REQUEST, 0))()
         return Request.of_words(words)

@@ -1,14 +1,16 @@
 """Brings a replacement rank its rows and its parity while it trains (docs/protocol.md, 11).
 
 Owns the thread that asks, the order in which it asks, and the moments at which answers are stored. Rows that
-a lookup waits for come first; behind them everything else comes in chunks, with rests between them. An answer
-is stored while this rank is settled on the transaction that it asked for, and dropped otherwise.
+a lookup waits for come first; behind them everything else comes in chunks, several of them under way, and
+with rests while training needs the processors. Parity is stored while this rank is settled on the
+transaction that it asked for, and dropped otherwise; rows are stored whenever they come.
 
 Must not know: the ranks that hold the bytes, and the state of the arena.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -25,17 +27,20 @@ from ..errors import PeerFailure, UndeclaredWrite
 from ..group.collectives import Transport
 from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
-from .missing import CHUNK_WORDS, Chunk, Missing
+from .delays import Delays
+from .missing import Chunk, Missing
 from .plan import RecoveryPlan
 from .progress import Progress
-from .sources import Sources
+from .sources import Asked, Sources
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-SHARE = 0.05
-"""Of a processor: what the stream takes of it on any rank, while no rank waits for it."""
-FLOOR_BYTES_PER_S = 50e6
-"""The stream is not slower than this, whatever it takes of a processor."""
+FLOOR_BYTES_PER_S = 40e6
+"""The stream is as slow as this while training, on any rank that it concerns, waits for processors."""
+BUSY_NS = 200_000
+"""A wait of training for a processor, during one chunk, from which on processors count as busy."""
+_AHEAD = 2
+"""Chunks under way at a time: while one is added up, the next ones arrive."""
 _GONE_S, _LONGEST_GONE_S = 0.001, 0.05
 """First and longest rest after an answer that the words are gone."""
 
@@ -53,6 +58,27 @@ class _Wish:
     table: int
     ids: Ids
     is_met: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Flight:
+    """Words that were asked for.
+
+    Attributes:
+        asked: the request.
+        store: stores them.
+        pauses: how often this rank had prepared a transaction until then.
+        delay_ns: for how long its training had waited for a processor until then.
+        is_parity: whether they are parity.
+        size: number of words.
+    """
+
+    asked: Asked
+    store: Callable[[Words], int]
+    pauses: int
+    delay_ns: int
+    is_parity: bool
+    size: int
 
 
 class _Closed(Exception):
@@ -83,15 +109,17 @@ class Arrivals:
         self._memory, self._transport, self._on_whole = memory, transport, on_whole
         self._missing = Missing(memory)
         self._sources = Sources(memory, transport, ranks, kernels, plan)
-        self._streams = max(1, len(plan.lost))
+        self._flights = deque[_Flight]()
         self._changed = threading.Condition()  # held by stores, and for all that follows
         self._wishes = deque[_Wish]()
         self._urgent: list[int | None] = []
         self._waited_for = Counter[int]()
+        self._waited_by_table_s: dict[str, float] = {}
         self._pauses, self._is_paused = 0, False
+        self._delays = Delays()
         self._is_closing = self._is_over = self._is_whole = False
         self._error: BaseException | None = None
-        self._due_s = self._gone_s = 0.0
+        self._due_s, self._gone_s, self._is_free = 0.0, 0.0, True
         self._began_s, self._ended_s, self._stored_bytes, self._waited_s = time.monotonic(), 0.0, 0, 0.0
         self._thread = threading.Thread(target=self._run, name="ecemb-arrivals", daemon=True)
 
@@ -124,7 +152,12 @@ class Arrivals:
             self._wishes.append(wish)
             self._waited_for[table] += len(lacking)
             self._changed.notify_all()
-        self._wait(lambda: wish.is_met or self._is_whole)
+        waited_s = self._wait(lambda: wish.is_met or self._is_whole)
+        name = self._memory.space.named[table].layout.name
+        self._waited_by_table_s = {
+            **self._waited_by_table_s,
+            name: self._waited_by_table_s.get(name, 0.0) + waited_s,
+        }
 
     def ensure_all(self, table: int | None = None) -> None:
         """Waits until all rows of a table are there, or all rows and all parity. The stream rests no more.
@@ -174,7 +207,7 @@ class Arrivals:
             )
 
     def pause(self) -> None:
-        """Drops what is under way: before this rank stores `prepared`. Nothing is stored until `resume`.
+        """Drops parity that is under way: before this rank stores `prepared`. None is stored until `resume`.
 
         Raises:
             EcembError: nothing arrives any more, because a holder refused, or has ended.
@@ -186,7 +219,7 @@ class Arrivals:
             self._pauses += 1
 
     def resume(self) -> None:
-        """Lets rows and parity arrive again: after this rank has stored `committed`."""
+        """Lets parity arrive again: after this rank has stored `committed`."""
         with self._changed:
             self._is_paused = False
             self._changed.notify_all()
@@ -199,6 +232,7 @@ class Arrivals:
             "bytes_left": self._missing.bytes_left,
             "bytes_per_s": self._stored_bytes / max(passed_s, 1e-9),
             "waited_s": self._waited_s,
+            "waited_by_table_s": self._waited_by_table_s,
         }
 
     def close(self, wait_s: float = 1.0) -> None:
@@ -213,7 +247,8 @@ class Arrivals:
         if self._thread.ident is not None:
             self._thread.join(wait_s)
 
-    def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> None:
+    def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> float:
+        """Waits until something is there; for how long, in seconds."""
         began_s, left = time.monotonic(), self._missing.bytes_left
         with self._changed, self._transport.whereabouts.waiting():
             while not is_met():
@@ -225,7 +260,9 @@ class Arrivals:
                 if progress is not None:
                     progress.advance(left - self._missing.bytes_left)
                     left = self._missing.bytes_left
-        self._waited_s += time.monotonic() - began_s
+        waited_s = time.monotonic() - began_s
+        self._waited_s += waited_s
+        return waited_s
 
     # --- of the thread that asks ---
 
@@ -235,19 +272,27 @@ class Arrivals:
                 wish = self._next()
                 if wish is not None:
                     self._meet(wish)
-                elif (chunk := self._missing.next_chunk(self._hottest())) is not None:
-                    self._bring(chunk)
+                else:
+                    self._stream()
+            self._land()
             self._on_whole()
             self._say_end()
             self._is_whole = True
         except _Closed:
-            self._say_end()
+            self._end_early()
         except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
             self._error = error
+        self._delays.close()
         with self._changed:
             self._ended_s = time.monotonic()
             self._is_over = True
             self._changed.notify_all()
+
+    def _end_early(self) -> None:
+        """Lets what is under way arrive, for which the holders have posted messages, and asks no more."""
+        with contextlib.suppress(PeerFailure):
+            self._land()
+        self._say_end()
 
     def _say_end(self) -> None:
         try:
@@ -256,23 +301,26 @@ class Arrivals:
             logger.debug("the holders of what rank %d lost: %s", self._memory.rank, error)
 
     def _next(self) -> _Wish | None:
-        """Waits for something to ask for: rows that a lookup waits for, or None: the next chunk."""
+        """Waits for something to do: for rows that a lookup waits for, or None: for the stream."""
         with self._changed:
             while True:
-                self._settle()
+                if self._is_closing:
+                    raise _Closed
                 if self._wishes:
                     return self._wishes[0]
                 rest_s = self._due_s - time.monotonic()
-                if self._urgent or rest_s <= 0:
+                if self._urgent or self._flights or rest_s <= 0:
                     return None
                 self._changed.wait(rest_s)
 
-    def _settle(self) -> None:
-        """Waits while this rank is between `prepared` and `committed`; with `_changed` held."""
-        while self._is_paused and not self._is_closing:
-            self._changed.wait()
-        if self._is_closing:
-            raise _Closed
+    def _settled(self) -> int:
+        """Waits while this rank is between `prepared` and `committed`; how often it has prepared."""
+        with self._changed:
+            while self._is_paused and not self._is_closing:
+                self._changed.wait()
+            if self._is_closing:
+                raise _Closed
+            return self._pauses
 
     def _hottest(self) -> list[int]:
         with self._changed:
@@ -280,55 +328,87 @@ class Arrivals:
             return [*urgent, *(table for table, _ in self._waited_for.most_common())]
 
     def _meet(self, wish: _Wish) -> None:
-        """Brings rows that a lookup waits for, or some of them."""
+        """Brings rows that a lookup waits for, or some of them: all holders are asked at once."""
         width = self._memory.space.named[wish.table].layout.record_words
-        step = max(1, CHUNK_WORDS // width)
-        for block, ids, offsets in self._missing.place(wish.table, self._missing.lacks(wish.table, wish.ids)):
-            for at in range(0, len(ids), step):
-                store = partial(self._missing.store_rows_, wish.table, ids[at : at + step])
-                if not self._take(block, offsets[at : at + step], width, store):
-                    return
+        lacking = self._missing.lacks(wish.table, wish.ids)
+        flights = [
+            self._sent(block, offsets, width, partial(self._missing.store_rows_, wish.table, ids))
+            for block, ids, offsets in self._missing.place(wish.table, lacking)
+        ]
+        taken = [self._take(flight) for flight in flights]
+        if not all(taken):
+            return
         with self._changed:
             self._wishes.remove(wish)
             wish.is_met = True
             self._changed.notify_all()
 
-    def _bring(self, chunk: Chunk) -> None:
-        """Brings a chunk, and says when the next one is due."""
-        began_s, size = time.monotonic(), chunk.stop - chunk.start
+    def _stream(self) -> None:
+        """Asks for chunks, and stores the first that was asked for; says when the next is due."""
+        may_ask = self._urgent or time.monotonic() >= self._due_s
+        while may_ask and len(self._flights) < (_AHEAD if self._is_free or self._urgent else 1):
+            chunk = self._missing.next_chunk(self._hottest())
+            if chunk is None:
+                break
+            self._flights.append(self._chunk(chunk))
+        if not self._flights:
+            self._missing.give_again()
+            return
+        flight = self._flights.popleft()
+        if not self._take(flight):
+            self._land()
+            self._missing.give_again()
+        delay_ns = max(flight.asked.delay_ns, self._delays.so_far_ns() - flight.delay_ns)
+        self._is_free = delay_ns < BUSY_NS
+        if not self._is_free:
+            self._due_s = time.monotonic() + flight.size * WORD_BYTES / FLOOR_BYTES_PER_S
 
+    def _land(self) -> None:
+        """Waits for all chunks that are under way."""
+        while self._flights:
+            self._take(self._flights.popleft())
+
+    def _chunk(self, chunk: Chunk) -> _Flight:
         def store(words: Words) -> int:
             if chunk.is_parity:
                 return self._missing.store_parity_(chunk.stripe_class, chunk.start, words.reshape(-1))
             return self._missing.store_span_(chunk.block, chunk.start, words.reshape(-1))
 
-        self._take(chunk.block, np.array([chunk.start]), size, store)
-        self._due_s = began_s + turn_s(self._sources.spent_s * self._streams, size * WORD_BYTES)
+        pauses = self._settled() if chunk.is_parity else 0
+        size = chunk.stop - chunk.start
+        return self._sent(
+            chunk.block, np.array([chunk.start]), size, store, pauses, is_parity=chunk.is_parity
+        )
 
-    def _take(self, block: int, offsets: Ids, width: int, store: Callable[[Words], int]) -> bool:
-        """Asks for runs of a block, and stores the answer; False if it is gone, or has come too late."""
-        with self._changed:
-            self._settle()
-            of, pauses = self._memory.committed, self._pauses
-        words = self._sources.fetch(block, offsets, width, of)
+    def _sent(
+        self,
+        block: int,
+        offsets: Ids,
+        width: int,
+        store: Callable[[Words], int],
+        pauses: int = 0,
+        *,
+        is_parity: bool = False,
+    ) -> _Flight:
+        """Asks for runs of a block, as of the last committed transaction."""
+        asked = self._sources.ask(block, offsets, width, self._memory.committed)
+        return _Flight(asked, store, pauses, self._delays.so_far_ns(), is_parity, len(offsets) * width)
+
+    def _take(self, flight: _Flight) -> bool:
+        """Waits for words, and stores them; False if they are gone, or if parity has come too late."""
+        words = flight.asked.wait()
         with self._changed:
             if words is None:
                 self._gone_s = min(max(_GONE_S, 2 * self._gone_s), _LONGEST_GONE_S)
                 self._changed.wait(self._gone_s)
                 return False
             self._gone_s = 0.0
-            if pauses != self._pauses:
+            if flight.is_parity and flight.pauses != self._pauses:
                 return False
-            self._stored_bytes += store(words)
+            stored = flight.store(words) if flight.is_parity else None
+        if stored is None:
+            stored = flight.store(words)  # a row may come at any moment, and `pause` waits for none
+        with self._changed:
+            self._stored_bytes += stored
             self._changed.notify_all()
-            return True
-
-
-def turn_s(spent_s: float, size_bytes: int) -> float:
-    """Seconds from one chunk of the stream to the next, so that neither `SHARE` nor the floor is broken.
-
-    Args:
-        spent_s: processor time of the chunk, of the rank that spent most.
-        size_bytes: size of the chunk.
-    """
-    return min(spent_s / SHARE, size_bytes / FLOOR_BYTES_PER_S)
+        return True

@@ -9,12 +9,13 @@ import pytest
 
 from bench.harness.result import Arguments, WrongResult
 from bench.questions.rebuild import question as rebuild
-from bench.questions.rebuild.question import BACKGROUND, BLOCKING, QUICK, Life
+from bench.questions.rebuild.question import ACCELERATOR, BACKGROUND, BLOCKING, PROCESSORS, QUICK, Life
 
 
 def told(**change: Any) -> dict[str, Any]:
     ends = [12.0, 12.5, 13.0, 13.5, 14.0, 14.5, 14.75, 15.0, 15.25, 15.5, 15.75]
     rank = {"kind": "memory", "lost": [1], "ends": ends, "whole_at": 14.1, "whole_before": 5, "waited_s": 0.5}
+    rank |= {"cpu_s": [1.0, 4.5, 7.5], "lost_bytes": 2 * 10**9}
     return rank | change
 
 
@@ -31,17 +32,23 @@ def test_throughput_is_that_of_the_steps_beside_over_those_after() -> None:
     assert Life(10.0, [told(whole_before=4)]).throughput is None
 
 
+def test_processor_time_is_that_of_all_ranks_without_the_steps() -> None:
+    """3 s for 6 steps after it, so that 2.5 of 3.5 s go to the 5 steps beside it; on both ranks."""
+    assert LIFE.cpu_s_per_gb == pytest.approx(2 * 1.0 / 2)
+
+
 def test_each_metric_has_a_row() -> None:
-    rows = rebuild.rows_of(QUICK, 64, BACKGROUND, [LIFE, LIFE])
+    rows = rebuild.rows_of(QUICK, 64, BACKGROUND, ACCELERATOR, [LIFE, LIFE])
     assert {row.metric for row in rows} == {
         "kill_to_step_s",
         "time_to_full_protection_s",
+        "cpu_s_per_rebuilt_gb",
         "steps_while_rebuilding",
         "waited_for_rows_s",
         "throughput_while_rebuilding",
     }
     assert all(row.labels["rebuild"] == BACKGROUND and row.repeats == 2 for row in rows)
-    assert len(rebuild.rows_of(QUICK, 64, BLOCKING, [LIFE])) == 2
+    assert len(rebuild.rows_of(QUICK, 64, BLOCKING, PROCESSORS, [LIFE])) == 3
 
 
 @pytest.mark.parametrize("change", [{"lost": []}, {"lost": [2]}, {"kind": "process"}])
@@ -56,11 +63,11 @@ def test_a_recovery_of_something_else(change: dict[str, Any]) -> None:
 def test_a_killed_rank_is_rebuilt_before_training_and_beside_it() -> None:
     rows = rebuild.run(Arguments(quick=True, seed=3))
     for metric in ("kill_to_step_s", "time_to_full_protection_s"):
-        assert [row.labels["rebuild"] for row in rows if row.metric == metric] == [BLOCKING, BACKGROUND]
+        assert [row.labels["rebuild"] for row in rows if row.metric == metric] == [BLOCKING, BACKGROUND] * 2
 
 
 def test_another_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([["a", "b"], ["a", "c"]])
     monkeypatch.setattr(rebuild, "trained", lambda *_: ([LIFE], 11, next(ends)))
     with pytest.raises(WrongResult, match=r"ranks \[1\] ended with other bytes"):
-        rebuild.launch(QUICK, 64, BACKGROUND, seed=0)
+        rebuild.launch(QUICK, 64, BACKGROUND, PROCESSORS, seed=0)

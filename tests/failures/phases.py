@@ -501,8 +501,8 @@ def _watch_rebuild(worker: Worker) -> None:
 
         _wrap(owner, name, joined)
 
-    missing.CHUNK_WORDS = sources.CHUNK_WORDS = stream.CHUNK_WORDS = CHUNK_WORDS
-    stream.turn_s = lambda *_: NEVER_S
+    missing.CHUNK_WORDS = sources.CHUNK_WORDS = CHUNK_WORDS
+    stream._AHEAD, stream.BUSY_NS, stream.FLOOR_BYTES_PER_S = 1, 0, 1 / NEVER_S  # one chunk, and a rest
     os.environ[background.POISON] = "1"
     for name, phase in {
         "ensure": "waiting for rows",

@@ -260,8 +260,10 @@ class BackgroundModel:
             yield "has all deltas", lambda: _put(world, i, full)
 
     def do_prepare(self, world: World, i: int, rank: Rank) -> Iterator[tuple[str, Any]]:
-        """Drops what is under way, and stores `prepared`."""
-        flights = () if self.rules.dropped_before_prepared else rank.flights
+        """Drops requests for parity that are under way, and stores `prepared`."""
+        flights = rank.flights
+        if self.rules.dropped_before_prepared:
+            flights = tuple(flight for flight in flights if flight.kind == ROW)
         yield (
             f"prepared := {rank.t}",
             lambda: _put(world, i, rank._replace(prepared=rank.t, flights=flights, pc="vote")),
@@ -286,10 +288,9 @@ class BackgroundModel:
     # --- requests ---
 
     def _asks(self, world: World, i: int, rank: Rank) -> Iterator[tuple[str, Any]]:
-        if rank.prepared != rank.committed and self.rules.asked_when_settled:
-            return
         lacking = [(ROW, b) for b, has in enumerate(rank.row_bits) if not has]
-        lacking += [(WORD, q) for q, has in enumerate(rank.word_bits) if not has]
+        if rank.prepared == rank.committed or not self.rules.asked_when_settled:
+            lacking += [(WORD, q) for q, has in enumerate(rank.word_bits) if not has]
         for kind, index in lacking:
             pieces = self._sources(world, i, kind, index)
             if pieces is not None:

@@ -59,14 +59,14 @@ BACKGROUND = (
     ),
     Entry(
         "asked_when_settled",
-        "A rank asks for what it lacks as of t only while it has committed t, and has not prepared the next.",
+        "A rank asks for parity as of t only while it has committed t, and has not prepared the next.",
         "Parity of t arrives after the deltas of t + 1 were due: they are missing.",
         "wrong parity",
         _two(crashes=1),
     ),
     Entry(
         "dropped_before_prepared",
-        "Before a rank stores `prepared`, it drops all requests that are under way.",
+        "Before a rank stores `prepared`, it drops all requests for parity that are under way.",
         "Parity of t arrives after the deltas of t + 1 were due: they are missing.",
         "wrong parity",
         _two(crashes=1),
@@ -96,10 +96,10 @@ BACKGROUND = (
     Entry(
         "no_apply_begun",
         "A holder gives parity of t only if it has committed t and begun no other.",
-        "Nothing: no rank changes parity before all have prepared, and a rank drops its requests before it "
-        "prepares. It lets a rank that is out of step be noticed.",
-        "",
-        _two(crashes=1, steps=2),
+        "A row is asked for before the step is prepared, and added up from parity in which the step is "
+        "applied.",
+        "wrong row",
+        Background(crashes=1),
     ),
     Entry(
         "holders_are_whole",

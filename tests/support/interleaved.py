@@ -210,6 +210,10 @@ class Ranks:
                     stored += missing.store_parity_(chunk.stripe_class, chunk.start, words[0])
                 elif words is not None:
                     stored += missing.store_span_(chunk.block, chunk.start, words[0])
+                else:
+                    missing.give_again()
+            elif not missing.is_whole():
+                missing.give_again()
             assert missing.bytes_left <= before - stored
 
     def _is_settled(self, i: int, of: int) -> bool:

@@ -144,6 +144,7 @@ def test_what_is_missing_is_named(make: Any, module: str, monkeypatch: pytest.Mo
 
 def test_a_rebuild_beside_training_is_measured() -> None:
     rebuild = {"rows_left": {"user": 7}, "bytes_left": 56, "bytes_per_s": 8.0, "waited_s": 0.5}
+    rebuild["waited_by_table_s"] = {"user": 0.25}
     stats = {
         **dict.fromkeys(metrics._COUNTS, 0),
         "next_step": 3,
@@ -159,4 +160,5 @@ def test_a_rebuild_beside_training_is_measured() -> None:
         "rebuild_bytes_per_second": 8.0,
         "rebuild_waited_seconds": 0.5,
         "rebuild_rows_left/user": 7,
+        "rebuild_table_waited_seconds/user": 0.25,
     }

@@ -11,7 +11,13 @@ ranks again, by `ecemb-run`. The script is that of the question `recovery`, with
 - `steps_while_rebuilding`: steps that ended before that.
 - `throughput_while_rebuilding`: those in a second, without the first one, over steps in a second after it;
   only where they are at least `LEAST_STEPS`.
+- `cpu_s_per_rebuilt_gb`: processor time of all ranks from the call of `ecemb.protect` until then, less that
+  of as many steps after it, for each GB of rows and parity that was lost.
 - `waited_for_rows_s`: in which the replacement rank waited for rows that a batch needs.
+
+`dense` says what a step does besides its lookups and its commit: on `processors` nothing, so that ranks keep
+all processors busy; with an `accelerator` each rank waits for `WAIT_S` seconds, as for a device that
+computes, and leaves the processors idle.
 
 Ranks share one machine, and so do the rebuild and the steps beside it. In the end every rank's tables and
 dense parameters have to be those of an undisturbed run of as many steps.
@@ -20,6 +26,7 @@ dense parameters have to be those of an undisturbed run of as many steps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import secrets
 import tempfile
@@ -38,6 +45,9 @@ from ecemb.arena.scan import arenas
 from ecemb.coding.code import Code
 
 BLOCKING, BACKGROUND = "blocking", "background"
+PROCESSORS, ACCELERATOR = "processors", "accelerator"
+"""What does a step's dense work."""
+WAIT_S = 0.1
 VICTIM = 1
 CODE = Code(4, 3)
 LEAST_STEPS = 5
@@ -106,31 +116,42 @@ class Life:
         after = (len(ends) - 1 - count) / (ends[-1] - ends[count])
         return beside / after
 
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Processor time of all ranks for each GB that was lost, without that of steps."""
+        spent_s = 0.0
+        for one in self.told:
+            began_s, whole_s, ended_s = one["cpu_s"]
+            step_s = (ended_s - whole_s) / (len(one["ends"]) - self.steps_beside)
+            spent_s += whole_s - began_s - self.steps_beside * step_s
+        return spent_s / (self.told[VICTIM]["lost_bytes"] / 1e9)
+
 
 def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale = QUICK if arguments.quick else FULL
     rows: list[Row] = []
-    for size in scale.table_bytes:
+    settings = [one for one in (PROCESSORS, ACCELERATOR) if arguments.setting in ("", one)]
+    for dense, size in itertools.product(settings, scale.table_bytes):
         lives: dict[str, list[Life]] = {BLOCKING: [], BACKGROUND: []}
         for _ in range(scale.launches):
             for rebuild, found in lives.items():
-                found += launch(scale, size, rebuild, arguments.seed)
+                found += launch(scale, size, rebuild, dense, arguments.seed)
         for rebuild, found in lives.items():
-            rows += rows_of(scale, size, rebuild, found)
+            rows += rows_of(scale, size, rebuild, dense, found)
     return by_metric(rows)
 
 
-def launch(scale: Scale, size: int, rebuild: str, seed: int) -> list[Life]:
+def launch(scale: Scale, size: int, rebuild: str, dense: str, seed: int) -> list[Life]:
     """Kills a rank, time and again, and compares the end with that of an undisturbed training.
 
     Raises:
         WrongResult: It ended with other bytes, or something else was recovered than was lost.
         LaunchFailed: torchrun did.
     """
-    lives, steps, digests = trained(scale, size, rebuild, scale.kills, scale.steps, seed)
+    lives, steps, digests = trained(scale, size, rebuild, dense, scale.kills, scale.steps, seed)
     check(lives)
-    _, _, expected = trained(scale, size, rebuild, 0, steps, seed)
+    _, _, expected = trained(scale, size, rebuild, PROCESSORS, 0, steps, seed)
     if digests != expected:
         ranks = [rank for rank, pair in enumerate(zip(digests, expected, strict=True)) if len(set(pair)) > 1]
         raise WrongResult(f"ranks {ranks} ended with other bytes than without a kill")
@@ -138,7 +159,7 @@ def launch(scale: Scale, size: int, rebuild: str, seed: int) -> list[Life]:
 
 
 def trained(
-    scale: Scale, size: int, rebuild: str, kills: int, steps: int, seed: int
+    scale: Scale, size: int, rebuild: str, dense: str, kills: int, steps: int, seed: int
 ) -> tuple[list[Life], int, list[str]]:
     """One launch of torchrun: its restarts, all its steps, and the digests that the ranks ended with."""
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
@@ -158,6 +179,7 @@ def trained(
             seed=seed,
             timeout_s=scale.timeout_s,
             rebuild=rebuild,
+            wait_s=WAIT_S if dense == ACCELERATOR else 0.0,
         )
         with (
             order.leaving_nothing(),
@@ -214,14 +236,15 @@ def check(lives: Sequence[Life]) -> None:
                 )
 
 
-def rows_of(scale: Scale, size: int, rebuild: str, lives: Sequence[Life]) -> list[Row]:
+def rows_of(scale: Scale, size: int, rebuild: str, dense: str, lives: Sequence[Life]) -> list[Row]:
     """Returns the rows of the restarts of one kind."""
     code = f"({scale.code.n}, {scale.code.k})"
-    labels = {"rebuild": rebuild, "code": code, "table_bytes": size}
+    labels = {"rebuild": rebuild, "code": code, "dense": dense, "table_bytes": size}
     rows = [
         summary("kill_to_step_s", "s", [life.to_step_s for life in lives], **labels),
         summary("time_to_full_protection_s", "s", [life.to_whole_s for life in lives], **labels),
     ]
+    rows.append(summary("cpu_s_per_rebuilt_gb", "s", [life.cpu_s_per_gb for life in lives], **labels))
     if rebuild == BACKGROUND:
         beside = [float(life.steps_beside) for life in lives]
         waited = [max(one["waited_s"] for one in life.told) for life in lives]

@@ -23,9 +23,11 @@ class Order(RecoveryOrder):
     Attributes:
         steps: Of each life, once no rank lacks anything.
         rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
+        wait_s: In which a step waits for dense work of an accelerator, and leaves the processors idle.
     """
 
     rebuild: str = "blocking"
+    wait_s: float = 0.0
 
 
 def main(path: str) -> None:
@@ -53,6 +55,7 @@ class Rebuilt(Bags):
         self.build()
         model, optimizers = self.protected()
         code = ecemb.Code(n=self.order.n, k=self.order.k)
+        self._cpu_s = [time.process_time()]
         self.guard = guard = ecemb.protect(
             model, optimizers=optimizers, code=code, failure_domain="rank", rebuild=self.order.rebuild
         )
@@ -63,6 +66,7 @@ class Rebuilt(Bags):
         while left:
             if not whole_at and guard._background.is_over:
                 whole_at, whole_before = time.monotonic(), len(ends)
+                self._cpu_s.append(time.process_time())
             left -= bool(whole_at)
             if not left:
                 self._leave(ends, whole_at, whole_before)
@@ -73,10 +77,16 @@ class Rebuilt(Bags):
         )
         guard.close()
 
+    def train(self, number: int, *, dies: bool) -> None:
+        if self.order.wait_s:
+            time.sleep(self.order.wait_s)
+        super().train(number, dies=dies)
+
     def _leave(self, ends: list[float], whole_at: float, whole_before: int) -> None:
         """Before the last step of a life, which may be the process's end."""
         guard: Any = self.guard
         report = guard.recovery
+        self._cpu_s.append(time.process_time())
         self.order.leave(
             self.life,
             self.rank,
@@ -87,11 +97,19 @@ class Rebuilt(Bags):
                 "lost": report.lost,
                 "step": report.step,
                 "ends": ends,
+                "cpu_s": self._cpu_s,
+                "lost_bytes": _lost_bytes(guard),
                 "whole_at": whole_at,
                 "whole_before": whole_before,
                 "waited_s": guard.stats()["rebuild"].get("waited_s", 0.0),
             },
         )
+
+
+def _lost_bytes(guard: Any) -> int:
+    """Rows and parity of the rank, of which all are lost with its memory."""
+    arena = guard._memory.arena
+    return sum(len(arena.region(name)) for name in ("rows", "parity"))
 
 
 if __name__ == "__main__":

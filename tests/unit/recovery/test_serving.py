@@ -24,7 +24,7 @@ from ecemb.group.collectives import Kind, Transport
 from ecemb.kernels.contract import get_kernels
 from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
-from ecemb.recovery import missing, serving, sources, stream
+from ecemb.recovery import missing, serving, sources
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.serving import Answer, Request, Serving
 from ecemb.recovery.stream import Arrivals
@@ -164,8 +164,8 @@ def _place(path: Path) -> tuple[Path, str, str]:
 
 def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int) -> Found:
     """Trains while what is lost comes in chunks of some words."""
-    small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, sources, stream)]
-    with small[0], small[1], small[2]:
+    small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, sources)]
+    with small[0], small[1]:
         worker = Worker(folder, job, lost)
         if worker.arrivals is not None:
             worker.follow()
@@ -254,33 +254,49 @@ def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
 
 
 def answer_late(folder: Path, job: Job) -> int:
-    """Rank 0 commits while each of its first three requests is under way, and the answers are wrong."""
-    made, late = list[Arrivals](), [True] * 3
-    init, fetch = Arrivals.__init__, sources.Sources.fetch
+    """Rank 0 commits while its first three requests for parity are under way, and the answers are wrong."""
+    made, late, parity, kept = list[Arrivals](), [True] * 3, set[int](), list[sources.Asked]()
+    init, ask, wait = Arrivals.__init__, sources.Sources.ask, sources.Asked.wait
 
     def noted(self: Arrivals, *arguments: Any) -> None:
         made.append(self)
         init(self, *arguments)
 
-    def fetched(self: sources.Sources, *arguments: Any) -> Words | None:
-        words = fetch(self, *arguments)
-        if words is not None and late:
+    def asked(self: sources.Sources, block: int, *arguments: Any) -> sources.Asked:
+        found = ask(self, block, *arguments)
+        if block >= job.placement.k:
+            parity.add(id(found))
+            kept.append(found)
+        return found
+
+    def waited(self: sources.Asked) -> Words | None:
+        words = wait(self)
+        if words is not None and late and id(self) in parity:
             late.pop()
             made[0].pause()
             words = ~words
             made[0].resume()
         return words
 
-    with mock.patch.object(Arrivals, "__init__", noted), mock.patch.object(sources.Sources, "fetch", fetched):
+    with (
+        mock.patch.object(Arrivals, "__init__", noted),
+        mock.patch.object(sources.Sources, "ask", asked),
+        mock.patch.object(sources.Asked, "wait", waited),
+        mock.patch.object(missing, "CHUNK_WORDS", 8),
+    ):
         worker = Worker(folder, job, (0,))
         if worker.arrivals is not None:
             worker.arrivals.ensure_all()
             assert np.array_equal(worker.memory.space.read(0, len(job.expected(0, 0))), job.expected(0, 0))
+            parts = worker.memory.parity
+            assert parts is not None
+            [(_, copied)] = parts.blocks.values()
+            assert np.array_equal(copied[: len(job.expected(1, 0))], job.expected(1, 0))
         worker.close()
     return len(late)
 
 
-def test_what_comes_after_a_commit_is_dropped_and_asked_for_again(tmp_path: Path, seed: int) -> None:
+def test_parity_that_comes_after_a_commit_is_dropped_and_asked_for_again(tmp_path: Path, seed: int) -> None:
     assert run_ranks(2, answer_late, tmp_path, two(seed)) == [0, 3]
 
 
