@@ -289,9 +289,10 @@ class Arrivals:
             self._changed.notify_all()
 
     def _end_early(self) -> None:
-        """Lets what is under way arrive, for which the holders have posted messages, and asks no more."""
+        """Lets what is under way arrive, as holders wait until it is sent, and asks no more."""
         with contextlib.suppress(PeerFailure):
-            self._land()
+            for flight in self._flights:
+                flight.asked.wait()
         self._say_end()
 
     def _say_end(self) -> None:
