@@ -31,7 +31,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 ANSWER_WORDS = 2
 """Words in front of an answer's runs: an `Answer`, and for how long training waited for a processor, in ns.
 
-The runs follow in the same message, if they are given."""
+The runs follow in the same message; with any content, if they are not given."""
 
 
 class Answer(enum.IntEnum):
@@ -60,6 +60,11 @@ class Request(NamedTuple):
     width: int = 0
     runs: int = 0
     first: int = 0
+
+    @property
+    def answer_words(self) -> int:
+        """The size of any answer, also of one without what is asked for: it is known before it comes."""
+        return ANSWER_WORDS + self.runs * self.width
 
     @property
     def words(self) -> Words:
@@ -144,15 +149,14 @@ class Serving:
         peer, tag = self._ranks.index(rank), self._transport.tag(Kind.ANSWER, 0)
         what = f"serving rank {rank}, which is rebuilt"
         delays = Delays()
-        answers = [_Message(), _Message()]
+        answers, size = [_Message(), _Message()], ANSWER_WORDS
         try:
             while (request := self._next(peer, what)).runs:
-                began_ns, answer = delays.so_far_ns(), answers[0]
+                began_ns, answer, size = delays.so_far_ns(), answers[0], request.answer_words
                 answers.reverse()
-                words = answer.room(ANSWER_WORDS + request.runs * request.width)
+                words = answer.room(size)
                 given = self._read(request, peer, words[ANSWER_WORDS:], what)
                 words[:ANSWER_WORDS] = (Answer.GIVEN if given else Answer.GONE, delays.so_far_ns() - began_ns)
-                words = words if given else words[:ANSWER_WORDS]
                 answer.sent = self._transport.send(words, peer, what, tag)
             for answer in answers:
                 answer.sent()
@@ -160,7 +164,9 @@ class Serving:
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:
             logger.exception("rank %d, which is rebuilt, is not served any more: %s", rank, error)
-            self._transport.say(np.array([Answer.REFUSED, 0], np.uint64), peer, tag)
+            refusal = np.zeros(size, np.uint64)
+            refusal[0] = Answer.REFUSED
+            self._transport.say(refusal, peer, tag)
         finally:
             delays.close()
 

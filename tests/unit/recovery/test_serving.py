@@ -26,7 +26,7 @@ from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import missing, serving, sources
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.recovery.serving import Answer, Request, Serving
+from ecemb.recovery.serving import ANSWER_WORDS, Answer, Request, Serving
 from ecemb.recovery.stream import Arrivals
 from ecemb.state import rank_state
 from support.fork_server import fork_server
@@ -362,7 +362,7 @@ def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
     """Rank 0 sends a request of its own making; returns the answer."""
     with mock.patch.object(Arrivals, "start"):
         worker = Worker(folder, job, (0,))
-    answer = np.zeros(2, np.uint64)
+    answer = np.zeros(ANSWER_WORDS + 2, np.uint64)  # two words are asked for at most
     if worker.serving is None:
         wires = worker.wires
         for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
