@@ -58,12 +58,15 @@ OF_ENGINES = {
 
 OF_SETTINGS = {
     "agreement": ("4", "8", "16", "32", "64"),
+    "compare": ("pages",),
     "gpu": ("kernels", "step", "recovery"),
     "overhead": ("dlrm", "sparse-heavy", "managed-collision"),
     "recovery": ("sparse", "torchrec"),
     "start": ("8", "64"),
 }
-"""Questions that are asked of several settings, and which; all of them by default, and more for `gpu`."""
+"""Questions that are asked of several settings, and which; all of them by default, and more for `gpu`.
+
+Of `compare`: the methods that the README and docs/choosing.md show; by default all methods."""
 
 OF_TRACES = ("simulate",)
 """Questions that can be asked of a real cluster's faults."""

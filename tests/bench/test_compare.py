@@ -16,7 +16,7 @@ import pytest
 
 from baselines.method import Costs, Promise
 from bench.harness.ranks import RankFailed
-from bench.harness.result import Incomplete, Row, WrongResult, once
+from bench.harness.result import Arguments, Incomplete, Row, WrongResult, once
 from bench.harness.torchrun import LaunchFailed
 from bench.methods.ledger import Account, Done, Life
 from bench.methods.registry import METHODS
@@ -378,3 +378,17 @@ def test_the_full_scale_has_every_method_of_the_pages() -> None:
     assert (FULL.costs.tables, FULL.costs.rows, FULL.costs.dim) == (26, 200_000, 64)
     assert BY_METHOD["ecemb (6, 4)"].ranks == 6 and BY_METHOD["full dcp async"].ranks == 4
     assert "check-n-run model tracker" not in [case.method for case in cases.on("sparse", FULL.methods)]
+
+
+def test_the_methods_of_the_pages_are_measured_alone_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def pretend(scale: compare.Scale, engine: str, seed: int) -> list[Row]:
+        asked.append(scale.methods)
+        return []
+
+    monkeypatch.setattr(compare, "measure", pretend)
+    for setting in ("", "pages"):
+        compare.run(Arguments(engine="sparse", setting=setting))
+    assert asked[0] == FULL.methods
+    assert set(asked[1]) == {family.shown for family in families.FAMILIES} | {families.CONTROL}

@@ -62,7 +62,7 @@ One thread a rank, all ranks on one machine. A method that breaks its promise fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
@@ -115,7 +115,10 @@ QUICK = Scale(
 
 def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
-    return measure(QUICK if arguments.quick else FULL, arguments.engine, arguments.seed)
+    scale = QUICK if arguments.quick else FULL
+    if arguments.setting:
+        scale = replace(scale, methods=tuple(name for name in scale.methods if name in measured.SHOWN))
+    return measure(scale, arguments.engine, arguments.seed)
 
 
 def measure(scale: Scale, engine: str, seed: int) -> list[Row]:
