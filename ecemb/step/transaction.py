@@ -53,7 +53,6 @@ logger: logging.Logger = logging.getLogger("ecemb")
 COMPARE_EVERY = 1000
 _NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
 
-
 BESIDE = ("delta", "exchange", "agree", "apply")
 """Phases of a decision, which training does not wait for with `overlap`; it waits for them in "wait"."""
 
@@ -136,8 +135,8 @@ class Transactions:
         """Memory in the arena and beside it, by purpose."""
         arena, fabric = self._memory.arena, self._transport.fabric
         held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
-        messages = self._memory.message_bytes + self._agreement.held_bytes
-        held |= {"messages": messages, "savepoint": self._savepoint.size_bytes}
+        held["messages"] = self._memory.message_bytes + self._agreement.held_bytes
+        held["savepoint"] = self._savepoint.size_bytes
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:

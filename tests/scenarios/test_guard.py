@@ -528,7 +528,8 @@ def test_deltas_over_a_fabric_are_those_over_gloo(tmp_path: Path) -> None:
         found.append(launch(4, train_over_a_fabric, tmp_path / backend, backend))
     over_fabric, over_gloo = found
     assert [one[0] for one in over_fabric] == [one[0] for one in over_gloo]
-    assert [one[1] for one in over_fabric] == [one[1] for one in over_gloo]
+    for (_, deltas, _), (_, parcels, _) in zip(over_fabric, over_gloo, strict=True):
+        assert deltas <= parcels < 2 * deltas  # over gloo, a parcel is sent full (ecemb.step.parcel)
     assert all(fits for _, _, fits in (*over_fabric, *over_gloo))
 
 
