@@ -334,8 +334,8 @@ class Transport(_Waits):
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Wait:
         """Starts receiving words from one rank; call the result to wait until they are in `out`.
 
-        gloo announces each message and waits for its receiver, unless that receives already. Receivers of small
-        messages therefore start early.
+        gloo announces each message and waits for its receiver, unless that receives already. Receivers of
+        small messages therefore start early.
         """
         tensor = torch.from_numpy(out.view(np.int64))
         work = self._started(lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag), what)
