@@ -14,6 +14,7 @@ import pytest
 
 from ecemb.coding.placement import Placement
 from ecemb.errors import StepFailed
+from ecemb.group.collectives import Kind
 from ecemb.group.dissemination import rounds
 from ecemb.local.rank_memory import RankMemory
 from ecemb.state.replicated import ReplicatedState
@@ -117,3 +118,32 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
 
     together(size, run)
     assert found == {rank: (5, [3, 69], [True, False]) for rank in range(size)}
+
+
+def test_a_rank_receives_before_it_sends_and_the_next_status_before_this_one_ends() -> None:
+    """What follows a status is awaited when its first round is sent; so is the next status."""
+    size, hub = 4, Hub(4)
+    placement, found = Placement.ranks(4, 3, size), dict[int, list[tuple[str, int]]]()
+
+    def run(rank: int) -> None:
+        wires, calls = Wires(hub, rank, size), list[tuple[str, int]]()
+        send, expect = wires.send, wires.expect
+
+        def sends(words: Any, to: int, what: str, tag: int = 0) -> Any:
+            calls.append(("send", tag))
+            return send(words, to, what, tag)
+
+        def expects(out: Any, source: int, what: str, tag: int = 0) -> Any:
+            calls.append(("expect", tag))
+            return expect(out, source, what, tag)
+
+        wires.send, wires.expect = sends, expects  # pyright: ignore[reportAttributeAccessIssue]
+        conclude(Agreement(wires, placement), 1)
+        first = next(at for at, (call, _) in enumerate(calls) if call == "send")
+        found[rank] = calls[:first]
+
+    together(size, run)
+    for rank in range(size):
+        tags = {tag for _, tag in found[rank]}
+        wanted = {Wires(hub, rank, size).tag(kind, 0) for kind in (Kind.STATUS, Kind.SIZE, Kind.VOTE)}
+        assert wanted | {Wires(hub, rank, size).tag(Kind.STATUS, 1)} <= tags
