@@ -22,6 +22,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ from bench.workloads.training_rank import (
     run,
 )
 from ecemb.coding.rows import TableLayout, joined
+from ecemb.startup import connections
 from ecemb.step.window import MEASURED
 from ecemb.step.window import WARM_UP as SKIPPED
 
@@ -261,7 +263,8 @@ def work(line: Line, order: Order) -> None:
     known = threads()
     protected = None
     if PROTECTED in twins:
-        methods[PROTECTED] = protected = Clocked(twins[PROTECTED], protect(twins[PROTECTED], order))
+        with mock.patch.object(connections, "training_devices", tuple):
+            methods[PROTECTED] = protected = Clocked(twins[PROTECTED], protect(twins[PROTECTED], order))
     for method in methods.values():
         run(method, first)
     if protected is not None and order.window == "auto":

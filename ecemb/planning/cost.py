@@ -170,7 +170,7 @@ class Estimate:
             hosts: then any n - k ranks may be lost, but no host.
         memory_bytes: Memory of a rank beyond its tables: parity, journals, inbox, replicated state.
         memory_over_tables: The same, divided by the bytes of the rank's tables.
-        step_bytes: Bytes that a rank sends in a step.
+        step_bytes: Bytes of deltas that a rank sends in a step; messages have a sixteenth of room to spare.
         overhead: Additional part of a step's time, without `window` and `overlap`.
         process_recovery_s: Seconds from the death of a process until training continues.
         host_recovery_s: Seconds from the death of a host until training continues.

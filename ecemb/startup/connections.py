@@ -2,12 +2,16 @@
 
 Owns their creation, with the session's deadline: the control group, which carries every collective of the
 protocol, and the fabric, which carries deltas where `parity_backend` asks for one. Both are collective calls.
+
+A gloo device is a thread that looks for messages a hundred times a second, also while there are none. The
+control group uses that of the training, where there is one.
 """
 
 from __future__ import annotations
 
 import datetime
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,14 +23,42 @@ from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from .request import ParityBackend
 
+_ON_DEVICE = "ecemb_gloo"
+"""The name in torch of gloo groups on a device that another group has made."""
+
 
 def control_group(session: Session) -> Transport:
     """A gloo group of all ranks, apart from the training's collectives. All ranks."""
     patience = datetime.timedelta(seconds=session.patience_s)
-    group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=patience))
+    backend = "gloo"
+    if training_devices():
+        backend = _ON_DEVICE
+        if backend not in dist.Backend.backend_list:
+            dist.Backend.register_backend(backend, _on_training_devices, devices=["cpu"])
+    group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
     transport = Transport(group, session.patience_s)
     transport.whereabouts = session.whereabouts
     return transport
+
+
+def training_devices() -> Sequence[Any]:
+    """The gloo devices of the training's default group; none if it has no gloo, or torch hides them."""
+    world: Any = dist.group.WORLD
+    try:
+        gloo: Any = world._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group of devices alone
+        return ()
+    if not isinstance(gloo, dist.ProcessGroupGloo):
+        return ()
+    return getattr(getattr(gloo, "options", None), "_devices", ())
+
+
+def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    """A gloo backend that makes no device of its own; torch calls it for a new group."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = training_devices(), timeout
+    return gloo(store, rank, world_size, options)
 
 
 def rebuild_group(session: Session, plan: RecoveryPlan) -> Transport | None:

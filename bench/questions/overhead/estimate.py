@@ -82,7 +82,7 @@ def cpu_s(answers: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
     """Of each model, the processor time of all ranks in each round, in seconds.
 
     What the protection's threads did while another model trained counts for the commit that it belongs to.
-    What they take when there is nothing to do (`idle`) counts for the wall time of protected steps alone.
+    What they take when there is nothing to do (`idle`) doesn't count: see `pairs`.
     """
     found: dict[str, Floats] = {}
     for name in answers[0]["slots"]:
@@ -93,7 +93,6 @@ def cpu_s(answers: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
             if name == PROTECTED:
                 spent, passed = np.asarray(answer["cycles"]).T
                 total[np.flatnonzero(answer["commits"])] += spent - answer["idle"] * passed
-                total += answer["idle"] * slots[:, WALL]
             else:
                 total -= slots[:, WATCH]
         found[name] = total

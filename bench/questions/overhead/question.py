@@ -13,9 +13,10 @@ step on the same batch, in random order, so that other load on the machine meets
 - `phases_cpu_ms`: processor time of a rank a step in the protection's own calls, by their threads' clocks,
   the mean over the ranks: a second witness, which no bare model has a part in. `other` is the begin and the
   end of a step besides the phases, `network` are the threads that send and receive, `watch` those
-  that watch the other ranks. Both also work while nothing is sent (gloo looks for messages a hundred times a
-  second): that counts for the wall time of the protected model's steps, not for the other models'.
-  What the hooks of optimizers and tables do besides `capture` isn't in it.
+  that watch the other ranks. A gloo thread looks for messages a hundred times a second. Where the training
+  has one, the protection uses it; here it has its own, so that its clock can be read, and what that takes
+  when nothing is sent isn't counted. What the hooks of optimizers and tables do besides `capture` isn't
+  either.
 - `phases_cpu_pct`: all of them together, over the bare models' processor time.
 - `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `status`, `exchange` and
   `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
@@ -422,7 +423,7 @@ def phases_cpu_s(answer: Mapping[str, Any], *, overlap: bool) -> dict[str, float
     return {
         **phases,
         "other": max(0.0, answer["ends_cpu_s"] - at_ends),
-        "network": max(0.0, network - answer["idle"] * (answer["wall_s"] - protected)),
+        "network": max(0.0, network - answer["idle"] * answer["wall_s"]),
         "watch": watched * protected,
     }
 

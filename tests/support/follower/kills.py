@@ -4,6 +4,9 @@ Each follower reads and shows rows until it is killed, while its training saves 
 again from its newest checkpoint. A second thread of the follower reads all rows again and again. The digests
 of what both saw are compared with those that the training logs of each commit. `make follower-kills` is the
 long form.
+
+A training is only some saves ahead of what its follower has shown, for one that never waits would remove each
+checkpoint before a slow machine's follower, which counts lines, has read it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ NEVER = 1 << 60
 READS = (follower_module, increments, folder_store, dcp, following, restoring, chunks)
 """Modules that read checkpoints: their lines are moments to die at."""
 BEGAN, APPLYING, DONE = "began", "applying", "done"
+AHEAD = (follower_module.ATTEMPTS - 1) // 2
+"""Saves of a training's life beyond what was shown: those of two lives are fewer than a follower's tries."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Watched:
         self._source.dense_(tensors)
 
     def apply_(self, link: Link, tables: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor | None]:
-        self._says.send(APPLYING)
+        self._says.send((APPLYING, -1))
         if self._fuse is None:
             return self._source.apply_(link, tables)
         if not self._lines:
@@ -102,16 +107,19 @@ class Watched:
         return self._source.apply_(link, tables)
 
 
-def train(folder: Path, kind: str, says: Connection) -> None:
-    """Trains and saves until it is killed."""
+def train(folder: Path, kind: str, says: Connection, shown: Connection) -> None:
+    """Trains and saves until it is killed; `shown` tells the steps that its follower shows."""
     torch.set_num_threads(1)
     life = Training(folder, kind)
-    says.send(BEGAN)
+    last = life.next + AHEAD
+    says.send((BEGAN, life.next))
     while True:
         life.step()
-        says.send(APPLYING)
+        while life.next > last or shown.poll():
+            last = max(last, shown.recv() + AHEAD)
+        says.send((APPLYING, life.next))
         life.save()
-        says.send(DONE)
+        says.send((DONE, life.next))
 
 
 def follow(
@@ -121,13 +129,14 @@ def follow(
     fuse: float | None,
     after: int,
     says: Connection,
+    _: Connection,
     watched: Callable[[IncrementReader, Connection, float | None], Watched] = Watched,
 ) -> None:
     """Shows rows until it is killed, or until its fuse, lit after some snapshots, kills it."""
     torch.set_num_threads(1)
     shown, source = Log(folder / "shown.jsonl"), watched(source_of(folder, kind), says, fuse)
     follower = followed(source)
-    says.send(BEGAN)
+    says.send((BEGAN, -1))
     first = threading.Event()
 
     def read() -> None:
@@ -154,18 +163,28 @@ def follow(
         snapshot = follower.snapshot
         shown.add(life=number, by="follower", name=snapshot.name, digest=digest_of(snapshot))
         first.set()
-        says.send(DONE)
+        says.send((DONE, snapshot.step))
 
 
 class Life:
-    """A process that says what it does, until it is killed."""
+    """A process that says what it does, until it is killed.
 
-    def __init__(self, target: Any, *arguments: Any) -> None:
+    Args:
+        target: what it calls, with the arguments, a connection to say what it does, and one to hear steps.
+        hearer: the life that hears the step of each thing that this one has done.
+    """
+
+    def __init__(self, target: Any, *arguments: Any, hearer: Life | None = None) -> None:
         context = fork_server()
         here, there = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(target=target, args=(*arguments, there), daemon=True)
+        hears, self._tells = context.Pipe(duplex=False)
+        self.hearer = hearer
+        self.process: BaseProcess = context.Process(
+            target=target, args=(*arguments, there, hears), daemon=True
+        )
         self.process.start()
         there.close()
+        hears.close()
         self._changed = threading.Condition()
         self._listener = threading.Thread(target=self._listen, args=(here,), daemon=True)
         self.last, self.done, self.took_s = "", 0, [0.02]
@@ -176,7 +195,9 @@ class Life:
         since_s = 0.0
         with here, suppress(EOFError, ConnectionResetError):
             while True:
-                said = here.recv()
+                said, step = here.recv()
+                if said == DONE and self.hearer is not None:
+                    self.hearer.tell(step)
                 with self._changed:
                     self.last = said
                     if said == APPLYING:
@@ -185,6 +206,11 @@ class Life:
                         self.done += 1
                         self.took_s.append(time.monotonic() - since_s)
                     self._changed.notify_all()
+
+    def tell(self, step: int) -> None:
+        """Tells it a step, if it still lives."""
+        with suppress(BrokenPipeError):
+            self._tells.send(step)
 
     def await_done(self, count: int) -> None:
         """Until it has done this many in all."""
@@ -235,13 +261,14 @@ def kills(
         fuse = random_.random() if random_.random() < 0.5 else None
         shown, more = random_.randint(1, 3), random_.randint(0, 2)
         training = Life(train, here, kind)
-        follower = Life(follows, here, kind, number, fuse, shown + more)
+        follower = Life(follows, here, kind, number, fuse, shown + more, hearer=training)
         lives, in_saving = 1, 0
         try:
             follower.await_done(shown)
             if more:  # the follower lives on, and sees the next life's commits
                 in_saving += training.kill(moment(training))
-                training, lives = Life(train, here, kind), lives + 1
+                follower.hearer = training = Life(train, here, kind)
+                lives += 1
                 follower.await_done(shown + more)
             if fuse is not None:
                 in_applying = follower.await_death()

@@ -17,6 +17,7 @@ from ecemb.cli.plan import text
 from ecemb.coding.code import Code
 from ecemb.errors import ConfigurationError, PlacementError
 from ecemb.planning.cost import BURST_SIZES, HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed
+from ecemb.step.parcel import SPARE
 
 JOB = Job(
     hosts=8,
@@ -165,7 +166,10 @@ def test_room_for_a_step_is_what_a_small_job_measures(table_bytes: int, batch: i
 
 @pytest.mark.parametrize("code", [Code(4, 3), Code(4, 2)])
 def test_bytes_of_a_step_are_what_a_small_job_measures(code: Code) -> None:
-    """Of TorchRec's tables with row-wise Adagrad: 64 floats and one, beside heads and a rank's own state."""
+    """Of TorchRec's tables with row-wise Adagrad: 64 floats and one, beside heads and a rank's own state.
+
+    More is sent: parcels have some room to spare.
+    """
     labels = {"engine": "torchrec", "code": f"({code.n}, {code.k})", "window": 1, "overlap": "none"}
     for sent in measured("overhead", "bytes_sent_per_step", method="protected", **labels):
         if not sent["setting"].startswith("dlrm"):
@@ -173,7 +177,8 @@ def test_bytes_of_a_step_are_what_a_small_job_measures(code: Code) -> None:
         same = {"method": "protected", "setting": sent["setting"], **labels}
         (touched,) = measured("overhead", "touched_rows_per_step", **same)
         job = replace(JOB, touched_rows=touched["value"], row_bytes=260)
-        assert estimate(job, code).step_bytes == pytest.approx(sent["value"], rel=0.02)
+        spare = 1 + 1 / SPARE
+        assert 1 < sent["value"] / estimate(job, code).step_bytes < 1.02 * spare
         return
     pytest.fail("overhead.json has no such row")
 

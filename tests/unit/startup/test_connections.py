@@ -1,0 +1,62 @@
+"""The control group's gloo: on the training's device if it has one, else on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from ecemb.group.whereabouts import Whereabouts
+from ecemb.startup import connections
+from support.processes import run_ranks
+
+
+def gloo_threads() -> int:
+    """Threads that wait for gloo's messages."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo") for name in names)
+
+
+def opened() -> tuple[int, list[bytes]]:
+    """Opens a control group; the gloo threads that this made, and what all ranks said in it."""
+    before = gloo_threads()
+    session: Any = SimpleNamespace(patience_s=60.0, whereabouts=Whereabouts())
+    transport = connections.control_group(session)
+    made = gloo_threads() - before
+    said = transport.gather(str(transport.rank).encode(), "a test")
+    transport.barrier("a test")
+    transport.close()
+    dist.all_reduce(torch.zeros(1))  # the training's group still works
+    return made, said
+
+
+def shares() -> list[tuple[int, list[bytes]]]:
+    return [opened(), opened()]
+
+
+def has_its_own() -> tuple[int, list[bytes]]:
+    """As where the training has none."""
+    with mock.patch.object(connections, "training_devices", tuple):
+        return opened()
+
+
+def test_the_control_group_uses_the_gloo_thread_of_the_training() -> None:
+    said = [b"0", b"1", b"2"]
+    assert run_ranks(3, shares) == [[(0, said), (0, said)]] * 3
+
+
+def test_a_device_of_its_own_where_the_training_has_none() -> None:
+    said = [b"0", b"1"]
+    assert run_ranks(2, has_its_own) == [(1, said)] * 2
+
+
+def test_a_group_without_gloo() -> None:
+    group = mock.Mock()
+    with mock.patch.object(connections.dist, "group", mock.Mock(WORLD=group)):
+        assert not connections.training_devices()  # of another backend
+        group._get_backend.side_effect = RuntimeError("no backend for cpu")
+        assert not connections.training_devices()
