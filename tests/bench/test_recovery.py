@@ -34,6 +34,7 @@ def by_start(rows: Iterable[Row]) -> dict[Any, dict[Any, float]]:
     return seconds
 
 
+@pytest.mark.long  # `make bench-quick`, before the tests in CI, asks the same question
 @pytest.mark.timeout(1800)
 def test_a_killed_rank_is_rebuilt_and_every_phase_is_told() -> None:
     rows = recovery.measure(SCALE, CASE, seed=3)

@@ -28,6 +28,14 @@ STEPS = 10_000  # more than the test needs: it lets the job end
 CONF = {"keep_alive_interval": 1, "keep_alive_max_attempt": 15, "last_call_timeout": 2, "join_timeout": 600}
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process runs no code any more; it may still be known."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 class Agents:
     """torchrun agents of one job, by host."""
 
@@ -80,6 +88,13 @@ class Agents:
         (self.root / "hold.new").rename(self.root / "hold")
         return step
 
+    def kill(self, host: str, step: int, ranks: int) -> None:
+        """Kills an agent, and waits for the end of its worker as well, which is in a step."""
+        pid = (self.root / f"{step}-{ranks}-{host}-0.trains").read_text()
+        self.processes[host].kill()
+        self.processes[host].wait()
+        self.wait(lambda: has_ended(int(pid)), f"the worker of {host} has not ended with its agent")
+
     def release(self) -> None:
         (self.root / "hold").unlink()
         for path in self.root.glob("*.trains"):
@@ -109,8 +124,7 @@ def test_hosts_die_join_and_give_notice(agents: Agents) -> None:
     step = agents.hold()  # c dies with its memory in the middle of a step
     agents.wait(lambda: len(list(agents.root.glob(f"{step}-3-*.trains"))) == 3, f"not all are in step {step}")
     (agents.root / f"{step + 1}.state").unlink()
-    agents.processes["c"].kill()
-    agents.processes["c"].wait()
+    agents.kill("c", step, 3)
     shutil.rmtree(agents.root / "c")
     agents.release()
     assert agents.train(2, "ab") == step

@@ -14,7 +14,7 @@ from support.torchrec.checkpoint_runs import assert_same
 run = partial(checkpoint_runs.run, "engine_worker.py")
 
 
-@pytest.mark.parametrize("store", ["folder", "durable"])
+@pytest.mark.parametrize("store", ["folder", pytest.param("durable", marks=pytest.mark.long)])
 def test_tables_move_to_torchrec_and_back_with_the_same_bits(store: str, tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="TorchRec is not installed")
     plain = run(3, "first", tmp_path, 0, store, "plain")

@@ -44,7 +44,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("store", ["folder", "durable"])
+@pytest.mark.parametrize("store", [pytest.param("folder", marks=pytest.mark.long), "durable"])
 def test_a_job_moves_from_4_to_6_to_2_ranks_with_the_same_bits(store: str, tmp_path: Path) -> None:
     root, running = tmp_path, []
     move = [sys.executable, "-m", "ecemb", "move", "--job", "moving", "--arena-dir", str(root), "--"]

@@ -102,7 +102,7 @@ def await_(found: Any, what: str) -> Any:
     raise TimeoutError(what)
 
 
-@pytest.mark.parametrize("changes", ["", "consecutive"])
+@pytest.mark.parametrize("changes", [pytest.param("", marks=pytest.mark.long), "consecutive"])
 def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(" ".join(topics.topics[name] for name in sorted(topics.topics)[:40]))

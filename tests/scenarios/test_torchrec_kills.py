@@ -78,6 +78,7 @@ def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tu
     check_of(tmp_path, KILLED["weighted"], code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES)
 def test_feature_processors_and_fused_collections_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     check_of(tmp_path, KILLED["dense parts"], code)
@@ -104,6 +105,7 @@ def test_writes_of_whole_tables_survive(tmp_path: Path, code: tuple[int, int]) -
     assert check(tmp_path, setting, kills) == ["fresh 0", "process 2", *memory, "process 6"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES)
 def test_averages_of_2d_parallelism_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     """Two groups of two ranks, averaged in steps 1, 3 and 5; ranks die just after they were."""

@@ -21,6 +21,7 @@ SCRIPTS = {  # ranks, arguments, what it imports
     "lightning_bags": (2, "--epochs 1 --lines 38 --rows 50 --batch 4", "pytorch_lightning"),
     "torchrec_dlrm": (4, "--steps 4 --batch 8", "torchrec"),
 }
+LONG = ("loaders", "torchrec_dlrm")  # the latter is also killed, in test_examples_torchrec
 
 
 def digests(here: Home, name: str, job: str, command: list[str]) -> list[str]:
@@ -42,7 +43,9 @@ def digests(here: Home, name: str, job: str, command: list[str]) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if "digest" in line)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SCRIPTS]
+)
 def test_an_example_ends_with_the_same_bits_cold_and_warm(name: str) -> None:
     if find_spec(SCRIPTS[name][2]) is None:
         pytest.skip(f"needs {SCRIPTS[name][2]} (CONTRIBUTING.md)")

@@ -62,7 +62,9 @@ def main(root: Path, host: str, steps: int) -> None:
             sparse.step()
             dense.step()
             keep(root, f"{step.number + 1}.state", everything(model, head, dense))
-            (root / f"{step.number}-{ranks}-{host}-{os.environ['LOCAL_RANK']}.trains").touch()
+            name = f"{step.number}-{ranks}-{host}-{os.environ['LOCAL_RANK']}.trains"
+            (root / f"{name}.new").write_text(str(os.getpid()))
+            (root / f"{name}.new").rename(root / name)
             while step.number >= held(root):
                 time.sleep(0.01)
     guard.close()
