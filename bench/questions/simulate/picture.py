@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LOOKS = {name: FAMILIES[name] for name in ("full", "Check-N-Run", "CPR", "snapshots", "live copies", "ecemb")}
 """Kind of method, by how its name begins -> colour."""
+ECEMB = "ecemb"
 CANNOT_TELL = "cannot tell"
 HATCH = "#BBBBBB"
 SQUARE = 0.19
@@ -68,12 +69,12 @@ def draw(rows: Rows) -> str:
 def message(cells: Rows) -> str:
     """What both panels say together."""
     exact = [row for row in cells if row["among"] != "all"]
-    unsure = sum(verdict(row) == CANNOT_TELL for row in exact)
-    every = [row for row in cells if row["among"] == "all"]
-    certain = [verdict(row) for row in every if verdict(row) != CANNOT_TELL]
-    most = max(dict.fromkeys(certain), key=certain.count, default="")
-    said = f"{most} is ahead where samples may be lost; " if most else ""
-    return f"{said}where none may, {unsure} of {len(exact)} cells have no certain winner"
+    may = sum(ECEMB in candidates(row) for row in exact)
+    sure = sum(verdict(row) == ECEMB for row in exact)
+    return (
+        f"Where no sample may be lost, ecemb may be ahead in {may} of {len(exact)} cells, and is for certain "
+        f"in {sure or 'none'}"
+    )
 
 
 def title(among: str, cells: Rows) -> str:
