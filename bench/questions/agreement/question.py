@@ -10,8 +10,9 @@ themselves.
 - `agreement_bytes_per_transaction`: the same messages by `phase`; those of `exchange` are the deltas, which
   grow with the rows that change, not with the ranks.
 - `agreement_cpu_ms`: processor time of a rank in one transaction in the phases that speak to other ranks, and
-  in the threads that send and receive for them, by their own clocks. Waiting costs nothing there, so
-  that ranks that share cores pay no more than others. Low and high are over the ranks.
+  in the threads that send and receive for them, by their own clocks, less what these take in as much time
+  when nobody sends (gloo looks for messages a hundred times a second, as it does for the training). So ranks
+  that share cores, and wait, pay no more than others. Low and high are over the ranks.
 - `agreement_cpu_fixed_ms`, `agreement_cpu_us_per_message`: the straight line through these, by messages.
 - `agreement_messages_modelled`, `agreement_cpu_modelled_ms`: of more ranks than were run: a line through the
   messages by `law`, whichever fits the ranks that were run exactly, and the time of as many messages by

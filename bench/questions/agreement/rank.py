@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from bench.harness.messages import counting
 from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
+from bench.workloads.pairs import idle
 from bench.workloads.table_training import TableJob, TableTraining
 
 WINDOW = 2
@@ -47,10 +49,11 @@ def work(line: Line, order: Order) -> None:
     with counting() as sent:
         sent.phase = lambda: phases.now
         train(WINDOW)  # the first transaction compares more than others do, and connects
-        spent, beside = dict(phases.spent_s), network.read()
+        spent, beside, began = dict(phases.spent_s), network.read(), time.perf_counter()
         steps = train(WINDOW * order.transactions)
         dist.barrier()
-    network_s = network.read() - beside
+    network_s, passed_s = network.read() - beside, time.perf_counter() - began
+    network_s = max(0.0, network_s - idle(network) * passed_s)
     cpu: dict[str, Any] = {
         name: seconds - spent.get(name, 0.0) for name, seconds in phases.spent_s.items() if name not in SILENT
     }
