@@ -70,6 +70,7 @@ def encode(rows: Tensor, scheme: Scheme) -> Encoded:
     kept = np.empty((m, scheme.kept), np.float32)
     fits = np.empty(m, np.bool_)
     half = scheme.metadata == "float16"
+    loops.load_sums()
 
     def act(first: int, stop: int) -> None:
         part = slice(first, stop)

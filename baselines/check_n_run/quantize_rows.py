@@ -12,6 +12,7 @@ Must not know: tensors, threads.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import numba
@@ -158,6 +159,19 @@ def _codes(row: Floats, start: Real, step: Real, top: Real, codes: Bytes) -> Non
     inverse, zero = _inverse(step), _F32(0)
     for j in range(row.size):
         codes[j] = np.uint8(np.int32(min(max(np.rint((row[j] - start) * inverse), zero), top)))
+
+
+@functools.cache
+def load_sums() -> None:
+    """Loads the loops that add up in any order; called before the first encoding of a process.
+
+    Compiled code that calls them has copies, which were optimised once more and add up in another order. All
+    calls go to whichever is loaded first. Without this call that would be these loops in the process that
+    compiles all, and the copies in one that finds all compiled: equal rows would get different codes.
+    """
+    row, number = numba.float32[::1], numba.float32
+    _losses.compile((row, *[number] * 5))
+    _codes.compile((row, *[number] * 3, numba.uint8[::1]))
 
 
 @_compiled

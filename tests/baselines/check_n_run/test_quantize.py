@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +28,7 @@ SCHEMES = [
     if method != "kmeans" or bits in KMEANS_BITS
 ]
 WIDTHS = (1, 5, 8, 16, 33)
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def name(scheme: Scheme) -> str:
@@ -286,3 +291,23 @@ def test_tensors_that_were_not_stored_so() -> None:
     damaged = encoded | {"exact_rows": torch.tensor([4]), "exact": torch.zeros(1, 8)}
     with pytest.raises(ValueError, match="exact_rows of 4 rows are from 4 to 4"):
         decode(damaged, scheme, 8)
+
+
+ENCODED = """
+import hashlib, torch
+from baselines.check_n_run.quantize import encode
+from baselines.check_n_run.quantize_scheme import Scheme
+half = torch.rand(20000, 8, generator=torch.Generator().manual_seed(1))
+rows = torch.stack([half, -half], 2).flatten(1)  # both ends are as good, but for how errors are rounded
+print(hashlib.sha256(encode(rows, Scheme("adaptive", 2))["codes"].numpy().tobytes()).hexdigest())
+"""
+
+
+def test_codes_are_the_same_whether_the_loops_are_compiled_or_were_before(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ENCODED]
+    compiled, found = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+        for _ in range(2)
+    )
+    assert list(tmp_path.rglob("*.nbc")) and compiled.stdout == found.stdout
