@@ -11,7 +11,7 @@ themselves.
   grow with the rows that change, not with the ranks.
 - `agreement_cpu_ms`: processor time of a rank in one transaction in the phases that speak to other ranks, and
   in the threads that send and receive for them, by their own clocks, less what these take in as much time
-  when nobody sends (gloo looks for messages a hundred times a second, as it does for the training). So ranks
+  when no rank sends (gloo looks for messages a hundred times a second, as it does for the training). So ranks
   that share cores, and wait, pay no more than others. Low and high are over the ranks.
 - `agreement_cpu_fixed_ms`, `agreement_cpu_us_per_message`: the straight line through these, by messages.
 - `agreement_messages_modelled`, `agreement_cpu_modelled_ms`: of more ranks than were run: a line through the
