@@ -44,6 +44,8 @@ def control_group(session: Session) -> Transport:
 def training_devices() -> Sequence[Any]:
     """The gloo devices of the training's default group; none if it has no gloo, or torch hides them."""
     world: Any = dist.group.WORLD
+    if world is None:  # it has been destroyed: torch says so when a group is made
+        return ()
     try:
         gloo: Any = world._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group of devices alone

@@ -60,3 +60,5 @@ def test_a_group_without_gloo() -> None:
         assert not connections.training_devices()  # of another backend
         group._get_backend.side_effect = RuntimeError("no backend for cpu")
         assert not connections.training_devices()
+    with mock.patch.object(connections.dist, "group", mock.Mock(WORLD=None)):
+        assert not connections.training_devices()
