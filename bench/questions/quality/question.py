@@ -148,11 +148,9 @@ def of_seed(source: Callable[[int], Data], seed: int) -> OfSeed:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # operators are too small to be shared
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # of what a quantization draws, whichever seeds this process had before
-            data = source(seed)
-            samples = {"training": len(data.training.clicks), "held out": len(data.held_out.clicks)}
-            return OfSeed(guess(data), trained(data, seed), samples)
+        data = source(seed)
+        samples = {"training": len(data.training.clicks), "held out": len(data.held_out.clicks)}
+        return OfSeed(guess(data), trained(data, seed), samples)
     finally:
         torch.set_num_threads(threads)
 
