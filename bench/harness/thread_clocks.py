@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from unittest import mock
+
+from ecemb.startup import connections
 
 _PER_THREAD, _SCHEDULED = 4, 2  # bits of a clock's number, from the kernel's posix-timers.h
 
@@ -15,6 +19,11 @@ _PER_THREAD, _SCHEDULED = 4, 2  # bits of a clock's number, from the kernel's po
 def threads() -> set[int]:
     """The numbers of all threads of this process."""
     return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def with_own_network() -> AbstractContextManager[object]:
+    """A guard that is made within has a gloo thread of its own, so that its clock can be read."""
+    return mock.patch.object(connections, "training_devices", tuple)
 
 
 class ThreadClocks:

@@ -22,7 +22,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from baselines import live_copies
 from bench.harness.devices import begin, settle
 from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
-from bench.harness.thread_clocks import ThreadClocks, threads
+from bench.harness.thread_clocks import ThreadClocks, threads, with_own_network
 from bench.workloads.models import ENGINES, EVICT_EVERY, Batch, Twin
 from bench.workloads.training_rank import (
     PROTECTED,
@@ -52,7 +51,6 @@ from bench.workloads.training_rank import (
     run,
 )
 from ecemb.coding.rows import TableLayout, joined
-from ecemb.startup import connections
 from ecemb.step.window import MEASURED
 from ecemb.step.window import WARM_UP as SKIPPED
 
@@ -263,7 +261,7 @@ def work(line: Line, order: Order) -> None:
     known = threads()
     protected = None
     if PROTECTED in twins:
-        with mock.patch.object(connections, "training_devices", tuple):
+        with with_own_network():
             methods[PROTECTED] = protected = Clocked(twins[PROTECTED], protect(twins[PROTECTED], order))
     for method in methods.values():
         run(method, first)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 import ecemb
 from bench.harness.guarded_job import GuardedJob
 from bench.harness.ranks import Line, Ranks
-from bench.harness.thread_clocks import ThreadClocks, threads
-from ecemb.startup import connections
+from bench.harness.thread_clocks import ThreadClocks, threads, with_own_network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ class TableTraining:
             torch.optim.SGD(self.model.head.parameters(), lr=0.1),
         )
         known = threads()
-        with mock.patch.object(connections, "training_devices", tuple):  # its gloo thread has its own clock
+        with with_own_network():
             self.guard = ecemb.protect(
                 self.model,
                 optimizers=list(self.optimizers),
