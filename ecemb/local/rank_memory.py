@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ..arena.arena import Arena
 from ..arena.backing import Backing
 from ..arena.header import NONE, State, Word
-from ..coding.delta import Delta, Scratch, blank, messages, size_words
-from ..coding.parity import ParityBlocks
+from ..coding.delta import Scratch, blank, messages, size_words
+from ..coding.parity import ParityBlocks, Received
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined
 from ..coding.slices import Share
@@ -329,22 +329,25 @@ class RankMemory:
             NotEnoughSpace: the parity under them can't be backed, or its journal; neither is it then.
         """
         self.inbox.seal(transaction)
-        self._check(transaction)
-        self.parity_journal.reserve(_widest(self.inbox.deltas(transaction)))
+        received = self._checked(transaction)
+        self.parity_journal.reserve(_widest(received))
         if self._backing is not None:
-            self._back_under(transaction)
+            self._back_under(received)
         self.mark_prepared(transaction)
 
-    def _back_under(self, transaction: int) -> None:
+    def _back_under(self, received: Received) -> None:
         placement = self.geometry.placement
         if placement is not None:
-            for sender, delta in self.inbox.deltas(transaction):
+            for sender, delta in received:
                 stripe_class = placement.stripe_class(sender, delta.block)
                 self.back_parity(stripe_class, delta.offsets, delta.words.shape[1])
 
-    def _check(self, transaction: int) -> None:
-        if self.parity is not None:
-            self.parity.check(self.inbox.deltas(transaction))
+    def _checked(self, transaction: int) -> Received:
+        if self.parity is None:
+            return []
+        received = self.inbox.deltas(transaction)
+        self.parity.check(received)
+        return received
 
     def apply(self, transaction: int, rest: Callable[[], object] = lambda: None) -> None:
         """Brings parity to `transaction` from the inbox, row by row; may be done again after it was cut off.
@@ -406,13 +409,13 @@ class RankMemory:
         redone = self.committed < transaction
         if redone:
             if self.committed != NONE:  # else it is what this arena began with, and has no inbox
-                self._check(transaction)
+                self._checked(transaction)
                 self.apply(transaction)
             self.commit(transaction)
         return undone, redone
 
 
-def _widest(received: Iterable[tuple[int, Delta]]) -> int:
+def _widest(received: Received) -> int:
     """Words of the widest record."""
     return max((delta.words.shape[1] for _, delta in received), default=0)
 

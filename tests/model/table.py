@@ -307,8 +307,9 @@ ENTRIES = (
     Entry(
         "abort_stops_prepare",
         "A rank that has an abort among its heads prepares nothing.",
-        "All have prepared without the aborting rank's deltas, which is lost: the step goes forward on some.",
-        "parity",
+        "All have prepared without the aborting rank's deltas, and take that back: one waits for a second "
+        "attempt, another for votes.",
+        "deadlock",
         _two(losses=1, aborts=1),
     ),
     Entry(
