@@ -39,7 +39,8 @@ class Arena:
     """One rank's memory, attached: locked, mapped, with its header checked.
 
     Made only by `create` or `attach`. The process holds it until `close`, or until the process ends in any
-    way. A forked child has neither the mapping nor the lock: there the arena is closed.
+    way. A forked child has neither the mapping nor the lock: there the arena is closed. What reads or writes
+    a closed one raises UsageError.
 
     Attributes:
         path: path of its file.
@@ -184,18 +185,17 @@ class Arena:
         return headers.snapshot(self.constants, {word: self.get(word) for word in WORDS})
 
     def get(self, word: Word) -> int:
-        """The value of a word; `NONE` if it has none yet.
-
-        Raises:
-            UsageError: the arena is closed.
-        """
+        """The value of a word; `NONE` if it has none yet."""
         return int(self._opened_words()[_INDEX[word]])
+
+    def word(self, word: Word) -> NDArray[np.int64]:
+        """The memory of a word, int64 [1], mapped like that of `region`."""
+        return self._opened_words()[_INDEX[word] : _INDEX[word] + 1]
 
     def set(self, word: Word, value: int) -> None:
         """Store a word: one aligned 8-byte store, that no compiler can move or split.
 
         Raises:
-            UsageError: the arena is closed.
             OverflowError: `value` is not an int64.
         """
         self._opened_words()[_INDEX[word]] = value

@@ -32,7 +32,7 @@ from typing import Any
 from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
 MAGIC = b"ecembARN"
-FORMAT = 3
+FORMAT = 4
 NONE = -1
 """What a word says that has no value yet: no transaction, no generation."""
 
@@ -79,6 +79,7 @@ class Word(str, Enum):
     ROWS_LABEL = "rows_label"
     ROWS_BYTES = "rows_bytes"
     PARITY_LABEL = "parity_label"
+    PARITY_ROW = "parity_row"
     INBOX_LABEL = "inbox_label"
     INBOX_BYTES = "inbox_bytes"
     SLOT0_LABEL = "slot0_label"

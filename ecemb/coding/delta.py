@@ -37,13 +37,16 @@ class Delta:
     offsets: Ids
     words: Words
 
-    def parts(self, size_bytes: int) -> Iterator[Delta]:
-        """This one in pieces of about `size_bytes`, in order; views."""
+    def rows(self, start: int, stop: int) -> Delta:
+        """Records start..stop-1; views."""
+        return Delta(self.block, self.offsets[start:stop], self.words[start:stop])
+
+    def parts(self, size_bytes: int, start: int = 0) -> Iterator[Delta]:
+        """This one from record `start` on, in pieces of about `size_bytes`, in order; views."""
         count, width = self.words.shape
         step = max(1, size_bytes // max(1, self.words.itemsize * width))
-        for start in range(0, count, step):
-            part = slice(start, start + step)
-            yield Delta(self.block, self.offsets[part], self.words[part])
+        for at in range(start, count, step):
+            yield self.rows(at, at + step)
 
 
 def blank(out: Words, block: int, records: int, width: int) -> Delta:

@@ -11,7 +11,7 @@ Must not know: the network, journals, the source of deltas.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,28 +122,29 @@ class ParityBlocks:
                     f"run different versions of ecemb; restart the job"
                 )
 
-    def save(self, received: Received, out: Words) -> None:
-        """Copies the parity words under the Deltas to `out`, in the Deltas' order.
+    def finish_(self, sender: int, delta: Delta, saved: Words) -> None:
+        """Adds a Delta of one row under which parity may be half changed.
 
         Args:
-            received: (sender, Delta) pairs.
-            out: uint64 [sum of the Deltas' words], overwritten.
+            sender: whose Delta it is.
+            delta: of one row.
+            saved: the old words under it, uint64, as many or more; read.
         """
-        for (sender, delta), part in zip(received, _parts(out, received), strict=True):
-            words, _ = self._target(sender, delta)
-            self._kernels.gather_rows(words, delta.offsets, part)
-
-    def restore_(self, received: Received, saved: Words) -> None:
-        """Copies back the words that `save` copied; overlapping Deltas saved equal words, in any order."""
-        for (sender, delta), part in zip(received, _parts(saved, received), strict=True):
-            words, _ = self._target(sender, delta)
-            self._kernels.scatter_rows_(words, delta.offsets, part)
+        words, _ = self._target(sender, delta)
+        start, width = int(delta.offsets[0]), delta.words.shape[1]
+        words[start : start + width] = saved[:width]
+        self.update_([(sender, delta)])
 
     def update_(self, received: Iterable[tuple[int, Delta]]) -> None:
         """Adds Deltas to the parity: word ^= g(row, column) x delta, over GF(2^8)."""
         for sender, delta in received:
             words, weight = self._target(sender, delta)
             self._kernels.mul_add_rows_(words, delta.offsets, delta.words, weight)
+
+    def advance_(self, sender: int, delta: Delta, saved: Words, mark: Ids) -> None:
+        """Adds one Delta in such a way that it can be finished; see `Kernels.update_rows_`."""
+        words, weight = self._target(sender, delta)
+        self._kernels.update_rows_(words, delta.offsets, delta.words, weight, saved, mark)
 
     def clear_(self) -> None:
         """Sets all parity to 0, the parity of rows that are all 0."""
@@ -184,11 +185,3 @@ class ParityBlocks:
             )
         row, words = found
         return words, int(self._generator[self._placement.k + row, delta.block])
-
-
-def _parts(words: Words, received: Received) -> Iterator[Words]:
-    """Cuts words (uint64 [sum of the Deltas' words]) into views of the Deltas' shapes."""
-    at = 0
-    for _, delta in received:
-        yield words[at : at + delta.words.size].reshape(delta.words.shape)
-        at += delta.words.size

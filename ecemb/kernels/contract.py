@@ -269,6 +269,44 @@ class Kernels(ABC):
             self._mul_add_rows(dst, offsets, src, weight)
 
     @final
+    def update_rows_(
+        self, dst: Words, offsets: Ids, src: Words, weight: int, saved: Words, mark: Ids
+    ) -> None:
+        """Adds m weighted rows of w words, so that what a process leaves that ends anywhere can be finished.
+
+        `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`
+
+        Rows are numbered on from the number in `mark`: the first one here has the number after it. They
+        change in order, and stores have this order: a row's old words to `saved[number % 2]`, its number to
+        `mark`, the row.
+
+        Args:
+            dst: uint64 [S]; the rows are updated, the rest left alone.
+            offsets: int64 [m], where each row begins in `dst`, in words; repeats and overlaps add up; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+            weight: 1..255; 1 is plain XOR.
+            saved: uint64 [2, v], v >= w; overwritten. Not overlapping `dst` and `src`.
+            mark: int64 [1]; raised by m.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("update_rows_", "dst", dst, offsets, "src", src)
+        check_output("update_rows_", "dst", dst, src=src)
+        check_weight("update_rows_", weight)
+        check_array("update_rows_", "saved", saved, 2, (WORD,))
+        check_output("update_rows_", "saved", saved, dst=dst, src=src)
+        check_array("update_rows_", "mark", mark, 1, (INDEX,))
+        check_output("update_rows_", "mark", mark, dst=dst, src=src, saved=saved)
+        if not weight or mark.size != 1 or saved.shape[0] != 2 or saved.shape[1] < src.shape[1]:
+            raise KernelError(
+                f"update_rows_: rows of {src.shape[1]} words, the weight {weight}, a mark of {mark.size} and "
+                f"saved {list(saved.shape)}; the weight has to be above 0, mark has to have one number, and "
+                f"saved room for two rows"
+            )
+        self._update_rows(dst, offsets, src, weight, saved, mark)
+
+    @final
     def mul_add_block_(self, dst: Words, src: Words, weight: int) -> None:
         """Adds a weighted block: `dst ^= weight * src`.
 
@@ -342,6 +380,15 @@ class Kernels(ABC):
 
     @abstractmethod
     def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None: ...
+
+    def _update_rows(
+        self, dst: Words, offsets: Ids, src: Words, weight: int, saved: Words, mark: Ids
+    ) -> None:
+        for i in range(len(offsets)):
+            number, words = int(mark[0]) + 1, src.shape[1]
+            saved[number % 2, :words] = dst[offsets[i] : offsets[i] + words]
+            mark[0] = number
+            self._mul_add_rows(dst, offsets[i : i + 1], src[i : i + 1], weight)
 
     @abstractmethod
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None: ...

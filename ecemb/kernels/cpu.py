@@ -28,7 +28,7 @@ class Cpu(Kernels):
     Args:
         products: how to multiply; by default the fastest way that this processor has.
         threads: threads that share large operations. `scatter_`, `scatter_rows_`, `distinct` and `forget_`
-            use one thread, since they may write one place twice.
+            use one thread, since they may write one place twice, and `update_rows_`, since it works in order.
 
     Attributes:
         products: the same.
@@ -42,15 +42,18 @@ class Cpu(Kernels):
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes
-        self._copy, self._put, self._differ, self._add, self._multiply, self._collect, self._drop = compiled(
+        self._copy, self._put, self._differ, self._collect, self._drop, *adds = compiled(
             loops.copy(unit),
             loops.put(unit),
             loops.change(unit),
-            loops.add(unit, None),
-            loops.add(unit, self.products),
             loops.distinct(),
             loops.forget(),
+            loops.add(unit, None),
+            loops.add(unit, self.products),
+            loops.add(unit, None, journalled=True),
+            loops.add(unit, self.products, journalled=True),
         )
+        self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
         # Compiled at the first use: most processes never combine blocks.
         self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
 
@@ -106,6 +109,17 @@ class Cpu(Kernels):
             some(0, count)
         else:
             self._team.share(count, 3 * width, some)
+
+    def _update_rows(
+        self, dst: Words, offsets: Ids, src: Words, weight: int, saved: Words, mark: Ids
+    ) -> None:
+        arguments = (*_places(dst, offsets, src), _address(src))
+        journal = (_address(saved), saved.strides[0], _address(mark))
+        if weight == 1:
+            self._add_journalled(*arguments, 0, *journal)
+        else:
+            constants = self._weights + int(weight) * self._constants.shape[1]
+            self._multiply_journalled(*arguments, constants, *journal)
 
     def _mul_add_block(self, dst: Words, src: Words, weight: int) -> None:
         target, source = _address(dst), _address(src)

@@ -92,6 +92,10 @@ class Emitter:
         """Writes a value to any byte."""
         self.make.store(value, self.pointer(address), align=1)
 
+    def store_word(self, value: Value, address: Value) -> None:
+        """Writes an aligned integer, in one store."""
+        self.make.store(value, self.pointer(address), align=8)
+
     def word(self, base: Value, index: Value) -> Value:
         """Reads word `index` of an array of 64-bit integers."""
         return self.load(I64, self.place(base, index, number(8)))
@@ -145,6 +149,10 @@ class Emitter:
                 act(at, piece)
             at = make.add(at, part)
             piece //= 2
+
+    def in_order(self) -> None:
+        """Keeps the stores before this before those after it, as a process sees them that ends in between."""
+        self.make.fence("seq_cst", "singlethread")
 
     def prefetch(self, address: Value, *, write: bool) -> None:
         """Fetches a line of memory before it is needed. Any address is allowed."""

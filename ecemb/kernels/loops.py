@@ -65,17 +65,28 @@ def change(unit: int) -> Emitter:
     return e.end()
 
 
-def add(unit: int, products: Products | None) -> Emitter:
+def add(unit: int, products: Products | None, *, journalled: bool = False) -> Emitter:
     """(base, indices, count, scale, width, src, constants): row i ^= weight * src[i · width ..].
 
-    Without `products` the weight is 1, and `constants` is not read.
+    Without `products` the weight is 1, and `constants` is not read. With `journalled` there are three more
+    arguments, saved, stride and mark, an address: before row i changes, it is copied to
+    saved + (number mod 2) · stride, and then its number is stored at `mark`; it is what is stored there in
+    the beginning, plus i + 1.
     """
-    e = Emitter("add", 7)
-    base, indices, count, scale, width, src, constants = e.arguments
+    e = Emitter("add", 10 if journalled else 7)
+    base, indices, count, scale, width, src, constants, *journal = e.arguments
     prepared = products.prepare(e, constants) if products else []
+    before = e.load(I64, journal[2]) if journalled else None
     with e.loop(count) as rows:
         target = _row(e, base, indices, count, scale, width, rows.index, write=True)
         source = e.place(src, rows.index, width)
+        if journalled:
+            saved, stride, mark = journal
+            row = e.make.add(e.make.add(before, rows.index), number(1))
+            _keep(e, unit, target, width, e.place(saved, e.make.and_(row, number(1)), stride))
+            e.in_order()
+            e.store_word(row, mark)
+            e.in_order()
 
         def act(at: Value, size: int) -> None:
             for part in range(0, size, unit):
@@ -89,6 +100,18 @@ def add(unit: int, products: Products | None) -> Emitter:
 
         e.pieces(width, 2 * unit, 8, act)
     return e.end()
+
+
+def _keep(e: Emitter, unit: int, row: Value, width: Value, place: Value) -> None:
+    """Copies a row to a place."""
+
+    def act(at: Value, size: int) -> None:
+        for part in range(0, size, unit):
+            first = e.make.add(at, number(part))
+            kind = vector(min(size, unit))
+            e.store(e.load(kind, e.make.add(row, first)), e.make.add(place, first))
+
+    e.pieces(width, 2 * unit, 8, act)
 
 
 def dot(products: Products, outputs: int) -> Emitter:

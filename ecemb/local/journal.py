@@ -5,8 +5,7 @@ Growing regions of the arena, each guarded by aligned words of the header (docs/
 - `RowJournal`: the old records of the rows that a transaction changes. Written before the data change. There
   are two, so that a transaction can begin before the previous one is decided.
 - `Inbox`: the deltas that other ranks sent for the parity of this keeper. Complete before `prepared` is
-  stored.
-- `ParityJournal`: the old parity words under those deltas. Complete before parity changes.
+  stored. `parity_journal` has what a redo needs beside them.
 
 Undo and redo copy bytes, so they may be repeated, also after an interruption. Must not know: the network, the
 decision.
@@ -403,32 +402,3 @@ class Inbox:
             )
         messages = parted(words[self._senders :], lengths)
         return [(sender, delta) for sender, message in messages.items() for delta in unpack(message)]
-
-
-class ParityJournal:
-    """Old parity words under the inbox's deltas, in the inbox's order, so they need no addresses.
-
-    Args:
-        arena: holds the region "parity_journal" and the word `parity_label`.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    @property
-    def label(self) -> int:
-        """The transaction under which parity has begun to change."""
-        return self._arena.get(Word.PARITY_LABEL)
-
-    def open(self, words: int) -> Words:
-        """Reserves `words` old parity words: uint64 [words] in the arena.
-
-        Raises:
-            NotEnoughSpace: the journal can't grow.
-        """
-        self._arena.reserve("parity_journal", words * WORD_BYTES)
-        return self._arena.region("parity_journal")[: words * WORD_BYTES].view(np.uint64)
-
-    def seal(self, transaction: int) -> None:
-        """Records that all old words of `transaction` are saved; from here on parity may change."""
-        self._arena.set(Word.PARITY_LABEL, transaction)

@@ -20,15 +20,16 @@ from ..arena.arena import Arena
 from ..arena.backing import Backing
 from ..arena.header import NONE, State, Word
 from ..coding.delta import Scratch, blank, messages, size_words
-from ..coding.parity import ParityBlocks
+from ..coding.parity import ParityBlocks, Received
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined
 from ..coding.slices import Share
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
 from .ahead import Ahead
-from .journal import ROW_JOURNALS, Inbox, ParityJournal, RowJournal
+from .journal import ROW_JOURNALS, Inbox, RowJournal
 from .outbox import PART_BYTES, Outbox
+from .parity_journal import ParityJournal
 from .room import Room
 from .state_slots import Slots
 
@@ -106,9 +107,9 @@ class RankMemory:
         self.slots: Slots = Slots(arena, self.share_of(self.rank))
         self._messages = Scratch()
         n, k = geometry.generator.shape
-        kept = dict.fromkeys(("inbox", "parity_journal"), 0 if geometry.placement is None else n - k)
+        inbox = 0 if geometry.placement is None else n - k
         self._rooms = [
-            Room(arena, {**dict.fromkeys(journals, 1), **kept, "": 1})
+            Room(arena, {**dict.fromkeys(journals, 1), "inbox": inbox, "": 1})
             for journals in (["row_journal"], ROW_JOURNALS)
         ]
 
@@ -298,10 +299,7 @@ class RankMemory:
         return messages(outbox.words, outbox.edges, placement, self.rank)
 
     def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
-        """Makes room for other ranks' messages, and for the old parity under them.
-
-        Everything that `apply` will need is reserved here: nothing may fail for want of space once the
-        transaction is prepared.
+        """Makes room for other ranks' messages.
 
         Args:
             lengths: what each rank announces, in words.
@@ -318,61 +316,64 @@ class RankMemory:
                 f"the ranks announce messages of {list(lengths)} words: the network is damaged, or the ranks "
                 f"run different versions of ecemb; restart the job"
             )
-        self.parity_journal.open(sum(lengths))
         return self.inbox.open(lengths)
 
     def prepare(self, transaction: int) -> None:
         """The inbox is complete and all is written: whatever happens now, the vote decides.
 
+        Everything that `apply` will need is reserved here: nothing may fail for want of space once the
+        transaction is prepared.
+
         Raises:
             InconsistentArenas: a received delta fits nothing here; the transaction is not prepared.
-            NotEnoughSpace: the parity under them can't be backed; neither is it then.
+            NotEnoughSpace: the parity under them can't be backed, or its journal; neither is it then.
         """
         self.inbox.seal(transaction)
-        self._check(transaction)
+        received = self._checked(transaction)
+        self.parity_journal.reserve(_widest(received))
         if self._backing is not None:
-            self._back_under(transaction)
+            self._back_under(received)
         self.mark_prepared(transaction)
 
-    def _back_under(self, transaction: int) -> None:
+    def _back_under(self, received: Received) -> None:
         placement = self.geometry.placement
         if placement is not None:
-            for sender, delta in self.inbox.deltas(transaction):
+            for sender, delta in received:
                 stripe_class = placement.stripe_class(sender, delta.block)
                 self.back_parity(stripe_class, delta.offsets, delta.words.shape[1])
 
-    def _check(self, transaction: int) -> None:
-        if self.parity is not None:
-            self.parity.check(self.inbox.deltas(transaction))
+    def _checked(self, transaction: int) -> Received:
+        if self.parity is None:
+            return []
+        received = self.inbox.deltas(transaction)
+        self.parity.check(received)
+        return received
 
     def apply(self, transaction: int, rest: Callable[[], object] = lambda: None) -> None:
-        """Brings parity to `transaction` from the inbox, old words first; may be done again.
+        """Brings parity to `transaction` from the inbox, row by row; may be done again after it was cut off.
 
         Args:
             transaction: the one that is prepared.
             rest: called between two parts of the work.
+
+        Raises:
+            InconsistentArenas: it was cut off, and what the journal says of that is damaged.
         """
         if self.parity is None:
             return
-        received = [
-            (sender, part)
-            for sender, delta in self.inbox.deltas(transaction)
-            for part in delta.parts(PART_BYTES)
-        ]
-        saved = self.parity_journal.open(sum(delta.words.size for _, delta in received))
-        if self.parity_journal.label == transaction:
-            self.parity.restore_(received, saved)
-        else:
-            at = 0
-            for one in received:
-                size = one[1].words.size
-                self.parity.save([one], saved[at : at + size])
-                at += size
+        received = self.inbox.deltas(transaction)
+        journal = self.parity_journal
+        saved = journal.places(_widest(received))
+        if journal.label != transaction:
+            journal.begin(transaction)
+        done = journal.finished(received)
+        for sender, delta in received:
+            if 0 < done <= len(delta.offsets):
+                self.parity.finish_(sender, delta.rows(done - 1, done), saved[journal.row % 2])
+            for part in delta.parts(PART_BYTES, max(0, done)):
+                self.parity.advance_(sender, part, saved, journal.mark)
                 rest()
-            self.parity_journal.seal(transaction)
-        for one in received:
-            self.parity.update_([one])
-            rest()
+            done -= len(delta.offsets)
 
     def commit(self, transaction: int) -> None:
         """Says that a transaction is decided, in its last store (docs/protocol.md, 1.1).
@@ -408,10 +409,15 @@ class RankMemory:
         redone = self.committed < transaction
         if redone:
             if self.committed != NONE:  # else it is what this arena began with, and has no inbox
-                self._check(transaction)
+                self._checked(transaction)
                 self.apply(transaction)
             self.commit(transaction)
         return undone, redone
+
+
+def _widest(received: Received) -> int:
+    """Words of the widest record."""
+    return max((delta.words.shape[1] for _, delta in received), default=0)
 
 
 def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:

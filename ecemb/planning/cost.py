@@ -234,7 +234,7 @@ def message_rounds(ranks: int) -> int:
 def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
-    - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + 2 r
+    - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
       times, and reserve up to `SPARE` times that; two copies of r + 1 slices of replicated state, of as many
       as there are ranks (`abortable=True`, with two copies of all of it on each rank, is not considered).
     - bytes: each touched row goes to r keepers, with its number.
@@ -258,7 +258,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     touched = job.touched_rows * job.record_bytes
     named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
     step_bytes = code.r * named
-    buffers = SPARE * (1 + 2 * code.r) * named
+    buffers = SPARE * (1 + code.r) * named
     dense_bytes = 2 * job.dense_bytes * (code.r + 1) / job.ranks
     memory_bytes = rank_bytes * code.r / code.k + buffers + dense_bytes
     step_s = (

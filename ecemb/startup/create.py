@@ -217,7 +217,7 @@ def _sizes(
     dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
     reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
-    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
+    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": 2 * inbox}
     return reserved, {**growing, "slot0": slot, "slot1": slot}
 
 

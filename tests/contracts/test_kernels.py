@@ -275,6 +275,21 @@ def test_mul_add_rows(work: Kernels, rng: np.random.Generator, count: int, width
     assert dst.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("weight", [1, 2, 255])
+@pytest.mark.parametrize(("count", "width"), PLACES)
+def test_update_rows(work: Kernels, rng: np.random.Generator, count: int, width: int, weight: int) -> None:
+    dst, src, saved = draw(rng, 201), draw(rng, count, width), draw(rng, 2, width + 3)
+    offsets = places(rng, dst.size, count, width)  # they overlap, so the order of rows shows
+    first = int(rng.integers(-1, 9))
+    expected, kept, mark = dst.copy(), saved.copy(), ids(first)
+    for i, offset in enumerate(offsets):
+        kept[(first + 1 + i) % 2, :width] = expected[offset : offset + width]
+        expected[offset : offset + width] ^= times(weight, src[i])
+    work.update_rows_(dst, offsets, src, weight, saved, mark)
+    assert (dst.tobytes(), saved.tobytes()) == (expected.tobytes(), kept.tobytes())
+    assert mark.tolist() == [first + count]
+
+
 def test_a_repeated_offset_adds_up(work: Kernels) -> None:
     dst = np.zeros(3, np.uint64)
     work.mul_add_rows_(dst, ids(1, 1, 1), np.array([[3], [5], [9]], np.uint64), 1)
@@ -463,6 +478,16 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("scatter_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1)), r"dst is written to"),
     ("mul_add_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1), 2), r"dst is written to"),
     ("mul_add_rows_", (w(3), ids(0), w(1).reshape(1, 1), 256), r"weight 256"),
+    ("update_rows_", (w(3), ids(0), w(1).reshape(1, 1), 0, w(2).reshape(2, 1), ids(0)), r"weight 0"),
+    ("update_rows_", (w(3), ids(0), w(1).reshape(1, 1), 2, w(2).reshape(1, 2), ids(0)), r"saved \[1, 2\]"),
+    ("update_rows_", (w(3), ids(0), w(2).reshape(1, 2), 2, w(2).reshape(2, 1), ids(0)), r"rows of 2 words"),
+    ("update_rows_", (w(3), ids(0), w(1).reshape(1, 1), 2, w(2).reshape(2, 1), ids(0, 1)), r"mark of 2"),
+    (
+        "update_rows_",
+        (w(3), ids(0), w(1).reshape(1, 1), 2, w(2).reshape(2, 1), read_only(ids(0))),
+        r"mark is written",
+    ),
+    ("update_rows_", (OVER[:8], ids(0), w(1).reshape(1, 1), 2, OVER[6:8].reshape(2, 1), ids(0)), r"overlap"),
     ("mul_add_block_", (w(3), w(3), 1.0), r"weight 1\.0"),
     ("mul_add_block_", (w(3), w(3), "2"), r"weight '2'"),
     ("mul_add_block_", (w(3), w(4), 2), r"src has 4 words; .* dst's 3"),

@@ -586,6 +586,24 @@ def _watch_kernels(worker: Worker) -> None:
 
         _wrap(Cpu, name, torn)
 
+    def row_torn(kernel: Callable[..., None], self: Cpu, *args: Any) -> None:
+        """Half of the rows, and half of the next one."""
+        dst, offsets, src, weight, saved, mark = args
+
+        def half() -> None:
+            at, width = len(offsets) // 2, src.shape[1]
+            kernel(self, dst, offsets[:at], src[:at], weight, saved, mark)
+            for offset in offsets[at : at + 1]:
+                rest = dst[offset + width // 2 : offset + width]
+                before = rest.copy()
+                kernel(self, dst, offsets[at : at + 1], src[at : at + 1], weight, saved, mark)
+                rest[:] = before
+
+        worker.kernel("update_rows", half)
+        kernel(self, *args)
+
+    _wrap(Cpu, "_update_rows", row_torn)
+
 
 def _around(worker: Worker, owner: Any, name: str, phase: str | dict[str, str]) -> None:
     """The function is a phase; of a dict, one only within the phases that are its keys."""

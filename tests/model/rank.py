@@ -20,6 +20,8 @@ from ecemb.arena.header import NONE
 from ecemb.recovery.plan import RecoveryPlan
 
 TORN = -1
+UNSAVED = (NONE, TORN)
+"""A place of the parity journal without old words: the row that they are of, and the words."""
 NOTHING = 0
 """The state of a rank that has no arena."""
 
@@ -119,7 +121,8 @@ class Rank(NamedTuple):
     inbox_label: int = NONE
     inbox: tuple[int, ...] = ()
     parity_label: int = NONE
-    parity_saved: tuple[int, ...] = ()
+    parity_row: int = NONE
+    parity_saved: tuple[tuple[int, int], ...] = (UNSAVED, UNSAVED)
     parity: tuple[int, ...] = ()
     slots: tuple[Any, Any] = (None, None)
     room: int = 0  # the largest window that this rank's journal has room for; 0: it has never run out

@@ -18,6 +18,9 @@ class Rules:
     agreement: bool = True
     agreement_of_all: bool = True
     parity_saved_first: bool = True
+    row_void_before_label: bool = True
+    row_before_change: bool = True
+    rows_alternate: bool = True
     redo_restores_first: bool = True
     committed_after_apply: bool = True
     slots_alternate: bool = True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ecemb.arena.header import State
+from ecemb.arena.header import NONE, State
 
 from .rank import (
     CLOSED,
@@ -193,34 +193,80 @@ class Program(Start):
                 raise Broken(f"no inbox: transaction {t} is prepared, and the inbox is of {me.inbox_label}")
             me = me._replace(t=at)
             if me.parity_label == t:
-                return me._replace(pc="restore" if self.rules.redo_restores_first else "first_delta")
-        return me._replace(pc="save" if self.rules.parity_saved_first else "first_delta")
+                return self._resumed(me)
+        return me._replace(pc="void_row" if self.rules.row_void_before_label else "parity_label")
 
     def _transaction(self, me: Rank, life: Life) -> int:
         return life.plan.transaction if me.sent < DECIDED else me.t
 
-    def do_save(self, me: Rank, i: int, life: Life) -> list[Move]:
+    def do_void_row(self, me: Rank, i: int, life: Life) -> list[Move]:
+        pc = "parity_label" if self.rules.row_void_before_label else self._stages[0]
+        return [Move("parity journal's row := none", 0, None, me._replace(parity_row=NONE, pc=pc))]
+
+    def do_parity_label(self, me: Rank, i: int, life: Life) -> list[Move]:
         t = self._transaction(me, life)
-        new = me._replace(parity_saved=me.parity, parity_label=t)
-        text = f"parity journal is saved, label := {t}"
-        if self.rules.parity_saved_first:
-            return [Move(text, 0, None, new._replace(pc="first_delta"))]
-        return [Move(text, 0, None, self._applied(new, life))]
+        pc = self._stages[0] if self.rules.row_void_before_label else "void_row"
+        return [Move(f"parity journal's label := {t}", 0, None, me._replace(parity_label=t, pc=pc))]
+
+    @property
+    def _stages(self) -> tuple[str, ...]:
+        """What is done with each parity row, one row after another."""
+        if not self.rules.parity_saved_first:
+            return ("row", "half", "add", "save")
+        if not self.rules.row_before_change:
+            return ("save", "half", "row", "add")
+        return ("save", "row", "half", "add")
+
+    def _at(self, me: Rank, stage: str) -> int:
+        """The row that a stage works on: the one that the journal names, or the one after it."""
+        return me.parity_row + (self._stages.index(stage) <= self._stages.index("row"))
+
+    def _place(self, row: int) -> int:
+        return row % 2 if self.rules.rows_alternate else 0
+
+    def _staged(self, me: Rank, stage: str, text: str, life: Life) -> list[Move]:
+        """On to the next stage, the next row, or the end."""
+        following = self._stages[self._stages.index(stage) + 1 :]
+        if following:
+            new = me._replace(pc=following[0])
+        elif me.parity_row + 1 < len(me.inbox):
+            new = me._replace(pc=self._stages[0])
+        else:
+            new = self._applied(me, life)
+        return [Move(text, 0, None, new)]
+
+    def do_save(self, me: Rank, i: int, life: Life) -> list[Move]:
+        row = self._at(me, "save")
+        new = me._replace(parity_saved=_with(me.parity_saved, self._place(row), (row, me.parity[row])))
+        return self._staged(new, "save", f"saves parity row {row}", life)
+
+    def do_row(self, me: Rank, i: int, life: Life) -> list[Move]:
+        row = self._at(me, "row")
+        return self._staged(me._replace(parity_row=row), "row", f"parity journal's row := {row}", life)
+
+    def do_half(self, me: Rank, i: int, life: Life) -> list[Move]:
+        row = self._at(me, "half")
+        new = me._replace(old=me.parity[row], parity=_with(me.parity, row, TORN))
+        return self._staged(new, "half", f"adds half of a delta to parity row {row}", life)
+
+    def do_add(self, me: Rank, i: int, life: Life) -> list[Move]:
+        row = self._at(me, "add")
+        value = TORN if me.old == TORN else me.old ^ me.inbox[row]
+        new = me._replace(old=TORN, parity=_with(me.parity, row, value))
+        return self._staged(new, "add", f"adds a delta to parity row {row}", life)
+
+    def _resumed(self, me: Rank) -> Rank:
+        """A redo of parity that has begun to change."""
+        if me.parity_row == NONE:
+            return me._replace(pc=self._stages[0])
+        return me._replace(pc="restore" if self.rules.redo_restores_first else "half")
 
     def do_restore(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(parity=me.parity_saved, pc="first_delta")
-        return [Move("restores the old parity", 0, None, new)]
-
-    def do_first_delta(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(parity=_add(me.parity, me.inbox, 0, 1), pc="last_deltas")
-        return [Move("adds a delta to its parity", 0, None, new)]
-
-    def do_last_deltas(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(parity=_add(me.parity, me.inbox, 1, len(me.inbox)))
-        text = "adds the last delta to its parity"
-        if not self.rules.parity_saved_first:
-            return [Move(text, 0, None, new._replace(pc="save"))]
-        return [Move(text, 0, None, self._applied(new, life))]
+        row = me.parity_row
+        saved, old = me.parity_saved[self._place(row)]
+        old = old if saved == row else TORN
+        new = me._replace(old=old, parity=_with(me.parity, row, old), pc="add")
+        return [Move(f"restores parity row {row}", 0, None, new)]
 
     def _applied(self, me: Rank, life: Life) -> Rank:
         if me.sent < DECIDED or self.rules.committed_after_apply:
@@ -334,8 +380,5 @@ class Program(Start):
         return [Move("removes its arena", need, None, Rank(pc="done", sent=CLOSED, whole=True))]
 
 
-def _add(parity: tuple[int, ...], deltas: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-    return tuple(
-        old if old == TORN or not start <= j < stop else old ^ delta
-        for j, (old, delta) in enumerate(zip(parity, deltas, strict=True))
-    )
+def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])

@@ -37,7 +37,7 @@ from ecemb.group.assignment import Report, Worker, assign
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .overlap import Overlapped
-from .rank import CREATED, NOTHING, READY, Broken, Journal, Life, Rank, change
+from .rank import CREATED, NOTHING, READY, TORN, UNSAVED, Broken, Journal, Life, Rank, change
 from .rounds import LAYS_OUT, Rounds, is_over
 from .rules import ALL, BUDGETS, HEARD, Config, Rules
 from .step import Program
@@ -263,9 +263,14 @@ class Model:
         if rank.prepared <= rank.committed:
             rank = rank._replace(inbox_label=NONE, inbox=())
         if rank.parity_label <= rank.committed:
-            rank = rank._replace(parity_label=NONE, parity_saved=())
-        else:
-            rank = rank._replace(parity=())
+            rank = rank._replace(parity_label=NONE, parity_row=NONE, parity_saved=(UNSAVED, UNSAVED))
+        else:  # the redo writes the row that the journal names; of the others, it reads no saved words
+            row = rank.parity_row
+            saved = [
+                old if row != NONE and at == row % 2 else UNSAVED for at, old in enumerate(rank.parity_saved)
+            ]
+            parity = [TORN if at == row else word for at, word in enumerate(rank.parity)]
+            rank = rank._replace(parity_saved=tuple(saved), parity=tuple(parity))
         kept = (rank.committed, rank.prepared)
         first, second = (slot if slot and slot[0] in kept else None for slot in rank.slots)
         return rank._replace(slots=(first, second))

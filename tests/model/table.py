@@ -121,10 +121,31 @@ ENTRIES = (
     ),
     Entry(
         "parity_saved_first",
-        "Old parity words are in the journal before parity changes.",
-        "A crash while parity changes: the redo adds the same delta a second time, and takes it away.",
+        "The old words of a parity row are in the journal before the row changes.",
+        "A crash while the row changes: the redo has nothing to begin with.",
         "parity",
         _two(),
+    ),
+    Entry(
+        "row_before_change",
+        "The journal names the row before the row changes.",
+        "A crash while the row changes: the redo adds the delta to what is half changed.",
+        "parity",
+        _two(),
+    ),
+    Entry(
+        "rows_alternate",
+        "The old words of a row go to the place that does not hold those of the row before.",
+        "A crash before the journal names the next row: the redo copies that one's old words over this one.",
+        "parity",
+        _three(),
+    ),
+    Entry(
+        "row_void_before_label",
+        "The parity journal names no row before it gets a new label.",
+        "A crash between the two: the redo begins with the row that the last transaction ended with.",
+        "parity",
+        _two(steps=2),
     ),
     Entry(
         "committed_after_apply",
@@ -158,8 +179,8 @@ ENTRIES = (
     ),
     Entry(
         "redo_restores_first",
-        "A redo copies the old parity words back, then adds the whole inbox.",
-        "A crash while parity changes: the redo adds the same delta a second time, and takes it away.",
+        "A redo copies the old words of the row that the journal names back, and begins with that row.",
+        "A crash while the row changes: the redo adds the delta to what is half changed.",
         "parity",
         _two(),
     ),
@@ -286,8 +307,9 @@ ENTRIES = (
     Entry(
         "abort_stops_prepare",
         "A rank that has an abort among its heads prepares nothing.",
-        "All have prepared without the aborting rank's deltas, which is lost: the step goes forward on some.",
-        "parity",
+        "All have prepared without the aborting rank's deltas, and take that back: one waits for a second "
+        "attempt, another for votes.",
+        "deadlock",
         _two(losses=1, aborts=1),
     ),
     Entry(

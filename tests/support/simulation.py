@@ -39,7 +39,7 @@ from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
-from ecemb.kernels.reference import Reference
+from ecemb.kernels.reference import Reference, product
 from ecemb.local.journal import ROW_JOURNALS
 from ecemb.local.rank_memory import Geometry, RankMemory
 from ecemb.recovery import state_slices
@@ -149,6 +149,18 @@ class Torn(Reference):
     def _mul_add_rows(self, dst: Words, offsets: Any, src: Words, weight: int) -> None:
         for part in halves(offsets):
             super()._mul_add_rows(dst, offsets[part], src[part], weight)
+
+    def _update_rows(
+        self, dst: Words, offsets: Any, src: Words, weight: int, saved: Words, mark: Any
+    ) -> None:
+        for offset, row in zip(offsets, src, strict=True):
+            number = int(mark[0]) + 1
+            for part in halves(row):
+                saved[number % 2, : row.size][part] = dst[offset : offset + row.size][part]
+            moment()
+            mark[0] = number
+            for part in halves(row):
+                dst[offset : offset + row.size][part] ^= product(weight, row[part])
 
 
 def halves(items: Any) -> Iterator[slice]:
@@ -478,7 +490,7 @@ def create(
     _, rows = arrange(layouts)
     journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
     fixed = {"rows": rows, "parity": parity}
-    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": inbox}
+    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": 2 * inbox}
     n, k = geometry.generator.shape
     constants = Constants(
         job="job",

@@ -80,7 +80,6 @@ PASSES = (
     Pass("delta", "old and new records, to a message", own=3, addresses=2, least_own=3),
     Pass("exchange", "messages out, messages into the inbox", kept=2, kept_addresses=2, least_kept=2),
     Pass("exchange", "addresses checked", kept_addresses=1),
-    Pass("apply", "old parity, to its journal", kept=2, kept_addresses=1, least_kept=1),
     Pass("apply", "inbox times weight, added to parity", kept=3, kept_addresses=1, least_kept=3),
 )
 """What ecemb does, in `RowJournal`, `Transport.exchange` and `ParityBlocks`; docs/performance.md says why the

@@ -1,8 +1,9 @@
-"""Parity blocks against zfec's encoder and galois' algebra: kept up by deltas, saved, put back, compared."""
+"""Parity blocks against zfec's encoder and galois' algebra: kept up, cut off, finished, compared."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import galois
 import numpy as np
@@ -18,6 +19,7 @@ from ecemb.kernels import contract
 from support.simulation import generator_of, parity_of
 
 Words = NDArray[np.uint64]
+Received = Sequence[tuple[int, Delta]]
 
 SHAPES = [(2, 1, 2), (3, 1, 3), (3, 2, 5), (4, 2, 4), (5, 2, 6), (6, 4, 6), (7, 4, 9)]
 FIELD = galois.GF(2**8, irreducible_poly=0x11D, primitive_element=2)
@@ -126,35 +128,34 @@ def test_a_block_is_as_long_as_the_longest_of_its_class(stripes: Stripes) -> Non
         assert len(kept.blocks) == placement.n - placement.k
 
 
-def test_saved_words_come_back_twice_and_from_a_torn_update(stripes: Stripes) -> None:
-    """Redo restores and applies again; blocks of one class overlap in their keeper's parity."""
-    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
-        kept.update_(received)
-    before = parity_bytes(stripes)
-    for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
-        saved = np.empty(sum(delta.words.size for _, delta in received), np.uint64)
-        kept.save(received, saved)
-        kept.update_(received[: len(received) // 2])
-        kept.restore_(received, saved)
-        kept.restore_(received, saved)
-    assert parity_bytes(stripes) == before
+def numbered(received: Received) -> list[tuple[int, Delta]]:
+    """One Delta of one row for each row, in order."""
+    return [(sender, delta.rows(i, i + 1)) for sender, delta in received for i in range(len(delta.offsets))]
 
 
-def test_what_is_saved_is_what_lies_under_the_deltas() -> None:
-    stripes = Stripes(2, 1, 2, random.Random(0), "reference")
-    parity = ParityBlocks(
-        np.arange(10, dtype=np.uint64),
-        stripes.placement,
-        0,
-        [[10], [10]],
-        generator_of(Code(2, 1)),
-        contract.get_kernels("reference"),
-    )
-    pair = Delta(0, np.array([4], np.int64), np.zeros((1, 2), np.uint64))
-    single = Delta(0, np.array([9, 0], np.int64), np.zeros((2, 1), np.uint64))
-    saved = np.empty(4, np.uint64)
-    parity.save([(1, pair), (1, single)], saved)
-    assert saved.tolist() == [4, 5, 9, 0]
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_update_that_was_cut_off_is_finished(shape: tuple[int, int, int], kernel: str, seed: int) -> None:
+    """At any row, with the row half changed; blocks of one class overlap in their keeper's parity."""
+    rng = random.Random(seed)
+    stripes = Stripes(*shape, rng, kernel)
+    for _ in range(3):
+        for kept, received in zip(stripes.kept, stripes.change_some(), strict=True):
+            rows = numbered(received)
+            saved, mark = np.zeros((2, 3), np.uint64), np.array([-1], np.int64)
+            for sender, delta in rows[: rng.randint(0, len(rows))]:
+                kept.advance_(sender, delta, saved, mark)
+            done = int(mark[0]) + 1
+            if done:
+                sender, delta = rows[done - 1]
+                words = kept.block(stripes.placement.stripe_class(sender, delta.block))
+                words[delta.offsets[0] : delta.offsets[0] + rng.randint(0, delta.words.size)] ^= np.uint64(77)
+                for _ in range(2):
+                    kept.finish_(sender, delta, saved[(done - 1) % 2])
+            for sender, delta in rows[done:]:
+                kept.advance_(sender, delta, saved, mark)
+            assert int(mark[0]) == len(rows) - 1
+        stripes.check()
 
 
 # --- comparing parity with rows -----------------------------------------------------------------

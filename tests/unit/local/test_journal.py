@@ -19,7 +19,7 @@ from ecemb.coding.delta import Delta, Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract
-from ecemb.local.journal import Inbox, ParityJournal, RowJournal
+from ecemb.local.journal import Inbox, RowJournal
 from ecemb.local.rank_memory import RankMemory
 from support.simulation import Killed, Moments, Torn, alone, message_of, watched
 
@@ -352,18 +352,3 @@ def test_an_inbox_without_room_is_void(inbox: Inbox) -> None:
         inbox.open([1, 2, 3])
     with pytest.raises(InconsistentArenas):
         inbox.deltas(1)
-
-
-# --- the parity's journal -----------------------------------------------------------------------
-
-
-def test_old_parity_stays_until_it_is_written_over(memory: RankMemory) -> None:
-    journal = ParityJournal(memory.arena)
-    assert journal.label == -1
-    journal.open(3)[:] = [1, 2, 3]
-    assert journal.label == -1
-    journal.seal(6)
-    again = ParityJournal(memory.arena)
-    assert again.label == 6
-    assert again.open(3).tolist() == [1, 2, 3]
-    assert again.open(2).tolist() == [1, 2]  # making room changes nothing

@@ -192,7 +192,7 @@ def test_prepared_is_stored_after_the_inbox_is_complete(tmp_path: Path, job: Job
             mine.commit(1)
     order = ["rows_bytes", "rows_label", "inbox_label", "inbox_bytes", "inbox_label", "prepared"]
     assert stores[: len(order)] == order
-    assert stores[len(order) :] == ["parity_label", "committed_ns", "committed"]
+    assert stores[len(order) :] == ["parity_row", "parity_label", "committed_ns", "committed"]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64, 10**6])
@@ -338,7 +338,7 @@ def test_undo_that_has_begun_can_never_roll_forward(undecided: Undecided, tmp_pa
 
 
 def test_redo_cut_off_anywhere_is_finished_by_the_next(undecided: Undecided, tmp_path: Path) -> None:
-    """Torn parity: the old words are restored first, then the whole inbox is applied again."""
+    """Torn parity: the row that is half changed is restored first, and the rest of the inbox follows."""
     for end, memory in moments_of(undecided, tmp_path, 2):
         cut_off(end // 2 + 1, lambda: torn(memory).decide(2))  # noqa: B023 - and once more
         torn(memory).decide(2)
