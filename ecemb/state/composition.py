@@ -37,7 +37,7 @@ class Composition:
 
     def is_as(self, other: Composition) -> bool:
         """Whether everything except options is unchanged."""
-        return (
+        return self is other or (
             self.versions == other.versions
             and len(self.tensors) == len(other.tensors)
             and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
@@ -52,6 +52,8 @@ class Composition:
             names: names of the tensors at that moment.
         """
         moved: dict[str, str] = {}
+        if self is then:
+            return moved
         for number, kind in enumerate(self.kinds):
             for index, (before, now) in enumerate(
                 zip(then.options[number], self.options[number], strict=False)
@@ -93,9 +95,18 @@ def record(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Compositi
     tensors: list[torch.Tensor] = []
     rest: list[object] = []
     _flatten(collected, tensors, rest)
-    versions = [-1 if one.is_inference() else one._version for one in tensors]
-    groups = [[options(group) for group in one.param_groups] for one in optimizers]
-    return Composition(tensors, versions, rest, groups, [type(one).__name__ for one in optimizers])
+    kinds = [type(one).__name__ for one in optimizers]
+    return Composition(tensors, versions_of(tensors), rest, options_of(optimizers), kinds)
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Version counters of tensors; -1 for those that have none."""
+    return [-1 if one.is_inference() else one._version for one in tensors]
+
+
+def options_of(optimizers: Iterable[Any]) -> list[list[dict[str, Any]]]:
+    """Options of each parameter group of each optimizer; copies, except tensors."""
+    return [[options(group) for group in one.param_groups] for one in optimizers]
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Must not know: the owner of the state, its storage.
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,27 +31,51 @@ _WORDS = {
     ("ecemb.float",): struct.Struct("<d"),
 }  # by its placeholder
 _INT, _FLOAT = _WORDS
+_copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+_COPIED_AT_ONCE = frozenset({torch.Tensor, torch.nn.Parameter})  # other types may lack that operator
 _INT64 = range(-(1 << 63), 1 << 63)  # a larger int stays in the outline
+WORD_BYTES = 8
+"""Size of a number in the numbers' area."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The place of a tensor, or of some of its elements, in a saved state.
+class Layout:
+    """The places of numbers and tensors in the memory of a saved state, to write them there.
 
-    Attributes:
-        index: of the tensor.
-        elements: which of it, in row-major order; None for all.
-        view: of the saved state; one-dimensional unless it is for the whole tensor.
+    Args:
+        numbers: the memory of the numbers and their checksum; overwritten by `save`.
     """
 
-    index: int
-    elements: slice | None
-    view: torch.Tensor
+    def __init__(self, numbers: NDArray[np.uint8]) -> None:
+        self._numbers = memoryview(numbers.data)
+        self._views: list[torch.Tensor] = []
+        self._indices: list[int] = []  # of the tensor for each view
+        self._cuts: list[tuple[int, slice]] = []  # of the views for a part of a tensor
 
-    def save(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies it from the tensors."""
-        tensor = tensors[self.index].detach()
-        self.view.copy_(tensor if self.elements is None else tensor.reshape(-1)[self.elements])
+    def add(self, index: int, elements: slice | None, view: torch.Tensor) -> None:
+        """Notes a place.
+
+        Args:
+            index: of the tensor.
+            elements: which of it, in row-major order; None for all.
+            view: of the memory; one-dimensional unless it is for the whole tensor.
+        """
+        if elements is not None:
+            self._cuts.append((len(self._views), elements))
+        self._views.append(view)
+        self._indices.append(index)
+
+    @torch.no_grad()
+    def save(self, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
+        """Copies tensors and numbers, as `taken` gives them, to their places."""
+        self._numbers[:] = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
+        sources = [tensors[index] for index in self._indices]
+        for at, elements in self._cuts:
+            sources[at] = sources[at].reshape(-1)[elements]
+        if sources and _COPIED_AT_ONCE.issuperset(map(type, sources)):
+            _copy_all(self._views, sources)
+            return
+        for view, source in zip(self._views, sources, strict=True):
+            view.copy_(source.detach())
 
 
 class Outline:
@@ -76,20 +99,26 @@ class Outline:
         packed = dump(value)
         self.head: bytes = _HEAD.pack(len(packed), zlib.crc32(packed), len(numbers)) + packed
         self.names = blank(value)[0]
-        self.front_bytes = _aligned(len(self.head) + _CHECKSUM.size + len(numbers))
+        self._numbers_bytes = _CHECKSUM.size + len(numbers)
+        self.front_bytes = _aligned(len(self.head) + self._numbers_bytes)
         self._places, self.area_bytes = _places(tensors)
+        self._sizes: dict[Share, int] = {}
 
     def size_bytes(self, share: Share = WHOLE) -> int:
         """Size of the saved state, with a share of its tensors."""
-        return self.front_bytes + share.size_bytes(self.area_bytes)
+        size = self._sizes.get(share)
+        if size is None:
+            size = self._sizes[share] = self.front_bytes + share.size_bytes(self.area_bytes)
+        return size
 
     def lay_out(
         self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor], share: Share = WHOLE
-    ) -> list[Part]:
-        """Writes all except numbers and tensors (uint8 [size_bytes]); returns the parts for the tensors."""
+    ) -> Layout:
+        """Writes all except numbers and tensors (uint8 [size_bytes]), and returns the places of these."""
         memory[:] = 0  # an earlier state may have left different bytes between tensors on each rank
         memory[: len(self.head)] = np.frombuffer(self.head, np.uint8)
-        parts: list[Part] = []
+        numbers = len(self.head), len(self.head) + self._numbers_bytes
+        layout = Layout(memory[slice(*numbers)])
         at = self.front_bytes
         for run in share.runs(self.area_bytes):
             held = memory[at : at + len(run)]
@@ -102,14 +131,9 @@ class Outline:
                 if high - low < size:
                     elements = slice((low - place) // width, (high - place) // width)
                     shape = torch.Size([(high - low) // width])
-                parts.append(Part(index, elements, _view(held, low - run.start, tensor.dtype, shape)))
+                layout.add(index, elements, _view(held, low - run.start, tensor.dtype, shape))
             at += len(run)
-        return parts
-
-    def put_numbers(self, memory: NDArray[np.uint8], numbers: bytes | bytearray) -> None:
-        """Writes the numbers, as returned by `taken`, to memory after `lay_out`."""
-        area = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
-        memory[len(self.head) : len(self.head) + len(area)] = np.frombuffer(area, np.uint8)
+        return layout
 
 
 def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> object:
@@ -132,13 +156,22 @@ def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> obj
         return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
 
     def take_number(number: int | float) -> object:
-        kind = _FLOAT if isinstance(number, float) else _INT
-        if kind is _INT and number not in _INT64:
+        if not is_number(number):
             return number
-        numbers.extend(_WORDS[kind].pack(number))
-        return kind
+        numbers.extend(words([number]))
+        return _FLOAT if type(number) is float else _INT
 
     return plain(value, take, "replicated state", take_number)
+
+
+def is_number(value: object) -> bool:
+    """Whether `taken` removes it as a number: it is a float, or an int of 64 bits."""
+    return type(value) is float or (type(value) is int and value in _INT64)
+
+
+def words(numbers: Iterable[int | float]) -> bytes:
+    """The numbers as `taken` appends them."""
+    return b"".join([_WORDS[_FLOAT if type(one) is float else _INT].pack(one) for one in numbers])
 
 
 def separated(value: object) -> tuple[object, list[torch.Tensor], bytearray]:
@@ -240,7 +273,7 @@ def outline_of(head: NDArray[np.uint8]) -> Any:
         InconsistentArenas: `Outline` has not written it.
     """
     _, packed, _, numbers = _parts(head)
-    words = iter([numbers[at : at + 8] for at in range(0, len(numbers), 8)])
+    words = iter([numbers[at : at + WORD_BYTES] for at in range(0, len(numbers), WORD_BYTES)])
     return replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
 
 

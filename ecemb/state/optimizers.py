@@ -128,6 +128,20 @@ def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def with_inner(optimizers: Iterable[Any]) -> list[Any]:
+    """Optimizers and those inside them, as in SAM and Lookahead; each state once."""
+    found = list(optimizers)
+    for optimizer in found:  # the list grows
+        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        found += [one for one in inner if not any(one.state is other.state for other in found)]
+    return found
+
+
+def others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """The state of an optimizer under keys that are not parameters."""
+    return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
+
+
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Calls the method, unless its object is gone: the hook must not keep a guard alive."""
     if (own := method()) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,9 +21,11 @@ from torch import nn
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
 from .composition import Composition, StepBegin, options, record
-from .flatten import Outline, Part, filled, same, separated, unpacked
+from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizer_match import check_fit, kind
+from .optimizers import others, with_inner
 from .partitioned import check_modules, check_optimizers, check_whole
+from .sighting import Sighting
 from .tensor_copies import any_of, copied, put, raw
 from .tensor_places import Members, buffers, has_room, takes, with_extra_state
 
@@ -31,6 +33,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 _SAME = "ecemb.same"  # (this, name): a buffer that shares the tensor of that name
 _SHOWN_NAMES = 8  # in a message
+_MAX_WALKS = 8  # in a row: state that has other tensors or lists after each step is not looked at any more
 _GENERATIONS = 3  # an abort goes back by one transaction, a failed commit by two
 
 
@@ -60,19 +63,21 @@ class ReplicatedState:
         self._left = list(aside)
         self._aside = {id(one) for module in self._left for one in module.modules()}
         self._protected = {id(parameter) for parameter in protected}
-        self._optimizers = [one for one in _with_inner(optimizers) if self._dense(one)]
+        self._optimizers = [one for one in with_inner(optimizers) if self._dense(one)]
         check_optimizers(self._optimizers)
         self._at_start = buffers(model, self._aside)
         self._extra: dict[str, nn.Module] = {}
         self._fixed = self._fixed_now()
-        self._outline: Outline | None = None
+        self._outline: Outline | None = None  # of the last save or load
         self._members: Members | None = None
         self._appeared: dict[str, bool] = {}  # buffers that were added after the start -> whether persistent
         self._ids: dict[int, str] = {}  # ids of the model's tensors -> their names
-        self._parts: dict[int, list[Part]] = {}  # by the slot's address
+        self._layouts: dict[int, Layout] = {}  # by the slot's address
         self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
         self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
         self._seen: Composition | None = None  # at the last save or load
+        self._sighting: Sighting | None = None  # at the last save; None after a load
+        self._walks = 0  # of saves, in a row
 
     @property
     def size_bytes(self) -> int:
@@ -90,18 +95,17 @@ class ReplicatedState:
         Raises:
             LayoutMismatch: a restart could not restore it.
         """
-        collected = self._collect()
-        outline, tensors, numbers = self._outlined(collected, check=True)
+        sighting = self._sighted()
+        outline, (tensors, numbers) = cast("Outline", self._outline), self._last
         memory = slots.open(transaction, outline.size_bytes(slots.share))
-        parts = self._parts.get(memory.ctypes.data)
-        if parts is None:
-            parts = self._parts[memory.ctypes.data] = outline.lay_out(memory, tensors, slots.share)
-        outline.put_numbers(memory, numbers)
-        for part in parts:
-            part.save(tensors)
+        address = memory.__array_interface__["data"][0]
+        layout = self._layouts.get(address)
+        if layout is None:
+            layout = self._layouts[address] = outline.lay_out(memory, tensors, slots.share)
+        layout.save(tensors, numbers)
         slots.seal(transaction)
-        self._remember(transaction, tensors)
-        self._seen = self._composition(collected)
+        self._remember(transaction)
+        self._seen, self._sighting = sighting.composition, sighting
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
@@ -115,12 +119,13 @@ class ReplicatedState:
         """
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
-        self._remember(transaction, self._outlined(self._collect(), check=False)[1])
+        self._separate(self._collect(), check=False)
+        self._remember(transaction)
         self._seen = self._composition()
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        return self._moved(self._composition())
+        return self._moved(self._now())
 
     def _moved(self, now: Composition) -> dict[str, str]:
         names = [] if self._outline is None else self._outline.names
@@ -136,7 +141,7 @@ class ReplicatedState:
             savepoint: overwritten or unchanged.
             transaction: the last transaction that was saved or loaded.
         """
-        now, seen = self._composition(), self._seen
+        now, seen = self._now(), self._seen
         moved = self._moved(now)
         if seen is None or not now.is_as(seen) or self._extra:
             self.save(savepoint, transaction)
@@ -206,34 +211,44 @@ class ReplicatedState:
         tensors, numbers = self._last
         outline = self._outline or Outline({}, [], b"")
         memory = np.empty(outline.size_bytes(), np.uint8)
-        for part in outline.lay_out(memory, tensors):
-            part.save(tensors)
-        outline.put_numbers(memory, numbers)
+        outline.lay_out(memory, tensors).save(tensors, numbers)
         return memory
 
-    def _outlined(
-        self, collected: dict[str, object], *, check: bool
-    ) -> tuple[Outline, list[torch.Tensor], bytearray]:
-        """The outline, tensors and numbers of a state; the outline is made again if it changed.
-
-        Args:
-            collected: the state.
-            check: whether to raise LayoutMismatch if a restart could not restore it.
-        """
+    def _separate(self, collected: dict[str, object], *, check: bool) -> None:
+        """Finds outline, tensors and numbers of a state; if `check`, as `save` raises."""
         value, tensors, numbers = separated(collected)
         if self._outline is None or not same(value, self._outline.value):
             if check:
                 self._check_fixed()
             self._outline = Outline(value, tensors, numbers)
-            self._parts.clear()
+            self._layouts.clear()
+        self._sighting = None
         self._last = tensors, numbers
-        return self._outline, tensors, numbers
 
-    def _remember(self, transaction: int, tensors: list[torch.Tensor]) -> None:
+    def _remember(self, transaction: int) -> None:
         self._saved.pop(transaction, None)
-        self._saved[transaction] = tensors
+        self._saved[transaction] = self._last[0]
         while len(self._saved) > _GENERATIONS:
             del self._saved[next(iter(self._saved))]
+
+    def _sighted(self) -> Sighting:
+        """The state now; `_outline` and `_last` become those of it. Raises as `save`."""
+        again = None if self._sighting is None or not self._sighting.fits() else self._sighting.now()
+        if again is not None:
+            self._walks, self._last = 0, (self._last[0], again.numbers)
+            return again
+        collected = self._collect()
+        self._separate(collected, check=True)
+        found = Sighting(self._composition(collected), self._last[1])
+        self._walks += 1
+        members = cast("Members", self._members)
+        if self._walks <= _MAX_WALKS and not members.have_changed():
+            found.watch(collected, members.holders, self._optimizers)
+        return found
+
+    def _now(self) -> Composition:
+        again = None if self._sighting is None else self._sighting.now()
+        return self._composition() if again is None else again.composition
 
     def _composition(self, collected: dict[str, object] | None = None) -> Composition:
         found = self._collect(extra=False) if collected is None else collected
@@ -265,9 +280,8 @@ class ReplicatedState:
                 if parameter in optimizer.state
             },
         }
-        others = dict(_others(optimizer))
-        if others:
-            collected["others"] = others
+        if other := dict(others(optimizer)):
+            collected["others"] = other
         outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
         for index, parameter in outside.items():
             check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
@@ -415,30 +429,16 @@ class ReplicatedState:
                 optimizer.state[parameter] = put(now, kept["state"][index], parameter, ours)
             else:
                 optimizer.state.pop(parameter, None)
-        others = kept.get("others", {})
-        for key in dict(_others(optimizer)).keys() - others.keys():
+        other = kept.get("others", {})
+        for key in dict(others(optimizer)).keys() - other.keys():
             del optimizer.state[key]
-        for key, value in others.items():
+        for key, value in other.items():
             optimizer.state[key] = put(optimizer.state.get(key), value, dense[0], ours)
         for index, value in kept.get("outside", {}).items():
             dense[index].copy_(value)
-
-
-def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
-    """Optimizers and those inside them, as in SAM and Lookahead; each state once."""
-    found = list(optimizers)
-    for optimizer in found:  # the list grows
-        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
-        found += [one for one in inner if not any(one.state is other.state for other in found)]
-    return found
 
 
 def _shown(names: Sequence[str]) -> str:
     """The first names, for a message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
-
-
-def _others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """The state of an optimizer under keys that are not parameters."""
-    return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))

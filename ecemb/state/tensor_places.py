@@ -56,6 +56,11 @@ class Members:
         self._at = {name: (held, key) for name, held, key in self._places}
         self._count = self._counted() if all(held for _, held, _ in self._places) else -1
 
+    @property
+    def holders(self) -> list[dict[str, Any]]:
+        """All dicts of parameters, buffers and modules; what `have_changed` says depends on their content."""
+        return [*self._held, *[held for held, _ in self._children]]
+
     def have_changed(self) -> bool:
         """Whether tensors were added, removed, newly shared or unshared since, or are in no module."""
         now = [held.get(key) for _, held, key in self._places]

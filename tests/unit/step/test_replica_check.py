@@ -14,9 +14,7 @@ def saved(value: object) -> np.ndarray:
     numbers = bytearray()
     outline = Outline(taken(value, tensors, numbers), tensors, numbers)
     memory = np.empty(outline.size_bytes(), np.uint8)
-    for part in outline.lay_out(memory, tensors):
-        part.save(tensors)
-    outline.put_numbers(memory, numbers)
+    outline.lay_out(memory, tensors).save(tensors, numbers)
     return memory
 
 
