@@ -124,13 +124,15 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
-    kind, key, pos, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
-    if kind != "MT19937":
+    state = cast("dict[str, Any]", np.random.get_state(legacy=False))
+    if (kind := state["bit_generator"]) != "MT19937":
         raise ConfigurationError(
             f"numpy's global generator is {kind}, and ecemb keeps only MT19937: pass your own generators "
             f"in state="
         )
-    return kind, torch.from_numpy(key.view(np.int32).copy()), int(pos), int(has_gauss), float(gauss)
+    key, pos = state["state"]["key"], state["state"]["pos"]
+    key = torch.from_numpy(key.view(np.int32).copy())
+    return kind, key, int(pos), int(state["has_gauss"]), float(state["gauss"])
 
 
 def _torch_memory() -> bytes:
