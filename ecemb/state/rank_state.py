@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..coding.rows import WORD_BYTES, Column, TableLayout
+from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
 from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked
@@ -178,9 +178,8 @@ class RankState:
         if self._generators is None or not rng.same(states, self._generators[0]):
             self._generators = states, self._packer_of_generators.pack(states)
         self._last = states, cuda, scalars
-        generators = self._generators[1]
-        sizes = _SIZES.pack(_MARK, len(scalars), len(rest), len(generators))
-        data = b"".join((sizes, scalars, rest, generators))
+        sections = scalars, rest, self._generators[1]
+        data = b"".join((_SIZES.pack(_MARK, *map(len, sections)), *sections))
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
             names = [position.name for position in self.positions]
             names += [_described(key, item) for key, item in self._objects.items()]
@@ -330,29 +329,22 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
     Raises:
         InconsistentArenas: the data are not those of `pack`.
     """
-    if not data.startswith(_MARK):
-        return _taken_apart_by_dump(data)
-    _, *sizes = _SIZES.unpack(data[: _SIZES.size].ljust(_SIZES.size, b"\xff"))
-    edges = list(itertools.accumulate(sizes, initial=_SIZES.size))
-    if edges[-1] != len(data):
+    if data.startswith(_MARK):
+        _, *sizes = _SIZES.unpack(data[: _SIZES.size].ljust(_SIZES.size, b"\xff"))
+        what, edges = "scalars, objects and generators", [*itertools.accumulate(sizes, initial=_SIZES.size)]
+    else:  # by an earlier version, as checkpoints may be
+        sizes = _SIZE.unpack(data[: _SIZE.size]) if len(data) >= _SIZE.size else (-1,)
+        what, edges = "generators' states", [_SIZE.size, _SIZE.size + sizes[0], len(data)]
+    if edges[-1] != len(data) or edges != sorted(edges):
         raise InconsistentArenas(
-            f"{len(data)} bytes of packed state announce {sum(sizes)} bytes of scalars, objects and "
-            f"generators: their memory is damaged, or another version of ecemb wrote them"
-        )
-    scalars, rest, drawn = (unpacked(data[low:high]) for low, high in itertools.pairwise(edges))
-    return drawn, {"scalars": scalars, **rest}
-
-
-def _taken_apart_by_dump(data: bytes) -> tuple[Any, Any]:
-    """The same for the form of earlier versions, which checkpoints may have."""
-    size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
-    if not 0 <= size <= len(data) - _SIZE.size:
-        raise InconsistentArenas(
-            f"{len(data)} bytes of packed state announce {size} bytes of generators' states: their "
+            f"{len(data)} bytes of packed state announce {sum(sizes)} bytes of {what}: their "
             f"memory is damaged, or another version of ecemb wrote them"
         )
-    edge = _SIZE.size + size
-    return load(data[_SIZE.size : edge]), load(data[edge:])
+    sections = [data[low:high] for low, high in itertools.pairwise(edges)]
+    if len(sections) == 2:
+        return load(sections[0]), load(sections[1])
+    scalars, rest, drawn = map(unpacked, sections)
+    return drawn, {"scalars": scalars, **rest}
 
 
 def layout(size_bytes: int) -> TableLayout:
@@ -363,14 +355,14 @@ def layout(size_bytes: int) -> TableLayout:
 def room(size_bytes: int) -> int:
     """Bytes to reserve for a state of `size_bytes` now: twice as much, and 192 KiB for positions.
 
-    The position of a loader with its own generator takes about 20 KB. Each step copies and compares all
-    reserved bytes, though it doesn't send them, so the reserve is kept small.
+    The position of a loader with its own generator takes about 20 KB. The result is a multiple of
+    `SPLIT_BYTES`: a step captures, compares and sends only the parts that it changes.
     """
-    return -(-(2 * size_bytes + 3 * 65536) // WORD_BYTES) * WORD_BYTES
+    return -(-(2 * size_bytes + 3 * 65536) // SPLIT_BYTES) * SPLIT_BYTES
 
 
-def write_(record: NDArray[np.uint8], data: bytes) -> None:
-    """Writes packed state to its record (uint8 [room], overwritten).
+def front(record: NDArray[np.uint8], data: bytes) -> NDArray[np.uint8]:
+    """The first bytes of a record (uint8 [room], read) once packed state is written to it; the others stay.
 
     Raises:
         StepFailed: the state is larger than its record.
@@ -381,9 +373,19 @@ def write_(record: NDArray[np.uint8], data: bytes) -> None:
             f"{len(record) - _HEAD_BYTES} were reserved by ecemb.protect(): keep data that grow, such as "
             f"logs and histories, out of state="
         )
-    record[:_HEAD_BYTES] = np.frombuffer(_HEAD.pack(len(data), zlib.crc32(data)), np.uint8)
-    record[_HEAD_BYTES : _HEAD_BYTES + len(data)] = np.frombuffer(data, np.uint8)
-    record[_HEAD_BYTES + len(data) :] = 0
+    used = min(_HEAD_BYTES + _HEAD.unpack(record[:_HEAD_BYTES].tobytes())[0], len(record))
+    packed = _HEAD.pack(len(data), zlib.crc32(data)) + data
+    return np.frombuffer(packed.ljust(used, b"\0"), np.uint8)  # nothing of before stays
+
+
+def write_(record: NDArray[np.uint8], data: bytes) -> None:
+    """Writes packed state to its record (uint8 [room], overwritten).
+
+    Raises:
+        StepFailed: the state is larger than its record.
+    """
+    new = front(record, data)
+    record[: len(new)] = new
 
 
 def read(record: NDArray[np.uint8]) -> bytes:

@@ -124,7 +124,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
-    state = cast("dict[str, Any]", np.random.get_state(legacy=False))
+    state = np.random.get_state(legacy=False)
     if (kind := state["bit_generator"]) != "MT19937":
         raise ConfigurationError(
             f"numpy's global generator is {kind}, and ecemb keeps only MT19937: pass your own generators "
@@ -142,7 +142,7 @@ def _torch_memory() -> bytes:
 
 def _numpy_memory() -> bytes | None:
     """The second of two normal numbers is in one object; the words and their position are in another."""
-    twister = cast("Any", np.random.get_bit_generator())
+    twister = cast("Any", np.random).get_bit_generator()
     if type(twister) is not np.random.MT19937:
         return None
     return _fields(_NUMPY, np.random.RandomState) + _fields(twister, np.random.MT19937)

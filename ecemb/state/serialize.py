@@ -31,7 +31,7 @@ _SMALL = "ecemb.state.serialize: a small tensor"
 _APART, _AGAIN = (f"ecemb.state.serialize: {what}" for what in ("a tensor's bytes", "a tensor again"))
 _SIZES = struct.Struct("<II")  # of the values and of the outline, which follow
 _INT64 = range(-(1 << 63), 1 << 63)
-_CODES = {int: "q", float: "d"}  # of struct
+_CODES: dict[type, str] = {int: "q", float: "d"}  # of struct
 
 WAY_OUT = (
     "End the job and remove this rank's arena (python -m ecemb arenas ls shows its path): then it counts as "
@@ -307,7 +307,8 @@ def _refilled(data: bytes) -> Any:
             return int.from_bytes(value, "little", signed=True) if type(value) is bytes else value
         if placeholder[0] == _AGAIN:
             return tensors[placeholder[1]]
-        tensors.append(_from_bytes(*placeholder[1:], bytearray(left.pop())))
+        _, dtype, shape = placeholder
+        tensors.append(_from_bytes(dtype, shape, bytearray(left.pop())))
         return tensors[-1]
 
     value = replaced(outline, _is_placeholder, put)
