@@ -354,7 +354,7 @@ class Batch:
         arguments = self.module.optimizer_args
         counter = {"max_counter": float(self.module.max_counter)} if self._has_max_counter else {}
         return counter | {
-            "lr": self.module.learning_rate_tensor.detach().clone(),
+            "lr": float(self.module.learning_rate_tensor),
             "iter": int(self.module.iter),
             "iter_cpu": int(self.module.iter_cpu),
             "options": {name: getattr(arguments, name) for name in _OPTIONS if hasattr(arguments, name)},
@@ -364,7 +364,7 @@ class Batch:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores them."""
         with torch.no_grad():
-            self.module.learning_rate_tensor.copy_(state["lr"])
+            self.module.learning_rate_tensor.fill_(float(state["lr"]))
             self.module.iter.fill_(state["iter"])
             self.module.iter_cpu.fill_(state["iter_cpu"])
             if self._has_max_counter:

@@ -25,6 +25,8 @@ from ..kernels.contract import Ids, Kernels, Words
 
 WORD_BYTES = 8
 ALIGN_BYTES = 64
+SPLIT_BYTES = 512
+"""Size of the parts in which a single long record is captured (`split`)."""
 _NONE = np.empty(0, np.uint64)
 
 
@@ -146,6 +148,15 @@ def joined_to(layouts: Sequence[TableLayout]) -> list[int]:
         start, is_joined = len(found), all(one.columns == group[0].columns for one in group)
         found += [start if is_joined else start + i for i in range(len(group))]
     return found
+
+
+def split(layout: TableLayout) -> TableLayout:
+    """A table of one row and column as rows of `SPLIT_BYTES`, if it has whole ones; any other as it is."""
+    size_bytes = layout.columns[0].row_bytes if len(layout.columns) == layout.rows == 1 else 0
+    if not size_bytes or size_bytes % SPLIT_BYTES:
+        return layout
+    column = dataclasses.replace(layout.columns[0], row_bytes=SPLIT_BYTES)
+    return dataclasses.replace(layout, rows=size_bytes // SPLIT_BYTES, columns=(column,))
 
 
 def _groups(layouts: Sequence[TableLayout]) -> Iterator[list[TableLayout]]:
@@ -313,10 +324,11 @@ class RowSpace:
     Args:
         tables: the rank's tables, in the order of their addresses.
         k: number of data blocks.
-        named: the tables by which rows are captured and undone (see `joined`); by default `tables`.
+        named: the tables by which rows are captured and undone (see `joined`, `split`); by default `tables`.
 
     Attributes:
         owners: for each table the named table that has its rows, and the number that its row 0 has there.
+        finest: for each table the named table that has no other rows; itself if there is none.
     """
 
     def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
@@ -337,6 +349,10 @@ class RowSpace:
             for one, base in zip(self.named, self.bases, strict=False)
         ]
         self.owners: list[tuple[int, int]] = list(self._owners())
+        self.finest: list[Table] = [
+            one if one.layout.words == table.layout.words else table
+            for table, one in zip(self.tables, self.named, strict=True)
+        ]
 
     def _owners(self) -> Iterator[tuple[int, int]]:
         owner = first = left = 0

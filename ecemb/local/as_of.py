@@ -89,7 +89,7 @@ class AsOf:
             return self._memory.committed <= of
         out[:] = 0
         first, last = int(begins.min(initial=high)), int(ends.max(initial=low))
-        for index, (table, base) in enumerate(zip(space.tables, space.bases, strict=False)):
+        for index, (table, base) in enumerate(zip(space.finest, space.bases, strict=False)):
             end, record = base + table.layout.words, table.layout.record_words
             if max(base, first) >= min(end, last):
                 continue  # most tables
@@ -123,7 +123,7 @@ class AsOf:
         if stop - start != len(out) or not len(out):
             return False
         index = bisect.bisect_right(space.bases, start) - 1
-        record, base = space.tables[index].layout.record_words, space.bases[index]
+        record, base = space.finest[index].layout.record_words, space.bases[index]
         if stop > space.bases[index + 1] or (start - base) % record or len(out) % record:
             return False
         rows = np.arange((start - base) // record, (stop - base) // record)
@@ -139,7 +139,7 @@ class AsOf:
             of: the transaction.
             out: uint64 [m, record_words], overwritten.
         """
-        memory, table = self._memory, self._memory.space.tables[index]
+        memory, table = self._memory, self._memory.space.finest[index]
         step = max(1, _PART_WORDS // table.layout.record_words)
         for at in range(0, len(rows), step):
             some, records = rows[at : at + step], out[at : at + step]

@@ -22,7 +22,7 @@ from ..arena.header import NONE, State, Word
 from ..coding.delta import Scratch, blank, messages, size_words
 from ..coding.parity import ParityBlocks, Received
 from ..coding.placement import Placement
-from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined
+from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
 from ..coding.slices import Share
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
@@ -80,9 +80,11 @@ class RankMemory:
         self.rank: int = arena.header().constants.rank
         rows = arena.region("rows")
         starts, _ = arrange(layouts)
+        captured = joined(layouts)
+        captured[-1:] = map(split, captured[-1:])
         tables, named = (
             [Table(layout, rows, at, kernels) for layout, at in zip(each, starts, strict=True)]
-            for each in (layouts, joined(layouts))
+            for each in (layouts, captured)
         )
         self.space: RowSpace = RowSpace(tables, geometry.generator.shape[1], named)
         self.parity: ParityBlocks | None = None
@@ -228,9 +230,21 @@ class RankMemory:
         undone = [one for one in self.journals if one.label > transaction]
         return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
 
-    def capture_rank_state(self) -> None:
-        """Saves the rank state's old record; it may be written after this."""
-        self.journal.capture(len(self.space.tables) - 1, np.zeros(1, np.int64))
+    def capture_rank_state(self, front: NDArray[np.uint8] | None = None) -> None:
+        """Saves parts of the rank state's old record; these may be written after this.
+
+        Args:
+            front: uint8, the first bytes that the record will have; read. Only parts that it changes are
+                saved. None: all parts are.
+        """
+        parts = self.space.named[-1].columns[0]
+        ids = np.arange(len(parts))
+        if front is not None:
+            width = parts.shape[1]
+            new = parts[: -(-len(front) // width)].copy()
+            new.reshape(-1)[: len(front)] = front
+            ids = np.flatnonzero((new.view(np.uint64) != parts[: len(new)].view(np.uint64)).any(axis=1))
+        self.journal.capture(len(self.space.tables) - 1, ids)
 
     def read_block(self, stripe_class: int, block: int, start: int, stop: int) -> Words:
         """Words start..stop-1 of this rank's block of a class, fewer at its end; read-only, may be a view.

@@ -121,13 +121,13 @@ class Missing:
     def rows_left(self) -> dict[str, int]:
         """How many rows of each table are not there, without the tables that are whole."""
         left: dict[str, int] = {}
-        for table, (owner, first) in zip(self._space.tables, self._space.owners, strict=True):
+        space = self._space
+        for table, one, (owner, first) in zip(space.tables, space.finest, space.owners, strict=True):
             if (part := self._rows.get(owner)) is not None:
-                count = table.layout.rows - int(
-                    np.count_nonzero(part.bits[first : first + table.layout.rows])
-                )
+                rows = one.layout.rows
+                count = rows - int(np.count_nonzero(part.bits[first : first + rows]))
                 if count:
-                    left[table.layout.name] = count
+                    left[table.layout.name] = min(count, table.layout.rows)  # a record in parts is one row
         return left
 
     def lacks(self, table: int, ids: Ids) -> Ids:

@@ -22,7 +22,7 @@ from ..checkpoint.saver import shared
 from ..checkpoint.transfer import Taking
 from ..coding.code import Code
 from ..coding.parity import parity_words
-from ..coding.rows import WORD_BYTES, arrange
+from ..coding.rows import WORD_BYTES, arrange, split
 from ..coding.slices import ALIGN_BYTES, Share
 from ..errors import ConfigurationError, EcembError, InconsistentArenas
 from ..group.collectives import Transport
@@ -204,7 +204,7 @@ def _sizes(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the regions that are reserved at once, and the most that the other regions may grow to."""
     _, rows = arrange(world.layouts)
-    journal = sum(layout.rows * (3 + layout.record_words) for layout in world.layouts) * WORD_BYTES
+    journal = sum(one.rows * (3 + one.record_words) for one in map(split, world.layouts)) * WORD_BYTES
     parity, inbox = 0, session.world_size * WORD_BYTES
     if geometry.placement is not None:
         placement = geometry.placement

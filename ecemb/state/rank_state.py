@@ -3,7 +3,7 @@
 It consists of the random number generators of torch (CPU and CUDA), numpy and python, each table's scalars
 (Adagrad's `step`), the user's `state=` objects, and the positions of loaders that were bound later
 (`guard.batches`). The record is protected like any row: captured, sent as a delta, rebuilt from parity. It is
-packed by torch.save and read with weights_only=True, without pickle.
+read without pickle. Scalars come first, and generators last: a delta ends with the last changed word.
 
 Must not know: the place of the record, its protection.
 """
@@ -11,6 +11,7 @@ Must not know: the place of the record, its protection.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..coding.rows import WORD_BYTES, Column, TableLayout
+from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
-from .serialize import WAY_OUT, dump, load, plain
+from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked
 
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
 _HEAD_BYTES = _HEAD.size
-_SIZE = struct.Struct("<Q")  # of the generators' states, which follow; then comes the rest
+_MARK = (
+    b"ecemb rs"  # before there was one: the size of the generators' states, these, and the rest, by `dump`
+)
+_SIZES = struct.Struct("<8sQQQ")  # the mark; the sizes of scalars, the rest, and generators, which follow
+_SIZE = struct.Struct("<Q")
 
 
 class Stateful(Protocol):
@@ -129,8 +134,11 @@ class RankState:
         self._at_bind: list[Any] = []  # each position's state when it was bound
         self._pending: list[Any] = []  # packed states of positions that are not bound yet
         self.room_bytes: int | None = None
+        self._reader = rng.Reader()
+        self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
-        self._last: tuple[dict[str, Any], list[Any], Any] | None = None  # with CUDA's, and scalars
+        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
+        self._kinds: list[str] = list(map(_kind, self._objects.values()))
         for key, item in self._objects.items():
             load(dump(_state(key, item)))
 
@@ -154,36 +162,38 @@ class RankState:
         Raises:
             StepFailed: the state takes more than `room_bytes`.
         """
-        cuda = _cuda_states()
-        parts = {
-            "cuda": cuda,
-            "scalars": plain(self._scalars(), at="the tables' scalars"),
-            "stateful": [_state(key, item) for key, item in self._objects.items()],
-            "kinds": list(map(_kind, self._objects.values())),
-            "names": list(self._objects),
-            "positions": [*map(_position, self.positions), *self._pending],
-        }
-        states = rng.process_states()
+        cuda, states = _cuda_states(), self._reader.read()
+        scalars = self._pack_scalars(self._scalars())
+        stateful = [_state(key, item) for key, item in self._objects.items()]
+        positions = [_position(position) for position in self.positions]
+        rest = self._packer.pack(
+            {
+                "cuda": cuda,
+                "stateful": stateful,
+                "kinds": self._kinds,
+                "names": list(self._objects),
+                "positions": [*positions, *self._pending],
+            }
+        )
         if self._generators is None or not rng.same(states, self._generators[0]):
-            self._generators = states, dump(states)  # only if something was drawn: packing takes time
-        self._last = states, cuda, plain(parts["scalars"], _clone)
-        packed = self._generators[1]
-        data = _SIZE.pack(len(packed)) + packed + dump(parts)
+            self._generators = states, self._packer_of_generators.pack(states)
+        self._last = states, cuda, scalars
+        sections = scalars, rest, self._generators[1]
+        data = b"".join((_SIZES.pack(_MARK, *map(len, sections)), *sections))
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
             names = [position.name for position in self.positions]
             names += [_described(key, item) for key, item in self._objects.items()]
-            sizes = [
-                len(dump(part)) for part in (*parts["positions"][: len(self.positions)], *parts["stateful"])
-            ]
-            size, largest = max(
-                [(len(dump(parts["scalars"])), "the tables' scalars"), *zip(sizes, names, strict=True)]
-            )
+            parts = [len(dump(part)) for part in (*positions, *stateful)]
+            size, largest = max([(len(scalars), "the tables' scalars"), *zip(parts, names, strict=True)])
             raise StepFailed(
                 f"the rank's state takes {len(data)} bytes, but {self.room_bytes - _HEAD_BYTES} were "
                 f"reserved by ecemb.protect(); the largest part is {largest} with {size} bytes: keep data "
                 f"that grow, such as logs, histories and samples read ahead, out of it"
             )
         return data
+
+    def _pack_scalars(self, scalars: Any) -> bytes:
+        return self._packer_of_scalars.pack(scalars, "the tables' scalars")
 
     def unpack(self, data: bytes, *, positions: bool = True) -> None:
         """Restores the state: scalars, the user's objects, positions, and last the process's generators.
@@ -211,7 +221,7 @@ class RankState:
         rng.set_process_states(drawn)
         if saved["cuda"]:
             _set_cuda_states(*saved["cuda"])
-        self._last = rng.process_states(), _cuda_states(), plain(self._scalars(), _clone)
+        self._last = self._reader.read(), _cuda_states(), self._pack_scalars(self._scalars())
 
     def take(self, *, objects: bool = True) -> Taken:
         """A copy of the current state except positions, for `put`.
@@ -219,12 +229,14 @@ class RankState:
         Args:
             objects: whether to copy tensors, and the user's objects. Else the result serves `moved` at once.
         """
-        scalars = plain(self._scalars(), _clone if objects else None, "the tables' scalars")
+        scalars = self._scalars()
+        if objects:
+            scalars = plain(scalars, _clone, "the tables' scalars")
         stateful = [
             plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
             for key, item in (self._objects.items() if objects else ())
         ]
-        return Taken(rng.process_states(), _cuda_states(), scalars, stateful)
+        return Taken(self._reader.read(), _cuda_states(), scalars, stateful)
 
     def put(self, taken: Taken) -> None:
         """Restores the result of `take`; positions are unchanged."""
@@ -248,7 +260,7 @@ class RankState:
         if cuda and taken.cuda and not all(map(torch.equal, cuda[1], taken.cuda[1])):
             names.append("a CUDA device's random generator")
         moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
-        if not _equal(scalars, taken.scalars):
+        if self._pack_scalars(taken.scalars) != scalars:
             moved["options of a table's optimizer"] = "its learning rate, or a counter"
         return moved
 
@@ -317,14 +329,22 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
     Raises:
         InconsistentArenas: the data are not those of `pack`.
     """
-    size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
-    if not 0 <= size <= len(data) - _SIZE.size:
+    if data.startswith(_MARK):
+        _, *sizes = _SIZES.unpack(data[: _SIZES.size].ljust(_SIZES.size, b"\xff"))
+        what, edges = "scalars, objects and generators", [*itertools.accumulate(sizes, initial=_SIZES.size)]
+    else:  # by an earlier version, as checkpoints may be
+        sizes = _SIZE.unpack(data[: _SIZE.size]) if len(data) >= _SIZE.size else (-1,)
+        what, edges = "generators' states", [_SIZE.size, _SIZE.size + sizes[0], len(data)]
+    if edges[-1] != len(data) or edges != sorted(edges):
         raise InconsistentArenas(
-            f"{len(data)} bytes of packed state announce {size} bytes of generators' states: their "
+            f"{len(data)} bytes of packed state announce {sum(sizes)} bytes of {what}: their "
             f"memory is damaged, or another version of ecemb wrote them"
         )
-    edge = _SIZE.size + size
-    return load(data[_SIZE.size : edge]), load(data[edge:])
+    sections = [data[low:high] for low, high in itertools.pairwise(edges)]
+    if len(sections) == 2:
+        return load(sections[0]), load(sections[1])
+    scalars, rest, drawn = map(unpacked, sections)
+    return drawn, {"scalars": scalars, **rest}
 
 
 def layout(size_bytes: int) -> TableLayout:
@@ -335,14 +355,14 @@ def layout(size_bytes: int) -> TableLayout:
 def room(size_bytes: int) -> int:
     """Bytes to reserve for a state of `size_bytes` now: twice as much, and 192 KiB for positions.
 
-    The position of a loader with its own generator takes about 20 KB. Each step copies and compares all
-    reserved bytes, though it doesn't send them, so the reserve is kept small.
+    The position of a loader with its own generator takes about 20 KB. The result is a multiple of
+    `SPLIT_BYTES`: a step captures, compares and sends only the parts that it changes.
     """
-    return -(-(2 * size_bytes + 3 * 65536) // WORD_BYTES) * WORD_BYTES
+    return -(-(2 * size_bytes + 3 * 65536) // SPLIT_BYTES) * SPLIT_BYTES
 
 
-def write_(record: NDArray[np.uint8], data: bytes) -> None:
-    """Writes packed state to its record (uint8 [room], overwritten).
+def front(record: NDArray[np.uint8], data: bytes) -> NDArray[np.uint8]:
+    """The first bytes of a record (uint8 [room], read) once packed state is written to it; the others stay.
 
     Raises:
         StepFailed: the state is larger than its record.
@@ -353,9 +373,19 @@ def write_(record: NDArray[np.uint8], data: bytes) -> None:
             f"{len(record) - _HEAD_BYTES} were reserved by ecemb.protect(): keep data that grow, such as "
             f"logs and histories, out of state="
         )
-    record[:_HEAD_BYTES] = np.frombuffer(_HEAD.pack(len(data), zlib.crc32(data)), np.uint8)
-    record[_HEAD_BYTES : _HEAD_BYTES + len(data)] = np.frombuffer(data, np.uint8)
-    record[_HEAD_BYTES + len(data) :] = 0
+    used = min(_HEAD_BYTES + _HEAD.unpack(record[:_HEAD_BYTES].tobytes())[0], len(record))
+    packed = _HEAD.pack(len(data), zlib.crc32(data)) + data
+    return np.frombuffer(packed.ljust(used, b"\0"), np.uint8)  # nothing of before stays
+
+
+def write_(record: NDArray[np.uint8], data: bytes) -> None:
+    """Writes packed state to its record (uint8 [room], overwritten).
+
+    Raises:
+        StepFailed: the state is larger than its record.
+    """
+    new = front(record, data)
+    record[: len(new)] = new
 
 
 def read(record: NDArray[np.uint8]) -> bytes:
@@ -388,17 +418,6 @@ def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
     for device, state in enumerate(states):
         if (there := swapped.get(device, device)) < count:
             torch.cuda.set_rng_state(state, there)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two plain structures are equal; NaN equals itself."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(item, other[key]) for key, item in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return one is other or repr(one) == repr(other)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,10 @@ Must not know: the users of generators, the storage of states.
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigurationError
 
+_NUMPY: Any = cast("Any", np.random.get_state).__self__
+_PYTHON: Any = cast("Any", random.getstate).__self__
+_WORDS = 624  # of a Mersenne twister; python has the position of the next one behind them
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -27,20 +32,45 @@ def process_states() -> dict[str, Any]:
     Raises:
         ConfigurationError: numpy's generator is not a Mersenne twister.
     """
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": _numpy_state(),
-        "python": _from_python(random.getstate()),
-    }
+    return {name: state() for name, (state, _) in _PROCESS.items()}
+
+
+class Reader:
+    """Reads the states of the process's generators again and again.
+
+    To read one takes long, so it is read only if the memory has changed that has all of it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, bytes | None] = {}
+        self._states: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """The result of `process_states`; a state that is equal to that of the last call is the same object.
+
+        Raises:
+            ConfigurationError: as `process_states`.
+        """
+        for name, (state, memory) in _PROCESS.items():
+            now = memory()  # before the state: another thread may draw in between
+            if now is None or now != self._memory.get(name):
+                read = state()
+                if not same({name: read}, self._states):
+                    self._states[name] = read
+                self._memory[name] = now if now is not None and _words(read) in now else None
+        return dict(self._states)
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two results of `process_states` are equal, that is, nothing was drawn in between."""
+    """Whether the states of `a` are equal to those of `b`, that is, nothing was drawn in between."""
     return all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        name in b and (a[name] is b[name] or all(map(_equal, _listed(a[name]), _listed(b[name]))))
         for name in a
-        for one, other in zip(_listed(a[name]), _listed(b[name]), strict=True)
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def _listed(state: Any) -> Any:
@@ -94,13 +124,39 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
-    kind, key, pos, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
-    if kind != "MT19937":
+    state = np.random.get_state(legacy=False)
+    if (kind := state["bit_generator"]) != "MT19937":
         raise ConfigurationError(
             f"numpy's global generator is {kind}, and ecemb keeps only MT19937: pass your own generators "
             f"in state="
         )
-    return kind, torch.from_numpy(key.view(np.int32).copy()), int(pos), int(has_gauss), float(gauss)
+    key, pos = state["state"]["key"], state["state"]["pos"]
+    key = torch.from_numpy(key.view(np.int32).copy())
+    return kind, key, int(pos), int(state["has_gauss"]), float(state["gauss"])
+
+
+def _torch_memory() -> bytes:
+    state = torch.get_rng_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _numpy_memory() -> bytes | None:
+    """The second of two normal numbers is in one object; the words and their position are in another."""
+    twister = cast("Any", np.random).get_bit_generator()
+    if type(twister) is not np.random.MT19937:
+        return None
+    return _fields(_NUMPY, np.random.RandomState) + _fields(twister, np.random.MT19937)
+
+
+def _python_memory() -> bytes:
+    """The second of two normal numbers is an attribute."""
+    return _fields(_PYTHON, _random.Random) + repr(_PYTHON.gauss_next).encode()
+
+
+def _fields(one: object, kind: type) -> bytes:
+    """The memory of an object without its head: all fields of a class that is written in C."""
+    head = object.__basicsize__
+    return ctypes.string_at(id(one) + head, kind.__basicsize__ - head)
 
 
 def _from_numpy(value: Any) -> Any:
@@ -131,3 +187,15 @@ def _from_python(state: tuple[Any, ...]) -> tuple[int, torch.Tensor, float | Non
 def _to_python(state: Any) -> tuple[int, tuple[int, ...], float | None]:
     version, words, normal = state
     return version, tuple(words.numpy().view(np.uint32).tolist()), normal
+
+
+def _words(state: Any) -> bytes:
+    """The words of a state, which the generator's memory has unless its objects are not as known here."""
+    return (state if isinstance(state, torch.Tensor) else state[1][:_WORDS]).numpy().tobytes()
+
+
+_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], bytes | None]]] = {
+    "torch": (torch.get_rng_state, _torch_memory),
+    "numpy": (_numpy_state, _numpy_memory),
+    "python": (lambda: _from_python(random.getstate()), _python_memory),
+}

@@ -40,7 +40,7 @@ from ..local.outbox import Outbox
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..recovery.background import Background
-from ..state.rank_state import RankState, Taken, read, write_
+from ..state.rank_state import RankState, Taken, front, read
 from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
@@ -321,8 +321,10 @@ class Transactions:
     def _write(self, transaction: int) -> None:
         """Writes rank state and replicated state of a transaction's end into the arena."""
         with self.phase("state"):
-            self._memory.capture_rank_state()
-            write_(self._memory.rank_state, self._rank_state.pack())
+            record = self._memory.rank_state
+            new = front(record, self._rank_state.pack())
+            self._memory.capture_rank_state(new)
+            record[: len(new)] = new
             self._replicated.save(self._memory.slots, transaction)
 
     def _conclude(self, transaction: int, *, whole: bool) -> Verdict:

@@ -131,8 +131,8 @@ def rows_first() -> list[Patch]:
     def late(self: RowJournal, arena: Any, *args: Any) -> None:
         init(self, _LateCount(arena), *args)
 
-    def at_the_end(self: RankMemory) -> None:
-        capture(self)
+    def at_the_end(self: RankMemory, *args: Any) -> None:
+        capture(self, *args)
         self.journal._arena.store()
 
     return [(RowJournal, "__init__", late), (RankMemory, "capture_rank_state", at_the_end)]

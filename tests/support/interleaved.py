@@ -147,7 +147,8 @@ class Ranks:
             if any(step == last for step, _ in job.aborts):
                 memory.journal.undo_step()
                 yield always
-            yield from self._ensure(i, len(memory.space.tables) - 1, np.zeros(1, np.int64))
+            parts = np.arange(memory.space.named[-1].layout.rows)
+            yield from self._ensure(i, len(memory.space.tables) - 1, parts)
             memory.capture_rank_state()
             memory.rank_state[:8] = np.random.default_rng([i, last]).integers(0, 256, 8, np.uint8)
             self._ended[i] = last

@@ -35,7 +35,7 @@ from ecemb.coding.code import Code
 from ecemb.coding.delta import Delta, blank, size_words
 from ecemb.coding.parity import class_words, parity_words
 from ecemb.coding.placement import Placement
-from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut
+from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut, split
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
@@ -488,7 +488,7 @@ def create(
             longest = class_words(placement, geometry.block_words, c)
             inbox += (4 * longest + 8) * placement.k * WORD_BYTES
     _, rows = arrange(layouts)
-    journal = sum(t.rows * (3 + t.record_words) for t in layouts) * WORD_BYTES
+    journal = sum(t.rows * (3 + t.record_words) for t in map(split, layouts)) * WORD_BYTES
     fixed = {"rows": rows, "parity": parity}
     growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": 2 * inbox}
     n, k = geometry.generator.shape

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ecemb.coding.rows import (
     ALIGN_BYTES,
+    SPLIT_BYTES,
     WORD_BYTES,
     Column,
     RowSpace,
@@ -23,6 +24,7 @@ from ecemb.coding.rows import (
     arrange,
     cut,
     joined,
+    split,
 )
 from ecemb.errors import ConfigurationError
 from ecemb.kernels import contract
@@ -359,3 +361,29 @@ def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) ->
         assert space.cut(1, np.arange(11)) == space.edges(1)
         assert space.cut(1, np.arange(11)) == np.searchsorted(first_words, space.bounds).tolist()
     assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()
+
+
+def test_a_long_record_is_captured_in_parts() -> None:
+    """One of another size, and any other table, is captured as it is."""
+    long = TableLayout("state", 1, (Column("state", "uint8", 4 * SPLIT_BYTES),))
+    assert split(long) == TableLayout("state", 4, (Column("state", "uint8", SPLIT_BYTES),))
+    assert split(long).words == long.words
+    odd, empty = (TableLayout("state", 1, (Column("state", "uint8", n),)) for n in (SPLIT_BYTES + 8, 0))
+    several = TableLayout("state", 2, long.columns), TableLayout("state", 1, 2 * long.columns)
+    for one in (odd, empty, *several):
+        assert split(one) == one
+    rows = TableLayout("rows", 5, (Column("weight", "float32", 24),))
+    starts, size = arrange([rows, long])
+    memory = np.arange(size // 8, dtype=np.uint64).view(np.uint8)
+    kernels = contract.get_kernels("reference")
+    tables, named = (
+        [Table(one, memory, at, kernels) for one, at in zip(each, starts, strict=True)]
+        for each in ([rows, long], [rows, split(long)])
+    )
+    for k in range(1, 5):
+        space = RowSpace(tables, k, named)
+        assert space.owners == [(0, 0), (1, 0)] and space.finest == named
+        records = np.empty((4, SPLIT_BYTES // 8), np.uint64)
+        space.named[1].gather(np.arange(4), records)
+        assert np.array_equal(records.reshape(-1), space.read(space.bases[1], space.bases[2]))
+        assert sorted(set(space.cut(1, np.arange(4)))) == [0, 4]  # all parts are in one block

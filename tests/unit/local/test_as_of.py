@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ from support.interleaved import Ranks, Truth, grouped, runs, take_turns, windows
 from support.simulation import Job, Machines, job_of
 
 UNTIL = 3
+
+
+@pytest.fixture(autouse=True)
+def parts() -> Iterator[None]:
+    """The record of rank state is captured in parts, though it is short."""
+    with mock.patch("ecemb.coding.rows.SPLIT_BYTES", 8):
+        yield
 
 
 @contextmanager

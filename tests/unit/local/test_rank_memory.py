@@ -32,6 +32,13 @@ Memories = list[RankMemory]
 SHAPES = [(2, 1, 2), (3, 2, 4), (4, 2, 4), (3, 1, 3), (6, 4, 7)]
 
 
+@pytest.fixture(autouse=True)
+def parts() -> Iterator[None]:
+    """The record of rank state is captured in parts, though it is short."""
+    with mock.patch("ecemb.coding.rows.SPLIT_BYTES", 8):
+        yield
+
+
 @pytest.fixture
 def job(seed: int) -> Job:
     return job_of(4, 2, 4, random.Random(seed))
@@ -51,7 +58,8 @@ def space(memory: RankMemory) -> Words:
 def change(memory: RankMemory, transaction: int, rng: random.Random) -> int:
     """Section 3, numbers 1 to 3: arm, capture, change. Gives the number of rows captured."""
     memory.arm(transaction)
-    captured = 0
+    parts = np.arange(memory.space.named[-1].layout.rows)  # of the rank state
+    captured = memory.journal.capture(len(memory.space.named) - 1, parts)
     for index, table in enumerate(memory.space.tables):
         rows = table.layout.rows
         some = sorted(rng.sample(range(rows), rng.randint(min(rows, 1), rows)))
@@ -240,6 +248,42 @@ def test_the_rank_state_is_a_record_like_any_other(tmp_path: Path, job: Job) -> 
         for memory, old in zip(memories, before, strict=True):
             memory.journal.undo()
             assert np.array_equal(memory.rank_state, old)
+
+
+def test_only_the_parts_of_the_rank_state_that_change_are_saved_and_sent(tmp_path: Path, job: Job) -> None:
+    """Written in place of a longer state, a shorter one, an equal one, and one that draws from generators."""
+    rng = np.random.default_rng(1)
+    with filled(tmp_path / "a", job).memories() as memories:
+        states = [rng.bytes(30) for _ in memories]
+        for transaction, data in enumerate(
+            [states, [one[:16] for one in states], [one[:16] for one in states], states], 1
+        ):
+            before = [memory.rank_state.copy() for memory in memories]
+            fronts = [
+                rank_state.front(memory.rank_state, one) for memory, one in zip(memories, data, strict=True)
+            ]
+            for memory, new in zip(memories, fronts, strict=True):
+                memory.arm(transaction)
+                memory.capture_rank_state(new)
+                memory.rank_state[: len(new)] = new
+            exchange(memories)
+            for memory in memories:
+                memory.prepare(transaction)
+                memory.apply(transaction)
+            check_parity(memories, job.placement)
+            for memory, old, one in zip(memories, before, data, strict=True):
+                assert (
+                    rank_state.read(memory.rank_state) == one and not memory.rank_state[8 + len(one) :].any()
+                )
+                changed = (memory.rank_state != old).reshape(-1, 8).any(axis=1)
+                assert [ids.tolist() for _, ids, _ in memory.journal.saved().chunks] == (
+                    [np.flatnonzero(changed).tolist()] if changed.any() else []
+                )
+                kept = memory.rank_state.copy()
+                memory.journal.undo()
+                assert np.array_equal(memory.rank_state, old)
+                memory.rank_state[:] = kept
+                memory.commit(transaction)
 
 
 # --- the decision -------------------------------------------------------------------------------

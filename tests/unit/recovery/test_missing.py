@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ from support.simulation import Job, Machines, job_of
 Words = NDArray[np.uint64]
 SHAPES = [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 3), (4, 3, 5)]
 UNTIL = 3
+
+
+@pytest.fixture(autouse=True)
+def parts() -> Iterator[None]:
+    """The record of rank state is captured in parts, though it is short."""
+    with mock.patch("ecemb.coding.rows.SPLIT_BYTES", 8):
+        yield
 
 
 @pytest.fixture
@@ -219,7 +227,7 @@ def test_a_part_of_a_row_is_not_stored(memory: RankMemory) -> None:
                 missing = Missing(memory)
                 stored = missing.store_span_(block, start, rows[low + start : low + stop])
                 whole = np.zeros(space.words, np.bool_)
-                for table, base in zip(space.tables, space.bases, strict=False):
+                for table, base in zip(space.finest, space.bases, strict=False):
                     for row in range(table.layout.rows):
                         at = base + row * table.layout.record_words
                         end = at + table.layout.record_words

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ecemb.coding.rows import WORD_BYTES, arrange
-from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed
+from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from ecemb.state import rank_state
 from ecemb.state.rank_state import RankState
 
@@ -270,6 +270,56 @@ def test_a_state_that_takes_more_than_its_room_names_the_largest_part() -> None:
     state.positions[0].load_state_dict({"at": torch.zeros(9000)})
     with pytest.raises(StepFailed, match="largest part is the data with 3"):
         state.pack()
+
+
+def test_states_of_earlier_versions_are_read() -> None:
+    """Checkpoints may have them."""
+    scalars: dict[str, Any] = {"t": {"step": torch.tensor(4.0), "rate": 0.5}}
+    torch.manual_seed(3)
+    drawn, parts = rank_state._taken_apart(state_of(Counter(a=(1, 2.5)), scalars=scalars).pack())
+    states, rest = rank_state.dump(drawn), rank_state.dump(parts)
+    old = rank_state._SIZE.pack(len(states)) + states + rest
+    torch.manual_seed(4)
+    counter, kept = Counter(), {"t": {"step": torch.tensor(0.0), "rate": 0.0}}
+    state_of(counter, scalars=kept).unpack(old)
+    assert (counter.state, kept, torch.initial_seed()) == ({"a": (1, 2.5)}, scalars, 3)
+
+
+def test_only_what_has_changed_differs_in_the_packed_bytes() -> None:
+    """Scalars are in front, so the delta of a step that draws nothing ends there."""
+    scalars: dict[str, Any] = {"t": {"step": 1, "rate": 0.5, "name": "Adagrad"}}
+    state = state_of(Counter(a=1), scalars=scalars)
+    before = np.frombuffer(state.pack(), np.uint8)
+    scalars["t"]["step"] = 2
+    after = np.frombuffer(state.pack(), np.uint8)
+    assert len(before) == len(after) > 10_000
+    assert np.flatnonzero(before != after).tolist() == [rank_state._SIZES.size + 8]
+
+
+def test_a_change_between_steps_is_told_by_its_kind() -> None:
+    scalars: dict[str, Any] = {"t": {"step": 1, "nan": float("nan"), "rate": torch.tensor([0.5])}}
+    state = state_of(scalars=scalars)
+    assert state.moved(state.take()) == {}
+    state.pack()
+    for objects in (False, True):
+        assert state.moved(state.take(objects=objects)) == {}
+    scalars["t"]["rate"] = torch.tensor([0.5])
+    assert state.moved(state.take(objects=False)) == {}
+    taken = state.take()
+    scalars["t"]["step"] = True
+    random.random()
+    for objects in (False, True):
+        names = list(state.moved(state.take(objects=objects)))
+        assert names == ["python's random generator", "options of a table's optimizer"]
+    state.put(taken)
+    assert state.moved(state.take(objects=False)) == {}
+
+
+def test_packed_state_that_is_cut_or_longer_is_damaged() -> None:
+    data = state_of(Counter(a=1)).pack()
+    for bad in (b"", b"ecemb rs", data[:20], data[:32], data[:-1], data + b"\0", bytes(40)):
+        with pytest.raises(InconsistentArenas, match=f"{len(bad)} bytes of packed state|0 bytes of packed"):
+            state_of(Counter()).unpack(bad)
 
 
 # --- its record ---------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from ecemb.errors import ConfigurationError
 from ecemb.state import rng
 from ecemb.state.serialize import dump, load, plain
 
@@ -65,3 +67,89 @@ def test_the_generators_of_an_object_are_found_once_and_in_order() -> None:
     two.second = one.second
     found = rng.owned([one, [random.Random(2)], two, None])
     assert list(map(id, found)) == list(map(id, (one.first, one.second, two.first)))
+
+
+# --- the process's, read again and again ----------------------------------------------------------
+
+
+DRAWS: dict[str, Any] = {
+    "torch": (lambda: torch.rand(()), lambda: torch.randn(3), lambda: torch.manual_seed(1)),
+    "numpy": (
+        np.random.random,
+        np.random.standard_normal,
+        lambda: np.random.seed(1),
+        lambda: np.random.binomial(10, 0.3),
+    ),
+    "python": (
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(1),
+        lambda: random.getrandbits(1),
+    ),
+}
+DRAWS[""] = (lambda: None,)
+
+
+@pytest.mark.usefixtures("kept_generators")
+def test_no_draw_is_missed(seed: int) -> None:
+    """Nor one that takes only the second of a pair of normal numbers, or brings it back."""
+    dice, reader = random.Random(seed), rng.Reader()
+    before = rng.process_states()
+    kept = [before]
+    for _ in range(600):
+        name = dice.choice(list(DRAWS))
+        for _ in range(dice.randrange(3)):
+            dice.choice(DRAWS[name])()
+        if dice.random() < 0.2:
+            rng.set_process_states(dice.choice(kept))
+        now = reader.read()
+        assert rng.same(now, rng.process_states())
+        for one, state in before.items():
+            assert rng.same({one: now[one]}, before) == same_bytes(now[one], state)
+        kept = [*kept[-3:], now]
+        before = now
+
+
+def same_bytes(one: Any, other: Any) -> bool:
+    return dump(plain(one)) == dump(plain(other))
+
+
+@pytest.mark.usefixtures("kept_generators")
+def test_the_second_of_a_pair_of_normal_numbers_is_seen_alone() -> None:
+    for first, at in ((np.random.standard_normal, "numpy"), (lambda: random.gauss(0, 1), "python")):
+        np.random.seed(3)
+        random.seed(3)
+        reader = rng.Reader()
+        first()
+        held = reader.read()
+        first()  # no word is drawn
+        used = reader.read()
+        assert not rng.same({at: held[at]}, used)
+        rng.set_process_states(held)
+        assert rng.same(reader.read(), held)
+
+
+@pytest.mark.usefixtures("kept_generators")
+def test_what_was_not_drawn_from_is_not_read_again() -> None:
+    reader = rng.Reader()
+    first = reader.read()
+    with mock.patch.object(np.random, "get_state", side_effect=AssertionError):
+        torch.rand(())
+        again = reader.read()
+    assert again["numpy"] is first["numpy"] and again["python"] is first["python"]
+    assert not rng.same({"torch": again["torch"]}, first)
+
+
+def test_another_generator_of_numpy_is_refused() -> None:
+    reader, own = rng.Reader(), np.random.get_bit_generator()
+    reader.read()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        for read in (reader.read, rng.process_states):
+            with pytest.raises(ConfigurationError, match="is PCG64, and ecemb keeps only MT19937"):
+                read()
+        np.random.set_bit_generator(np.random.MT19937(1))
+        assert rng.same(reader.read(), rng.process_states())
+    finally:
+        np.random.set_bit_generator(own)
+    assert rng.same(reader.read(), rng.process_states())

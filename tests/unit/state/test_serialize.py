@@ -6,6 +6,8 @@ import collections
 import enum
 import fractions
 import math
+import random
+import struct
 import types
 from typing import Any
 from unittest import mock
@@ -13,9 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ecemb.errors import ConfigurationError
-from ecemb.state.serialize import dump, load, plain
+from ecemb.errors import ConfigurationError, InconsistentArenas
+from ecemb.state.serialize import Packer, dump, load, plain, unpacked
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -139,3 +143,142 @@ def test_other_types_are_refused_with_their_place(value: Any) -> None:
     name = type(value).__qualname__
     with pytest.raises(ConfigurationError, match=rf"history\['best'\]\[1\] is a .*{name}"):
         plain({"best": [1, value]}, at="history")
+
+
+# --- packed again and again -----------------------------------------------------------------------
+
+
+def exact(value: Any) -> Any:
+    """A description of a structure by types and bits, which == doesn't tell apart."""
+    if isinstance(value, dict):
+        return type(value), [(exact(key), exact(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [exact(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        data = value.contiguous().reshape(-1).view(torch.uint8).tolist()
+        return type(value), value.dtype, value.shape, value.requires_grad, data
+    if isinstance(value, float):
+        return float, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return complex, struct.pack("<dd", value.real, value.imag)
+    return type(value), value
+
+
+TENSORS = st.builds(
+    lambda dtype, size, turned: torch.arange(4 * size).reshape(4, size).to(dtype).T[: size if turned else 1],
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    st.integers(0, 40),
+    st.booleans(),
+)
+NUMBERS = st.one_of(
+    st.booleans(), st.integers(-2, 2), st.integers(), st.sampled_from([0.0, -0.0, math.nan, 1.0]), st.floats()
+)
+KEYS = st.one_of(st.text(max_size=2), st.integers(0, 1), st.booleans(), st.sampled_from([0.0, -0.0, None]))
+LEAVES = st.one_of(
+    NUMBERS,
+    TENSORS,
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.none(),
+    st.sampled_from([complex(0.0, -0.0), 0j, torch.Size([]), torch.Size([2]), torch.bfloat16]),
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(collections.Counter),
+    ),
+    max_leaves=12,
+)
+COUNTED = st.builds(
+    lambda rate, at, flag, data: {"rate": rate, "at": [at, (at, flag)], "data": torch.tensor(data)},
+    *(NUMBERS, NUMBERS, NUMBERS, st.lists(st.floats(width=32), min_size=2, max_size=2)),
+)
+
+
+@given(st.lists(st.one_of(COUNTED, STATES), min_size=1, max_size=6))
+def test_what_is_packed_again_comes_back_with_its_types_and_bits(values: list[Any]) -> None:
+    """Whether the structure is that of the call before, differs from it, or is only equal to it."""
+    packer = Packer()
+    for value in values:
+        data = packer.pack(value)
+        assert exact(unpacked(data)) == exact(load(dump(plain(value))))
+        assert data == packer.pack(value) == Packer().pack(value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (0j, complex(0.0, -0.0)),
+        ({1: None}, {True: None}),
+        ({0.0: None}, {-0.0: None}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ([({"a": 1, "b": 2},)], [({"b": 2, "a": 1},)]),
+        ({"a": 1}, collections.OrderedDict(a=1)),
+        ({"a": 1}, collections.Counter(a=1)),
+        (collections.Counter(), collections.Counter(a=0)),
+        ((), torch.Size([])),
+        ((2,), torch.Size([2])),
+        ("a", b"a"),
+        (2**63, -(2**63)),
+        (2**63 - 1, 2**63),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(100), torch.zeros(100, requires_grad=True)),
+        (torch.zeros(2, dtype=torch.int32), torch.zeros(2)),
+    ],
+)
+def test_what_only_looks_equal_is_told_apart(one: Any, other: Any) -> None:
+    packer = Packer()
+    for value in (one, other, one):
+        assert exact(unpacked(packer.pack({"it": value}))["it"]) == exact(value)
+
+
+def test_an_outline_is_dumped_once() -> None:
+    packer = Packer()
+    with mock.patch("ecemb.state.serialize.dump", wraps=dump) as dumped:
+        for i in range(5):
+            packer.pack({"step": i, "rate": 0.1 * i, "large": torch.arange(100) + i, "at": [np.int64(i)]})
+        assert dumped.call_count == 1
+        packer.pack({"step": True})
+        assert dumped.call_count == 2
+
+
+def test_a_tensor_that_several_have_is_packed_once() -> None:
+    """Loaders' positions have one tensor of 13 KB in common."""
+    large, small = torch.arange(1000), torch.arange(2)
+    got = unpacked(data := Packer().pack({"a": [small, large, large[:500]], "b": large, "c": small}))
+    assert len(data) < 1.7 * large.nbytes
+    assert got["b"] is got["a"][1] and torch.equal(got["b"], large)
+    assert torch.equal(got["a"][2], large[:500]) and torch.equal(got["c"], small)
+    got["c"].add_(1)
+    assert torch.equal(got["a"][0], small)
+
+
+def test_a_value_that_cannot_be_read_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigurationError, match=r"the scalars\['a'\]\[1\] is a builtins.set"):
+        Packer().pack({"a": [1, set()]}, "the scalars")
+
+
+def test_damaged_bytes_raise_or_are_other_values(seed: int) -> None:
+    """Checksums are the business of whoever keeps the bytes."""
+    rng = random.Random(seed)
+    good = Packer().pack({"a": [1, 2.5, 2**70], "b": (torch.arange(3), torch.arange(100)), "c": {"d": "e"}})
+    told = 0
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        try:
+            unpacked(bytes(bad))
+        except InconsistentArenas:
+            told += 1
+    assert told > 30
+    for bad in (b"", good[:7], good[:-1], good + b"\0", good[:8], bytes(100)):
+        with pytest.raises(InconsistentArenas, match=f"{len(bad)} bytes of packed state can't be read back"):
+            unpacked(bad)
