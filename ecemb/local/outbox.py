@@ -119,34 +119,33 @@ class Outbox:
         for block in range(len(self.edges) - 1):
             at = self.edges[block]
             for table, chunks in by_table.items():
-                edges = (slice(*cut[block : block + 2]) for _, _, cut in chunks)
-                found = [(ids[e], old[e]) for (ids, old, _), e in zip(chunks, edges, strict=True)]
-                at += self._lay_out(
-                    block, table, [one for one in found if len(one[0])], self.words[at:], rest
-                )
+                found = [
+                    (ids[a:b], old[a:b])
+                    for ids, old, cut in chunks
+                    if (a := cut[block]) < (b := cut[block + 1])
+                ]
+                if found:
+                    at += self._lay_out(block, table, found, self.words[at:], rest)
             self.edges[block + 1] = at
 
     def _lay_out(self, block: int, table: int, rows: Part, out: Words, rest: Callable[[], object]) -> int:
-        """Writes one Delta to the start of `out`; returns its size in words, 0 without rows.
+        """Writes one Delta to the start of `out`; returns its size in words.
 
         The unchanged last words of a single record are left out: rank state fills only a part of its record.
         """
         count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].layout.record_words
-        if not count:
-            return 0
         delta = blank(out, block, count, width)
         first = self._space.bases[table] - self._space.bounds[block]
         at = 0
         for part in _parts(rows, max(1, PART_BYTES // max(1, WORD_BYTES * width))):
             end = at + sum(len(ids) for ids, _ in part)
             self._change(table, part, delta.words[at:end])
-            np.multiply(np.concatenate([ids for ids, _ in part]), width, out=delta.offsets[at:end])
+            np.multiply(_ids(part), width, out=delta.offsets[at:end])
             at = end
             rest()
         delta.offsets[:] += first
         if count == 1:
-            changed = np.flatnonzero(delta.words)
-            width = int(changed[-1]) + 1 if len(changed) else 0
+            width = (delta.words != 0).tobytes().rfind(b"\1") + 1
             blank(out, block, count, width)
         return size_words(count, width)
 
@@ -163,7 +162,7 @@ class Outbox:
     def _correct(self, table: int, part: Part, out: Words, newer: Saved) -> None:
         """Does it again for rows that the next transaction may have changed, with what it has saved."""
         width = out.shape[1]
-        found = newer.find(table, np.concatenate([ids for ids, _ in part]), width)
+        found = newer.find(table, _ids(part), width)
         again = np.flatnonzero(found >= 0)
         if not len(again):
             return
@@ -173,6 +172,11 @@ class Outbox:
         self._kernels.gather_rows(newer.words, found[again], left)
         np.bitwise_xor(old, left, out=left)
         self._kernels.scatter_(out, again, left, 0)
+
+
+def _ids(part: Part) -> Ids:
+    """The rows of a part."""
+    return part[0][0] if len(part) == 1 else np.concatenate([ids for ids, _ in part])
 
 
 def _parts(rows: Part, most: int) -> Iterator[Part]:

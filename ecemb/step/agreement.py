@@ -259,6 +259,7 @@ class Agreement:
         if flag != FINE:
             masks[rank // _MASK_BITS] = 1 << rank % _MASK_BITS
         place = transaction << _RANK_BITS | rank
+        # In the order of _FLAG to _MARKED.
         return np.array([flag, place, place, window, digest, digest, is_lacking, *masks], np.int64)
 
     def _verdict(
