@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..coding.delta import Scratch, blank, size_words
+from ..coding.delta import Scratch, blank, place, size_words
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..kernels.contract import Ids, Kernels, RowSet, Words
 from ..kernels.row_set import ROWS_PER_WORD
@@ -25,6 +25,9 @@ Chunk = tuple[int, Ids, Words]
 
 PART_BYTES = 8 << 20
 """Of the records that a commit works on before it rests. To lay them out takes some ms: a capture waits."""
+
+BEHIND, LEAST_BEHIND = 8, 256
+"""Words behind deltas that are sent from where they lie: an eighth of them, and as many words."""
 
 Part = list[tuple[Ids, Words]]
 """Rows of one table and block, and their old records; views of the chunks."""
@@ -46,8 +49,7 @@ class Saved:
 
     def place(self, records: Words) -> int:
         """The word at which the records of a chunk begin."""
-        first, start = (one.__array_interface__["data"][0] for one in (records, self.words))
-        return (first - start) // WORD_BYTES
+        return place(records, self.words)
 
     def find(self, table: int, ids: Ids, width: int) -> Ids:
         """The word at which the old record of each row begins; -1 for a row that isn't there.
@@ -84,10 +86,13 @@ class Outbox:
         scratch: memory for the deltas.
         newer: the old records of the next transaction, if that has begun; called with the lock held.
         lock: held while rows are read; who journals rows of the next transaction holds it as well.
+        apart: whether each block's deltas are a message of their own.
 
     Attributes:
-        words: uint64, the deltas in the order of their blocks; complete when `lay_out` has returned.
+        words: uint64, the deltas in the order of their blocks; complete when `lay_out` has returned. Some
+            words follow the last of them.
         edges: k + 1 words: the first word of each block's deltas, and the end of the last.
+        free: words at the start of each block's that are left free: 1 if blocks are apart, otherwise 0.
     """
 
     def __init__(
@@ -98,11 +103,19 @@ class Outbox:
         scratch: Scratch,
         newer: Callable[[], Saved | None] = lambda: None,
         lock: threading.Lock | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._space, self._kernels, self._saved, self._scratch = space, kernels, saved, scratch
         self._newer, self._lock = newer, lock or threading.Lock()
         self.words: Words = scratch.room(0)
         self.edges: list[int] = [0] * len(space.bounds)
+        self.free: int = int(apart)
+
+    @property
+    def around(self) -> Words | None:
+        """The memory to send messages from, each with the free word before it; None: they overlap."""
+        return self.words if self.free else None
 
     def lay_out(self, rest: Callable[[], object] = lambda: None) -> None:
         """Lays out all deltas.
@@ -113,11 +126,12 @@ class Outbox:
         by_table: dict[int, list[tuple[Ids, Words, list[int]]]] = {}
         for table, ids, old in self._saved.chunks:
             by_table.setdefault(table, []).append((ids, old, self._space.cut(table, ids)))
-        heads = len(by_table) * (len(self.edges) - 1)
+        blocks = len(self.edges) - 1
         rows = sum(size_words(len(ids), old.shape[1]) for _, ids, old in self._saved.chunks)
-        self.words = self._scratch.room(rows + heads * size_words(0, 0))
-        for block in range(len(self.edges) - 1):
-            at = self.edges[block]
+        size = rows + blocks * (self.free + len(by_table) * size_words(0, 0))
+        self.words = self._scratch.room(size + self.free * (size // BEHIND + LEAST_BEHIND))
+        for block in range(blocks):
+            at = self.edges[block] + self.free
             for table, chunks in by_table.items():
                 found = [
                     (ids[a:b], old[a:b])

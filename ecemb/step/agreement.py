@@ -165,6 +165,7 @@ class Agreement:
         messages: Mapping[int, Words],
         receive: Callable[[Sequence[int]], Mapping[int, Words]],
         what: str,
+        around: Words | None = None,
     ) -> None:
         """Sends sizes and deltas to the keepers, and receives those of the deltas that are kept here.
 
@@ -176,6 +177,8 @@ class Agreement:
             messages: The deltas, by keeper.
             receive: Makes room: the words that each rank will send -> memory by sender.
             what: Names the wait in errors.
+            around: The memory that the messages are views of, if each has a free word before it. It may be
+                reused after the vote.
 
         Raises:
             StepFailed: A rank has failed since the verdict.
@@ -183,7 +186,8 @@ class Agreement:
         """
         transport, size, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
         for rank, parcel in self._parcels.items():
-            after = parcel.pack(messages.get(rank, _NOTHING), whole=transport.fabric is None)
+            message, whole = messages.get(rank, _NOTHING), transport.fabric is None
+            after = parcel.pack(message, whole=whole, around=around)
             if len(after):  # before the size, which is waited for first
                 turn.sending.append(transport.send(after, rank, what, rest))
             turn.sending.append(transport.send(parcel.words, rank, what, size))
