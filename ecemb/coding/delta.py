@@ -72,7 +72,15 @@ def size_words(records: int, width: int) -> int:
     return HEAD_WORDS + records * (1 + width)
 
 
-def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int) -> dict[int, Words]:
+def place(part: Words, words: Words) -> int:
+    """The word of `words` at which a view of it begins."""
+    first, start = (one.__array_interface__["data"][0] for one in (part, words))
+    return (first - start) // words.itemsize
+
+
+def messages(
+    words: Words, edges: Sequence[int], placement: Placement, rank: int, free: int = 0
+) -> dict[int, Words]:
     """The message to each keeper of a rank's parity.
 
     Args:
@@ -80,13 +88,14 @@ def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int
         edges: k + 1 words; the Deltas of block i lie in edges[i]..edges[i+1]-1.
         placement: the keepers of each block.
         rank: the rank.
+        free: the first words of each block's, which belong to no Delta; 0 where a message takes two blocks.
 
     Returns:
         Keeper -> its message, a view of `words`. Empty messages are left out; views overlap where r > 1.
     """
     found: dict[int, Words] = {}
     for keeper, blocks in placement.recipients(rank).items():
-        message = words[edges[blocks.start] : edges[blocks.stop]]
+        message = words[edges[blocks.start] + free : edges[blocks.stop]]
         if len(message):
             found[keeper] = message
     return found
@@ -110,9 +119,9 @@ class Scratch:
         return self._words.nbytes
 
     def room(self, words: int) -> Words:
-        """uint64 [words] of arbitrary content. It overlaps the results of earlier calls."""
+        """uint64 [words] of earlier content, or zeros. It overlaps the results of earlier calls."""
         if words > len(self._words):
-            self._words = np.empty(words + words // 4, np.uint64)
+            self._words = np.zeros(words + words // 4, np.uint64)  # some of it is sent before it is written
         return self._words[:words]
 
 

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ class _Waits:
         self.world_size: int = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
+        self._deadline = datetime.timedelta(seconds=timeout_s)
         self.whereabouts = Whereabouts()
 
     def close(self) -> None:
@@ -80,7 +81,7 @@ class _Waits:
         began = time.monotonic()
         try:
             with self.whereabouts.waiting():
-                work.wait(datetime.timedelta(seconds=self._timeout_s))  # with it NCCL's wait blocks the host
+                work.wait(self._deadline)  # with it NCCL's wait blocks the host
             if not work.is_completed():
                 raise RuntimeError("the wait has ended before it")
         except RuntimeError as error:
@@ -185,6 +186,8 @@ class Transport(_Waits):
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
+        # Messages go to gloo itself: the operators of a group, which choose a backend for each, cost more.
+        self._gloo: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
         self.fabric: Fabric | None = None
         self._last_words: list[object] = []  # kept for receivers that may not come
         self._exchanges = self._barriers = 0
@@ -325,7 +328,11 @@ class Transport(_Waits):
     def _sent(self, words: Words, to: int, what: str, tag: int) -> dist.Work:
         self.sent_bytes += words.nbytes
         tensor = torch.from_numpy(words.view(np.int64))
-        return self._started(lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag), what)
+        try:  # by torch's function, where a process's messages can be counted
+            work: Any = dist.isend(tensor, group=self._gloo, group_dst=to, tag=tag)
+        except RuntimeError as error:
+            raise self._failure(what, 0.0, error) from error
+        return work
 
     def receive(self, out: Words, source: int, what: str) -> None:
         """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
@@ -338,7 +345,10 @@ class Transport(_Waits):
         small messages therefore start early.
         """
         tensor = torch.from_numpy(out.view(np.int64))
-        work = self._started(lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag), what)
+        try:
+            work = self._gloo.recv([tensor], source, tag)
+        except RuntimeError as error:
+            raise self._failure(what, 0.0, error) from error
 
         def wait(now: str = "") -> None:
             self._finish(work, now or what)

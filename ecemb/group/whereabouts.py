@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 _C = TypeVar("_C", bound=Callable[..., Any])
@@ -21,30 +20,42 @@ class Whereabouts:
     Attributes:
         steps: number of steps that have ended since the process began.
         place: a phrase that is the same on all ranks that are in the same call of the same step.
+        began: when the main thread's present wait began, by `time.monotonic`; None if it does not wait.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.place = "before ecemb.protect()"
-        self._began: float | None = None
+        self.began: float | None = None
 
     @property
     def waited_s(self) -> float:
         """Duration of the main thread's present wait; 0 if it does not wait."""
-        began = self._began
+        began = self.began
         return 0.0 if began is None else time.monotonic() - began
 
-    @contextmanager
-    def waiting(self) -> Generator[None]:
-        """Marks the body as a wait for other ranks. Threads other than the main thread don't count."""
-        if threading.current_thread() is not threading.main_thread() or self._began is not None:
-            yield
-            return
-        self._began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._began = None
+    def waiting(self) -> _Waiting:
+        """Marks a `with` block as a wait for other ranks. Threads other than the main thread don't count."""
+        return _Waiting(self)
+
+
+class _Waiting:
+    """One `with` block; a step waits for a dozen messages, and a generator for each would cost more."""
+
+    __slots__ = ("_counts", "_where")
+
+    def __init__(self, where: Whereabouts) -> None:
+        self._where = where
+        self._counts = False
+
+    def __enter__(self) -> None:
+        where = self._where
+        if where.began is None and threading.current_thread() is threading.main_thread():
+            self._counts, where.began = True, time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._counts:
+            self._where.began = None
 
 
 def placed(call: _C) -> _C:

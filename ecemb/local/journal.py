@@ -271,19 +271,20 @@ class RowJournal:
         self._arena.set(self._bytes, used + size)
         return table, saved, records
 
-    def outbox(self, scratch: Scratch, newer: RowJournal | None = None) -> Outbox:
+    def outbox(self, scratch: Scratch, newer: RowJournal | None = None, *, apart: bool = False) -> Outbox:
         """The deltas of all captured rows: their old records XOR those that the transaction has left.
 
         Args:
             scratch: memory for them.
             newer: takes the rows of the next transaction while they are laid out; None if it begins later.
+            apart: whether each block's deltas are a message of their own.
         """
         transaction = self.label
 
         def since() -> Saved | None:
             return None if newer is None or newer.label <= transaction else newer.saved()
 
-        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock)
+        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, apart=apart)
 
     def saved(self) -> Saved:
         """The old records of all captured rows, as they are now. Who reads them later holds the lock."""

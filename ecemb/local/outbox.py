@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..coding.delta import Scratch, blank, size_words
+from ..coding.delta import Scratch, blank, place, size_words
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..kernels.contract import Ids, Kernels, RowSet, Words
 from ..kernels.row_set import ROWS_PER_WORD
@@ -25,6 +25,9 @@ Chunk = tuple[int, Ids, Words]
 
 PART_BYTES = 8 << 20
 """Of the records that a commit works on before it rests. To lay them out takes some ms: a capture waits."""
+
+BEHIND, LEAST_BEHIND = 8, 256
+"""Words behind deltas that are sent from where they lie: an eighth of them, and as many words."""
 
 Part = list[tuple[Ids, Words]]
 """Rows of one table and block, and their old records; views of the chunks."""
@@ -46,8 +49,7 @@ class Saved:
 
     def place(self, records: Words) -> int:
         """The word at which the records of a chunk begin."""
-        first, start = (one.__array_interface__["data"][0] for one in (records, self.words))
-        return (first - start) // WORD_BYTES
+        return place(records, self.words)
 
     def find(self, table: int, ids: Ids, width: int) -> Ids:
         """The word at which the old record of each row begins; -1 for a row that isn't there.
@@ -84,10 +86,13 @@ class Outbox:
         scratch: memory for the deltas.
         newer: the old records of the next transaction, if that has begun; called with the lock held.
         lock: held while rows are read; who journals rows of the next transaction holds it as well.
+        apart: whether each block's deltas are a message of their own.
 
     Attributes:
-        words: uint64, the deltas in the order of their blocks; complete when `lay_out` has returned.
+        words: uint64, the deltas in the order of their blocks; complete when `lay_out` has returned. Some
+            words follow the last of them.
         edges: k + 1 words: the first word of each block's deltas, and the end of the last.
+        free: words at the start of each block's that are left free: 1 if blocks are apart, otherwise 0.
     """
 
     def __init__(
@@ -98,11 +103,19 @@ class Outbox:
         scratch: Scratch,
         newer: Callable[[], Saved | None] = lambda: None,
         lock: threading.Lock | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._space, self._kernels, self._saved, self._scratch = space, kernels, saved, scratch
         self._newer, self._lock = newer, lock or threading.Lock()
         self.words: Words = scratch.room(0)
         self.edges: list[int] = [0] * len(space.bounds)
+        self.free: int = int(apart)
+
+    @property
+    def around(self) -> Words | None:
+        """The memory to send messages from, each with the free word before it; None: they overlap."""
+        return self.words if self.free else None
 
     def lay_out(self, rest: Callable[[], object] = lambda: None) -> None:
         """Lays out all deltas.
@@ -113,40 +126,40 @@ class Outbox:
         by_table: dict[int, list[tuple[Ids, Words, list[int]]]] = {}
         for table, ids, old in self._saved.chunks:
             by_table.setdefault(table, []).append((ids, old, self._space.cut(table, ids)))
-        heads = len(by_table) * (len(self.edges) - 1)
+        blocks = len(self.edges) - 1
         rows = sum(size_words(len(ids), old.shape[1]) for _, ids, old in self._saved.chunks)
-        self.words = self._scratch.room(rows + heads * size_words(0, 0))
-        for block in range(len(self.edges) - 1):
-            at = self.edges[block]
+        size = rows + blocks * (self.free + len(by_table) * size_words(0, 0))
+        self.words = self._scratch.room(size + self.free * (size // BEHIND + LEAST_BEHIND))
+        for block in range(blocks):
+            at = self.edges[block] + self.free
             for table, chunks in by_table.items():
-                edges = (slice(*cut[block : block + 2]) for _, _, cut in chunks)
-                found = [(ids[e], old[e]) for (ids, old, _), e in zip(chunks, edges, strict=True)]
-                at += self._lay_out(
-                    block, table, [one for one in found if len(one[0])], self.words[at:], rest
-                )
+                found = [
+                    (ids[a:b], old[a:b])
+                    for ids, old, cut in chunks
+                    if (a := cut[block]) < (b := cut[block + 1])
+                ]
+                if found:
+                    at += self._lay_out(block, table, found, self.words[at:], rest)
             self.edges[block + 1] = at
 
     def _lay_out(self, block: int, table: int, rows: Part, out: Words, rest: Callable[[], object]) -> int:
-        """Writes one Delta to the start of `out`; returns its size in words, 0 without rows.
+        """Writes one Delta to the start of `out`; returns its size in words.
 
         The unchanged last words of a single record are left out: rank state fills only a part of its record.
         """
         count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].layout.record_words
-        if not count:
-            return 0
         delta = blank(out, block, count, width)
         first = self._space.bases[table] - self._space.bounds[block]
         at = 0
         for part in _parts(rows, max(1, PART_BYTES // max(1, WORD_BYTES * width))):
             end = at + sum(len(ids) for ids, _ in part)
             self._change(table, part, delta.words[at:end])
-            np.multiply(np.concatenate([ids for ids, _ in part]), width, out=delta.offsets[at:end])
+            np.multiply(_ids(part), width, out=delta.offsets[at:end])
             at = end
             rest()
         delta.offsets[:] += first
         if count == 1:
-            changed = np.flatnonzero(delta.words)
-            width = int(changed[-1]) + 1 if len(changed) else 0
+            width = (delta.words != 0).tobytes().rfind(b"\1") + 1
             blank(out, block, count, width)
         return size_words(count, width)
 
@@ -163,7 +176,7 @@ class Outbox:
     def _correct(self, table: int, part: Part, out: Words, newer: Saved) -> None:
         """Does it again for rows that the next transaction may have changed, with what it has saved."""
         width = out.shape[1]
-        found = newer.find(table, np.concatenate([ids for ids, _ in part]), width)
+        found = newer.find(table, _ids(part), width)
         again = np.flatnonzero(found >= 0)
         if not len(again):
             return
@@ -173,6 +186,11 @@ class Outbox:
         self._kernels.gather_rows(newer.words, found[again], left)
         np.bitwise_xor(old, left, out=left)
         self._kernels.scatter_(out, again, left, 0)
+
+
+def _ids(part: Part) -> Ids:
+    """The rows of a part."""
+    return part[0][0] if len(part) == 1 else np.concatenate([ids for ids, _ in part])
 
 
 def _parts(rows: Part, most: int) -> Iterator[Part]:

@@ -297,7 +297,8 @@ class RankMemory:
     def outbox(self) -> Outbox:
         """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
         other = next(one for one in self.journals if one is not self.journal)
-        return self.journal.outbox(self._messages, other)
+        placement = self.geometry.placement
+        return self.journal.outbox(self._messages, other, apart=placement is not None and placement.r == 1)
 
     def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:
         """Lays out deltas, as messages to keepers.
@@ -310,7 +311,7 @@ class RankMemory:
         if placement is None:
             return {}
         outbox.lay_out(rest)
-        return messages(outbox.words, outbox.edges, placement, self.rank)
+        return messages(outbox.words, outbox.edges, placement, self.rank, outbox.free)
 
     def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
         """Makes room for other ranks' messages.

@@ -33,6 +33,7 @@ FINE, ABORTED, FAILED = range(3)
 _YES, _NO = 1, 0
 
 _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
+_LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # of which the fold has the largest
 _NOTHING = np.empty(0, np.uint64)
 _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
 _MASK_BITS = 63  # of each word from _MARKED on
@@ -164,6 +165,7 @@ class Agreement:
         messages: Mapping[int, Words],
         receive: Callable[[Sequence[int]], Mapping[int, Words]],
         what: str,
+        around: Words | None = None,
     ) -> None:
         """Sends sizes and deltas to the keepers, and receives those of the deltas that are kept here.
 
@@ -175,6 +177,8 @@ class Agreement:
             messages: The deltas, by keeper.
             receive: Makes room: the words that each rank will send -> memory by sender.
             what: Names the wait in errors.
+            around: The memory that the messages are views of, if each has a free word before it. It may be
+                reused after the vote.
 
         Raises:
             StepFailed: A rank has failed since the verdict.
@@ -182,7 +186,8 @@ class Agreement:
         """
         transport, size, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
         for rank, parcel in self._parcels.items():
-            after = parcel.pack(messages.get(rank, _NOTHING), whole=transport.fabric is None)
+            message, whole = messages.get(rank, _NOTHING), transport.fabric is None
+            after = parcel.pack(message, whole=whole, around=around)
             if len(after):  # before the size, which is waited for first
                 turn.sending.append(transport.send(after, rank, what, rest))
             turn.sending.append(transport.send(parcel.words, rank, what, size))
@@ -254,13 +259,12 @@ class Agreement:
         self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False
     ) -> Ints:
         rank, size = self._transport.rank, self._transport.world_size
-        value = np.zeros(_MARKED + -(-size // _MASK_BITS), np.int64)
-        value[_FLAG], value[_WINDOW], value[_LACKING] = flag, window, is_lacking
-        value[_LOWEST] = value[_HIGHEST] = transaction << _RANK_BITS | rank
-        value[_LEAST_DIGEST] = value[_MOST_DIGEST] = digest
+        masks = [0] * -(-size // _MASK_BITS)
         if flag != FINE:
-            value[_MARKED + rank // _MASK_BITS] = 1 << rank % _MASK_BITS
-        return value
+            masks[rank // _MASK_BITS] = 1 << rank % _MASK_BITS
+        place = transaction << _RANK_BITS | rank
+        # In the order of _FLAG to _MARKED.
+        return np.array([flag, place, place, window, digest, digest, is_lacking, *masks], np.int64)
 
     def _verdict(
         self, value: Ints, turn: Turn, step: int, committed: int, differs: Callable[[], str]
@@ -270,8 +274,9 @@ class Agreement:
         Raises:
             StepFailed: As of `conclude`.
         """
-        flag, marked = int(value[_FLAG]), _marked(value)
-        (lowest, first), (highest, last) = (_place(value[i]) for i in (_LOWEST, _HIGHEST))
+        told: list[int] = value.tolist()
+        flag, marked = told[_FLAG], _marked(told[_MARKED:])
+        (lowest, first), (highest, last) = _place(told[_LOWEST]), _place(told[_HIGHEST])
         if flag == FAILED:
             raise follows(
                 StepFailed(
@@ -285,38 +290,40 @@ class Agreement:
                 f"the ranks are not in the same step: rank {first} ends step {lowest - 1}, and rank {last} "
                 f"step {highest - 1}; every rank must run every step from guard.next_step on"
             )
-        if value[_LEAST_DIGEST] != value[_MOST_DIGEST] and flag == FINE:
+        if told[_LEAST_DIGEST] != told[_MOST_DIGEST] and flag == FINE:
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
                 f"in step {step}: {differs()}; inside the step, average the dense "
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
                 f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
             )
-        return Verdict(turn, marked, int(value[_WINDOW]), bool(value[_LACKING]))
+        return Verdict(turn, marked, told[_WINDOW], bool(told[_LACKING]))
 
 
 def _folded(own: Ints, told: Ints) -> Ints:
     """The worst flag with the ranks that have it, and the extremes of the rest."""
-    out = own.copy()
-    out[_LOWEST] = min(own[_LOWEST], told[_LOWEST])
-    out[_HIGHEST] = max(own[_HIGHEST], told[_HIGHEST])
-    out[_WINDOW] = min(own[_WINDOW], told[_WINDOW])
-    out[_LACKING] = max(own[_LACKING], told[_LACKING])
-    out[_LEAST_DIGEST] = min(own[_LEAST_DIGEST], told[_LEAST_DIGEST])
-    out[_MOST_DIGEST] = max(own[_MOST_DIGEST], told[_MOST_DIGEST])
-    if told[_FLAG] > own[_FLAG]:
-        out[_FLAG], out[_MARKED:] = told[_FLAG], told[_MARKED:]
-    elif told[_FLAG] == own[_FLAG]:
-        out[_MARKED:] |= told[_MARKED:]
-    return out
+    mine: list[int] = own.tolist()  # Python's ints: they cost less than numbers of an array, one by one
+    others: list[int] = told.tolist()
+    pairs = enumerate(zip(mine, others, strict=True))
+    out = [max(pair) if at in _LARGEST else min(pair) for at, pair in pairs]
+    if mine[_FLAG] == others[_FLAG]:
+        out[_MARKED:] = (a | b for a, b in zip(mine[_MARKED:], others[_MARKED:], strict=True))
+    else:
+        out[_MARKED:] = (mine if mine[_FLAG] > others[_FLAG] else others)[_MARKED:]
+    return np.array(out, np.int64)
 
 
-def _place(value: np.int64) -> tuple[int, int]:
+def _place(value: int) -> tuple[int, int]:
     """A transaction, and a rank that is there."""
-    return int(value) >> _RANK_BITS, int(value) & ((1 << _RANK_BITS) - 1)
+    return value >> _RANK_BITS, value & ((1 << _RANK_BITS) - 1)
 
 
-def _marked(value: Ints) -> list[int]:
+def _marked(masks: Sequence[int]) -> list[int]:
     """The ranks that said the flag."""
-    masks: Sequence[int] = value[_MARKED:].tolist()
-    return [at * _MASK_BITS + i for at, mask in enumerate(masks) for i in range(_MASK_BITS) if mask >> i & 1]
+    return [
+        at * _MASK_BITS + i
+        for at, mask in enumerate(masks)
+        if mask
+        for i in range(_MASK_BITS)
+        if mask >> i & 1
+    ]

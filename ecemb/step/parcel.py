@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..coding.delta import place
 from ..kernels.contract import Words
 
 MARK = -1
@@ -31,43 +32,55 @@ class Parcel:
     def __init__(self) -> None:
         self._memory = np.zeros(1, np.uint64)
         self._room = 0  # words beside the size
+        self._words: Words | None = None  # a message where it lies, with its size before it
 
     @property
     def words(self) -> Words:
         """What is sent, and received: uint64 [1 + room]."""
-        return self._memory[: 1 + self._room]
+        if self._words is None:
+            if self._room >= len(self._memory):
+                self._memory = np.zeros(1 + self._room + self._room // 8, np.uint64)
+            self._words = self._memory[: 1 + self._room]
+        return self._words
 
     @property
     def size(self) -> int:
         """Words of the whole message, or a mark."""
-        return int(self._memory[:1].view(np.int64)[0])
+        return int(self.words[:1].view(np.int64)[0])
 
     @property
     def held_bytes(self) -> int:
         """Memory that this holds."""
         return self._memory.nbytes
 
-    def pack(self, message: Words, *, whole: bool) -> Words:
+    def pack(self, message: Words, *, whole: bool, around: Words | None = None) -> Words:
         """Writes the size of a message, and its first words.
 
         Args:
             message: uint64, read.
             whole: whether this rank sends the message; otherwise only the size.
+            around: the memory that the message is a view of, with a free word before it, which is
+                overwritten. The message is then sent from there, if enough words follow. None: copied.
 
         Returns:
             The words that have to be sent apart, a view of the message.
         """
-        self._memory[0] = len(message)
-        if not whole:
-            return message[:0]
-        first = message[: self._room]
-        self._memory[1 : 1 + len(first)] = first
-        return message[len(first) :]
+        if whole and around is not None and len(message):
+            at = place(message, around)
+            if at + self._room <= len(around):
+                self._words = around[at - 1 : at + self._room]
+                self._words[0] = len(message)
+                return message[self._room :]
+        self._words = None
+        self.words[0] = len(message)
+        first = message[: self._room if whole else 0]
+        self.words[1 : 1 + len(first)] = first
+        return message[len(first) :] if whole else first
 
     def unpack_(self, message: Words) -> Words:
         """Writes the words that came with the size to the start of a message; returns the rest of it."""
         first = min(len(message), self._room)
-        message[:first] = self._memory[1 : 1 + first]
+        message[:first] = self.words[1 : 1 + first]
         return message[first:]
 
     def mark(self) -> Words:
@@ -78,7 +91,7 @@ class Parcel:
 
     def fit(self) -> None:
         """Makes room for a message like the last one."""
-        room = self.size + self.size // SPARE + LEAST_SPARE
+        size = self.size
+        room = size + size // SPARE + LEAST_SPARE
         self._room = room if room <= MOST else 0
-        if self._room >= len(self._memory):
-            self._memory = np.zeros(1 + self._room + self._room // 8, np.uint64)
+        self._words = None

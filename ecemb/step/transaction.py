@@ -366,7 +366,7 @@ class Transactions:
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
-                self._agreement.exchange(turn, messages, self._memory.receive, what)
+                self._agreement.exchange(turn, messages, self._memory.receive, what, outbox.around)
             self._background.pause()
             self._memory.prepare(transaction)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -42,6 +43,35 @@ def test_a_message_like_the_last_one_needs_no_second_message(size: int) -> None:
     assert carried(sender, receiver, message)[1] == 0
     grown = np.arange(size + size // 20, dtype=np.uint64)
     assert carried(sender, receiver, grown)[1] == 0
+
+
+def test_messages_are_sent_from_where_they_lie_if_enough_words_follow(seed: int) -> None:
+    """And from a copy if not; the words of the messages stay as they are."""
+    rng, random_words = random.Random(seed), np.random.default_rng(seed)
+    senders, receivers = [Parcel(), Parcel()], [Parcel(), Parcel()]
+    copied = 0
+    for _ in range(200):
+        memory = random_words.integers(0, 2**64, 6000, np.uint64)
+        edges = [0, *sorted(rng.sample(range(2, 6001), 2))]
+        before = memory.copy()
+        messages = [memory[a + 1 : b] for a, b in itertools.pairwise(edges)]
+        rests = [
+            one.pack(message, whole=True, around=memory)
+            for one, message in zip(senders, messages, strict=True)
+        ]
+        copied += sum(not np.may_share_memory(one.words, memory) for one in senders)
+        for sender, receiver, message, rest in zip(senders, receivers, messages, rests, strict=True):
+            assert len(sender.words) == len(receiver.words)
+            receiver.words[:] = sender.words
+            assert sender.size == receiver.size == len(message)
+            out = np.zeros(len(message), np.uint64)
+            receiver.unpack_(out)[:] = rest
+            sender.fit()
+            receiver.fit()
+            assert np.array_equal(out, message)
+        for a, b in itertools.pairwise(edges):
+            assert np.array_equal(memory[a + 1 : b], before[a + 1 : b])
+    assert 0 < copied < 200
 
 
 def test_large_messages_take_no_room() -> None:
