@@ -31,8 +31,6 @@ _WORDS = {
     ("ecemb.float",): struct.Struct("<d"),
 }  # by its placeholder
 _INT, _FLOAT = _WORDS
-_copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
-_COPIED_AT_ONCE = frozenset({torch.Tensor, torch.nn.Parameter})  # other types may lack that operator
 _INT64 = range(-(1 << 63), 1 << 63)  # a larger int stays in the outline
 WORD_BYTES = 8
 """Size of a number in the numbers' area."""
@@ -71,11 +69,8 @@ class Layout:
         sources = [tensors[index] for index in self._indices]
         for at, elements in self._cuts:
             sources[at] = sources[at].reshape(-1)[elements]
-        if sources and _COPIED_AT_ONCE.issuperset(map(type, sources)):
-            _copy_all(self._views, sources)
-            return
         for view, source in zip(self._views, sources, strict=True):
-            view.copy_(source.detach())
+            view.copy_(source)
 
 
 class Outline:

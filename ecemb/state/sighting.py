@@ -25,9 +25,7 @@ from .flatten import WORD_BYTES, is_number, words
 
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LEAVES = frozenset({str, int, bool, complex, bytes, type(None), torch.dtype, torch.device})  # never change
-_form = attrgetter(
-    "dtype", "shape", "device"
-)  # what an outline has of a tensor, and `tensor.data = ` changes
+_form = attrgetter("dtype", "shape", "device")  # all that an outline has of a tensor and that can change
 
 
 class Sighting:
@@ -89,7 +87,7 @@ class Sighting:
     def now(self) -> Sighting | None:
         """The sighting of this moment, if certainly only numbers and tensors' content have changed since.
 
-        Shapes of tensors are content, too: see `fits`.
+        Types and shapes of tensors may have changed: see `fits`.
         """
         if not self._is_watched or any(self._empty) or [*map(len, self._containers)] != self._lengths:
             return None

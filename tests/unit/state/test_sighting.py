@@ -74,6 +74,7 @@ class Training:
             shape=torch.Size([2, 3]),
             kind=torch.float32,
             nan=float("nan"),
+            two=[["a", "a"], ["a"]],
         )
         self.inner: Any = Inner([self.outside])
         self.step()
@@ -185,6 +186,7 @@ NEEDS_A_WALK: dict[str, Change] = {
     "state replaced": lambda t: t.adam.state.update({t.model.scale: dict(t.own)}),
     "a list that grows": lambda t: t.own["more"]["a"].append(1.0),
     "a list's item moved to another list": lambda t: t.own["more"]["a"].append(t.group["many"].pop()),
+    "a list's item moved to the next list": lambda t: t.group["two"][1].append(t.group["two"][0].pop()),
     "an ordered dict in another order": lambda t: t.own["more"].move_to_end("a"),
     "another list with the same": lambda t: t.group.update(many=list(t.group["many"])),
     "state of no parameter for another": lambda t: swapped(t.inner.state, "steps", "count", 3),
@@ -195,7 +197,8 @@ NEEDS_A_WALK: dict[str, Change] = {
     "a parameter fewer": lambda t: t.group["params"].pop(0),
     "parameters as a tuple": lambda t: t.group.update(params=tuple(t.group["params"])),
     "a loaded state": lambda t: loaded(t.adam),
-    "other groups": lambda t: setattr(t.adam, "param_groups", list(t.adam.param_groups)),
+    "other groups": lambda t: setattr(t.adam, "param_groups", [t.other, t.group]),
+    "another dict of state": lambda t: setattr(t.adam, "state", {t.model.scale: dict(t.own)}),
     "another optimizer's class": lambda t: renamed(t.adam, "Other"),
     "a parameter replaced": lambda t: setattr(t.model, "scale", nn.Parameter(torch.ones(()))),
     "a parameter that is None": lambda t: setattr(t.model, "scale", None),
