@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,21 +230,23 @@ class RankMemory:
         undone = [one for one in self.journals if one.label > transaction]
         return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
 
-    def capture_rank_state(self, front: NDArray[np.uint8] | None = None) -> None:
-        """Saves parts of the rank state's old record; these may be written after this.
+    def capture_rank_state(self, front: bytes | None = None) -> None:
+        """Saves the rank state's old record; it may be written after this.
 
         Args:
-            front: uint8, the first bytes that the record will have; read. Only parts that it changes are
-                saved. None: all parts are.
+            front: the first bytes that it will have: only parts that these change are saved. None: all.
         """
-        parts = self.space.named[-1].columns[0]
-        ids = np.arange(len(parts))
-        if front is not None:
-            width = parts.shape[1]
-            new = parts[: -(-len(front) // width)].copy()
-            new.reshape(-1)[: len(front)] = front
-            ids = np.flatnonzero((new.view(np.uint64) != parts[: len(new)].view(np.uint64)).any(axis=1))
-        self.journal.capture(len(self.space.tables) - 1, ids)
+        count, width = self.space.named[-1].columns[0].shape
+        changed: Iterable[int] = range(count)
+        if front is not None:  # by slices of bytes: numpy takes longer for a few KB
+            old, starts = self.rank_state[: len(front)].tobytes(), enumerate(range(0, len(front), width))
+            changed = [i for i, at in starts if old[at : at + width] != front[at : at + width]]
+        self.journal.capture(len(self.space.tables) - 1, np.array(changed, np.int64))
+
+    def write_rank_state(self, front: bytes) -> None:
+        """Writes the first bytes of the rank state's record, and saves the parts that they change before."""
+        self.capture_rank_state(front)
+        self.rank_state[: len(front)] = np.frombuffer(front, np.uint8)
 
     def read_block(self, stripe_class: int, block: int, start: int, stop: int) -> Words:
         """Words start..stop-1 of this rank's block of a class, fewer at its end; read-only, may be a view.

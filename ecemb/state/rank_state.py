@@ -139,6 +139,7 @@ class RankState:
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
         self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
         self._kinds: list[str] = list(map(_kind, self._objects.values()))
+        self._bare: bytes = self._pack_rest([], [], [])
         for key, item in self._objects.items():
             load(dump(_state(key, item)))
 
@@ -166,15 +167,9 @@ class RankState:
         scalars = self._pack_scalars(self._scalars())
         stateful = [_state(key, item) for key, item in self._objects.items()]
         positions = [_position(position) for position in self.positions]
-        rest = self._packer.pack(
-            {
-                "cuda": cuda,
-                "stateful": stateful,
-                "kinds": self._kinds,
-                "names": list(self._objects),
-                "positions": [*positions, *self._pending],
-            }
-        )
+        rest = self._bare  # the same in each step of most trainings
+        if cuda or stateful or positions or self._pending:
+            rest = self._pack_rest(cuda, stateful, [*positions, *self._pending])
         if self._generators is None or not rng.same(states, self._generators[0]):
             self._generators = states, self._packer_of_generators.pack(states)
         self._last = states, cuda, scalars
@@ -191,6 +186,10 @@ class RankState:
                 f"that grow, such as logs, histories and samples read ahead, out of it"
             )
         return data
+
+    def _pack_rest(self, cuda: list[Any], stateful: list[Any], positions: list[Any]) -> bytes:
+        names = {"kinds": self._kinds, "names": list(self._objects)}
+        return self._packer.pack({"cuda": cuda, "stateful": stateful, **names, "positions": positions})
 
     def _pack_scalars(self, scalars: Any) -> bytes:
         return self._packer_of_scalars.pack(scalars, "the tables' scalars")
@@ -361,7 +360,7 @@ def room(size_bytes: int) -> int:
     return -(-(2 * size_bytes + 3 * 65536) // SPLIT_BYTES) * SPLIT_BYTES
 
 
-def front(record: NDArray[np.uint8], data: bytes) -> NDArray[np.uint8]:
+def front(record: NDArray[np.uint8], data: bytes) -> bytes:
     """The first bytes of a record (uint8 [room], read) once packed state is written to it; the others stay.
 
     Raises:
@@ -375,7 +374,7 @@ def front(record: NDArray[np.uint8], data: bytes) -> NDArray[np.uint8]:
         )
     used = min(_HEAD_BYTES + _HEAD.unpack(record[:_HEAD_BYTES].tobytes())[0], len(record))
     packed = _HEAD.pack(len(data), zlib.crc32(data)) + data
-    return np.frombuffer(packed.ljust(used, b"\0"), np.uint8)  # nothing of before stays
+    return packed.ljust(used, b"\0")  # nothing of before stays
 
 
 def write_(record: NDArray[np.uint8], data: bytes) -> None:
@@ -385,7 +384,7 @@ def write_(record: NDArray[np.uint8], data: bytes) -> None:
         StepFailed: the state is larger than its record.
     """
     new = front(record, data)
-    record[: len(new)] = new
+    record[: len(new)] = np.frombuffer(new, np.uint8)
 
 
 def read(record: NDArray[np.uint8]) -> bytes:

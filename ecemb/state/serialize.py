@@ -28,6 +28,7 @@ _PLAIN = (bool, int, float, complex, bytes, type(None), torch.dtype, torch.devic
 
 _SMALL_BYTES = 256
 _SMALL = "ecemb.state.serialize: a small tensor"
+_EMPTY = "ecemb.state.serialize: no bytes"
 _APART, _AGAIN = (f"ecemb.state.serialize: {what}" for what in ("a tensor's bytes", "a tensor again"))
 _SIZES = struct.Struct("<II")  # of the values and of the outline, which follow
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -143,7 +144,7 @@ def _complaint(value: Any, at: str) -> str:
 def dump(value: object) -> bytes:
     """The result of `plain` as bytes."""
     buffer = io.BytesIO()
-    torch.save(_copy(value, _inlined), buffer)
+    torch.save(replaced(_copy(value, _inlined), _is_empty, lambda _: (_EMPTY,)), buffer)
     return buffer.getvalue()
 
 
@@ -330,10 +331,18 @@ def _own_device(storage: Any, place: str) -> Any:
 
 def _whole(value: Any) -> Any:
     """The inverse of `_inlined`, in a structure of dicts, lists and tuples."""
-    return replaced(value, lambda one: type(one) is tuple and one[:1] == (_SMALL,), _tensor)
+    known = (_SMALL,), (_EMPTY,)
+    return replaced(value, lambda one: type(one) is tuple and one[:1] in known, _tensor)
 
 
-def _tensor(inlined: tuple[str, torch.dtype, list[int], str]) -> torch.Tensor:
+def _is_empty(value: Any) -> bool:
+    """Whether it is b"": torch.load(weights_only=True) refuses what torch.save makes of it."""
+    return type(value) is bytes and not value
+
+
+def _tensor(inlined: Any) -> object:
+    if inlined == (_EMPTY,):
+        return b""
     _, dtype, shape, data = inlined
     return _from_bytes(dtype, shape, bytearray(data, "latin-1"))
 

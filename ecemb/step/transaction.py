@@ -321,10 +321,7 @@ class Transactions:
     def _write(self, transaction: int) -> None:
         """Writes rank state and replicated state of a transaction's end into the arena."""
         with self.phase("state"):
-            record = self._memory.rank_state
-            new = front(record, self._rank_state.pack())
-            self._memory.capture_rank_state(new)
-            record[: len(new)] = new
+            self._memory.write_rank_state(front(self._memory.rank_state, self._rank_state.pack()))
             self._replicated.save(self._memory.slots, transaction)
 
     def _conclude(self, transaction: int, *, whole: bool) -> Verdict:

@@ -264,8 +264,7 @@ def test_only_the_parts_of_the_rank_state_that_change_are_saved_and_sent(tmp_pat
             ]
             for memory, new in zip(memories, fronts, strict=True):
                 memory.arm(transaction)
-                memory.capture_rank_state(new)
-                memory.rank_state[: len(new)] = new
+                memory.write_rank_state(new)
             exchange(memories)
             for memory in memories:
                 memory.prepare(transaction)

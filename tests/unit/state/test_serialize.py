@@ -25,7 +25,7 @@ from ecemb.state.serialize import Packer, dump, load, plain, unpacked
 def test_plain_values_come_back_as_they_were() -> None:
     value = {
         "numbers": [0, -1, 2**80, 1.5, math.inf, True, 1 + 2j],
-        "text": ("", "ü", b"\x00\xff"),
+        "text": ("", "ü", b"\x00\xff", b"", [b""]),
         "nothing": None,
         3: {"nested": ({}, [], ())},
         "kinds": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
@@ -267,7 +267,7 @@ def test_a_value_that_cannot_be_read_is_refused_with_its_place() -> None:
 
 
 def test_damaged_bytes_raise_or_are_other_values(seed: int) -> None:
-    """Checksums are the business of whoever keeps the bytes."""
+    """Checksums are the storage's business."""
     rng = random.Random(seed)
     good = Packer().pack({"a": [1, 2.5, 2**70], "b": (torch.arange(3), torch.arange(100)), "c": {"d": "e"}})
     told = 0
