@@ -164,9 +164,10 @@ class Batch:
         ] = []  # the arena's tensors under the buffers, or the buffers themselves
         self._places = Places()
         self._versions: list[int] = []
-        self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
-        self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
-        self._first = np.cumsum([0, *self._rows])
+        rows = np.array([table.layout.rows for table in self.tables], np.int64)
+        self._first = np.cumsum([0, *rows])
+        tables = np.array(list(own(self.module, "feature_table_map")), np.int64)
+        self._feature_rows, self._feature_first = rows[tables], self._first[tables]
         if self.rule.mode:
             own(self.module, self.rule.mode)
         self._has_max_counter: bool = "prev_iter" in self.rule.states
@@ -281,18 +282,22 @@ class Batch:
         """
         values, ends = indices.detach().cpu().numpy(), offsets.detach().cpu().numpy()
         if sizes is None:
-            bags = (len(ends) - 1) // len(self._features)
-            edges = ends[::bags] if bags else np.zeros(len(self._features) + 1, np.int64)
+            bags = (len(ends) - 1) // len(self._feature_rows)
+            edges = ends[::bags] if bags else np.zeros(len(self._feature_rows) + 1, np.int64)
         else:
             edges = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
         counts = np.diff(edges)
-        rows = np.repeat(self._rows[self._features], counts)
-        values = values[edges[0] : edges[-1]]
-        outside = (values < 0) | (values >= rows)
-        if outside.any():  # FBGEMM looks up row 0 instead, and warns
-            values = np.where(outside, 0, values)
-        numbers = values + np.repeat(self._first[self._features], counts)
-        if not self._rows.all():
+        values = values[edges[0] : edges[-1]].astype(np.int64, copy=False)
+        if not len(values):
+            return
+        some = np.flatnonzero(counts)
+        highest = np.maximum.reduceat(values.view(np.uint64), (edges[:-1] - edges[0])[some])
+        numbers = np.repeat(self._feature_first, counts)
+        if (highest < self._feature_rows[some].view(np.uint64)).all():  # so none is negative
+            numbers += values
+        else:  # FBGEMM looks up row 0 instead, and warns
+            rows = np.repeat(self._feature_rows, counts)
+            numbers += np.where((values < 0) | (values >= rows), 0, values)
             numbers = numbers[rows > 0]
         if len(numbers):
             yield from self.named(numbers)
