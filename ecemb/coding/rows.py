@@ -192,6 +192,10 @@ class Table:
 
     def gather(self, ids: Ids, out: Words) -> None:
         """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
+        if len(ids) == 1 and 0 <= (row := int(ids[0])) < self.layout.rows:
+            # As the rank state's, in each step, when the code of the kernels is not in a cache.
+            self._read(row, row + 1, out)
+            return
         self.kernels.gather_records(self._parts, ids, out)
 
     def change(self, ids: Ids, old: Words, out: Words) -> None:
@@ -212,10 +216,13 @@ class Table:
     def read(self, start: int, stop: int) -> Words:
         """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""
         out = np.empty((stop - start, self.layout.record_words), np.uint64)
+        self._read(start, stop, out)
+        return out
+
+    def _read(self, start: int, stop: int, out: Words) -> None:
         out[:, -1:] = 0  # the padding
         for rows, at in self._parts.parts:
             out.view(rows.dtype)[:, at : at + rows.shape[1]] = rows[start:stop]
-        return out
 
     def write_(self, start: int, records: Words) -> None:
         """Overwrites the rows from `start` on with `records` (uint64 [m, record_words])."""

@@ -198,7 +198,7 @@ def distinct() -> Emitter:
     """(ids, count, seen, out, spare, counts, digits): returns the number of words written to out, ascending.
 
     Tests a bit per id. New rows go to `spare`, which has room for all and one more: without a branch, which
-    would often be mispredicted. They are sorted by byte after byte, from the lowest of the `digits` on, an odd
+    would often be mispredicted. They are sorted by byte after byte, from the lowest of `digits` on, an odd
     number: to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
     """
     e = Emitter("distinct", 7)

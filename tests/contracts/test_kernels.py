@@ -417,6 +417,20 @@ def test_threads_may_share_what_they_read(work: Kernels, rng: np.random.Generato
         assert out.tobytes() == times(weight, src).tobytes()
 
 
+def test_one_row_is_new_once(work: Kernels) -> None:
+    rows = RowSet(130)
+    for row in (0, 63, 64, 129):
+        assert rows.add_(row)
+        assert not rows.add_(row)
+    assert add(work, rows, ids(129, 1, 64)) == [1]
+    assert not rows.add_(1)
+    assert members(rows) == [0, 1, 63, 64, 129]
+    for wrong in (-1, 130):
+        with pytest.raises(KernelError, match=f"add_: {wrong} is not a row .* 130"):
+            rows.add_(wrong)
+    assert members(rows) == [0, 1, 63, 64, 129]
+
+
 def test_new_rows_of_a_large_set_are_sorted(work: Kernels, rng: np.random.Generator) -> None:
     size = (1 << 24) + 100
     rows = RowSet(size)
