@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, joined
 from ..errors import UndeclaredWrite, UnsupportedTable
@@ -55,6 +56,17 @@ def own(thing: object, name: str) -> Any:
             f"protect the tables: ecemb is tested with torchrec {TESTED} and the fbgemm-gpu of the same "
             f"version; install these: {INSTALL}"
         ) from None
+
+
+def held(module: nn.Module, name: str, default: Any = None) -> Any:
+    """`getattr` of a module's tensor or part: each step asks, and `nn.Module.__getattr__` takes longer."""
+    attributes = vars(module)
+    if name in attributes:
+        return attributes[name]
+    for kind in ("_parameters", "_buffers", "_modules"):
+        if name in (found := attributes[kind]):
+            return found[name]
+    return getattr(module, name, default)
 
 
 def need(module: str, name: str) -> Any:
@@ -164,9 +176,10 @@ class Batch:
         ] = []  # the arena's tensors under the buffers, or the buffers themselves
         self._places = Places()
         self._versions: list[int] = []
-        self._features = np.array(list(own(self.module, "feature_table_map")), np.int64)
-        self._rows = np.array([table.layout.rows for table in self.tables], np.int64)
-        self._first = np.cumsum([0, *self._rows])
+        rows = np.array([table.layout.rows for table in self.tables], np.int64)
+        self._first = np.cumsum([0, *rows])
+        tables = np.array(list(own(self.module, "feature_table_map")), np.int64)
+        self._feature_rows, self._feature_first = rows[tables], self._first[tables]
         if self.rule.mode:
             own(self.module, self.rule.mode)
         self._has_max_counter: bool = "prev_iter" in self.rule.states
@@ -279,20 +292,24 @@ class Batch:
             offsets: integers [bags + 1]; features one after another, each with its bags.
             sizes: bags by feature and rank, or None if all features have equally many.
         """
-        values, ends = indices.detach().cpu().numpy(), offsets.detach().cpu().numpy()
+        values, ends = indices.numpy(force=True), offsets.numpy(force=True)
         if sizes is None:
-            bags = (len(ends) - 1) // len(self._features)
-            edges = ends[::bags] if bags else np.zeros(len(self._features) + 1, np.int64)
+            bags = (len(ends) - 1) // len(self._feature_rows)
+            edges = ends[::bags] if bags else np.zeros(len(self._feature_rows) + 1, np.int64)
         else:
             edges = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
-        counts = np.diff(edges)
-        rows = np.repeat(self._rows[self._features], counts)
-        values = values[edges[0] : edges[-1]]
-        outside = (values < 0) | (values >= rows)
-        if outside.any():  # FBGEMM looks up row 0 instead, and warns
-            values = np.where(outside, 0, values)
-        numbers = values + np.repeat(self._first[self._features], counts)
-        if not self._rows.all():
+        values = values[edges[0] : edges[-1]].astype(np.int64, copy=False)
+        if not len(values):
+            return
+        counts = edges[1:] - edges[:-1]
+        some = counts.nonzero()[0]
+        highest = np.maximum.reduceat(values.view(np.uint64), edges[some] - edges[0])
+        numbers = np.repeat(self._feature_first, counts)
+        if (highest < self._feature_rows[some].view(np.uint64)).all():  # so none is negative
+            numbers += values
+        else:  # FBGEMM looks up row 0 instead, and warns
+            rows = np.repeat(self._feature_rows, counts)
+            numbers += np.where((values < 0) | (values >= rows), 0, values)
             numbers = numbers[rows > 0]
         if len(numbers):
             yield from self.named(numbers)
@@ -327,13 +344,13 @@ class Batch:
 
     def is_written(self) -> bool:
         """Whether a buffer, or a view of it, was written in place through torch since `mark_clean`."""
-        return [getattr(self.module, name)._version for name in self.buffers] != self._versions
+        return [held(self.module, name)._version for name in self.buffers] != self._versions
 
     def check_storage(self) -> None:
         """Raises UndeclaredWrite if the trained tensors are not the protected ones any more."""
-        if self.kernel.emb_module is not self.module:
+        if held(self.kernel, "emb_module") is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
-        self._places.check([getattr(self.module, name, None) for name in self.buffers])
+        self._places.check([held(self.module, name) for name in self.buffers])
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless all of TorchRec's views of the tables are in the arena."""

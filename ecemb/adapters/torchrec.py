@@ -23,7 +23,7 @@ from torch import nn
 from ..coding.rows import Table
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .engine import Hooks, Ids, Tied, all_rows
-from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, local, need, own, repoint
+from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, held, local, need, own, repoint
 from .managed_collision import Remaps
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 from .remap_table import Before
@@ -164,17 +164,16 @@ class Collection:
         check_module(path, module)
         shown = COLLECTIONS[type(module).__name__]
         self._shown: Any = own(module, shown)
-        self._sharding: Any = own(module, "module_sharding_plan")
+        plan: Any = own(module, "module_sharding_plan")
         prefix = f"{path}.{shown}" if path else shown
-        self._replicated = {
-            name for name, sharding in self._sharding.items() if sharding.sharding_type == "data_parallel"
-        }
+        self._replicated = {name for name, one in plan.items() if one.sharding_type == "data_parallel"}
         if self._replicated and type(module).__name__ == "ShardedFusedEmbeddingBagCollection":
             raise UnsupportedOptimizer(
                 f"data-parallel tables {sorted(self._replicated)} of {path or 'the model'}: their optimizer "
                 f"is inside of DistributedDataParallel, where its state can't be found, and would be lost. "
                 f"Use an EmbeddingBagCollection for them"
             )
+        self._names = [name for name in plan if name not in self._replicated]
         self._places = Places()
         kernels = list(self._kernels())
         self._check_kernels(kernels)
@@ -210,11 +209,13 @@ class Collection:
     def parameters(self) -> list[nn.Parameter]:
         """The sharded tables' parameters in the model."""
         shown = self._shown._modules  # each step asks: not by `__getattr__`
-        return [shown[name]._parameters["weight"] for name in self._sharding if name not in self._replicated]
+        return [shown[name]._parameters["weight"] for name in self._names]
 
     def check(self) -> None:
         """Raises UndeclaredWrite if the module was sharded again."""
-        if [id(kernel) for kernel in self._kernels()] != [id(batch.kernel) for batch in self.batches]:
+        lookups = own(self.module, "_lookups")
+        kernels = [id(one) for lookup in lookups for one in held(lookup, "_emb_modules", ())]
+        if kernels != [id(batch.kernel) for batch in self.batches]:
             raise UndeclaredWrite(f"{self.path or 'the model'} was sharded again: {REPLACED}")
 
     def check_shown(self) -> None:
@@ -230,8 +231,7 @@ class Collection:
                 shown += local(value)
         check_inside(self.path or "the model", [*shown, *self.parameters], spans)
         self._places = Places()
-        names = (name for name in self._sharding if name not in self._replicated)
-        for name, parameter in zip(names, self.parameters, strict=True):
+        for name, parameter in zip(self._names, self.parameters, strict=True):
             self._places.keep(f"parameter {name}.weight of {self.path or 'the model'}", parameter)
 
 

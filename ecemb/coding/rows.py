@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigurationError
-from ..kernels.contract import Ids, Kernels, Words
+from ..kernels.contract import Columns, Ids, Kernels, Words
 
 WORD_BYTES = 8
 ALIGN_BYTES = 64
@@ -189,7 +189,7 @@ class Table:
         self.columns: list[NDArray[np.uint8]] = []
         self.starts: tuple[int, ...] = tuple(starts)
         self.kernels = kernels
-        self._parts: list[tuple[NDArray[np.unsignedinteger], str, int]] = []
+        parts: list[tuple[NDArray[np.unsignedinteger], int]] = []
         offset = 0
         for column, start in zip(layout.columns, starts, strict=True):
             size = layout.rows * column.row_bytes
@@ -197,17 +197,17 @@ class Table:
             self.columns.append(rows)
             if column.row_bytes:
                 width = math.gcd(WORD_BYTES, column.row_bytes, offset, start)
-                element = f"u{width}"
-                self._parts.append((rows.view(element), element, offset // width))
+                parts.append((rows.view(f"u{width}"), offset // width))
             offset += column.row_bytes
-        self._padded = offset % WORD_BYTES != 0
+        self._parts = Columns(layout.rows, parts)
 
     def gather(self, ids: Ids, out: Words) -> None:
         """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
-        if self._padded:
-            out[:, -1] = 0
-        for rows, element, at in self._parts:
-            self.kernels.gather(rows, ids, out.view(element), at)
+        if len(ids) == 1 and 0 <= (row := int(ids[0])) < self.layout.rows:
+            # As the rank state's, in each step, when the code of the kernels is not in a cache.
+            self._read(row, row + 1, out)
+            return
+        self.kernels.gather_records(self._parts, ids, out)
 
     def change(self, ids: Ids, old: Words, out: Words) -> None:
         """Writes old XOR new of the records of rows `ids` (int64 [m]) to `out`.
@@ -217,29 +217,28 @@ class Table:
             old: uint64 [m, record_words], the earlier output of `gather`; read.
             out: uint64 [m, record_words], overwritten.
         """
-        if self._padded:
-            out[:, -1] = 0
-        for rows, element, at in self._parts:
-            self.kernels.change(rows, ids, old.view(element), out.view(element), at)
+        self.kernels.change_records(self._parts, ids, old, out)
 
     def scatter_(self, ids: Ids, records: Words) -> None:
         """Overwrites rows `ids` (int64 [m]) with `records` (uint64 [m, record_words])."""
-        for rows, element, at in self._parts:
-            self.kernels.scatter_(rows, ids, records.view(element), at)
+        for rows, at in self._parts.parts:
+            self.kernels.scatter_(rows, ids, records.view(rows.dtype), at)
 
     def read(self, start: int, stop: int) -> Words:
         """Returns the records of rows start..stop-1 as a new uint64 [stop-start, record_words]."""
         out = np.empty((stop - start, self.layout.record_words), np.uint64)
-        if self._padded:
-            out[:, -1] = 0
-        for rows, element, at in self._parts:
-            out.view(element)[:, at : at + rows.shape[1]] = rows[start:stop]
+        self._read(start, stop, out)
         return out
+
+    def _read(self, start: int, stop: int, out: Words) -> None:
+        out[:, -1:] = 0  # the padding
+        for rows, at in self._parts.parts:
+            out.view(rows.dtype)[:, at : at + rows.shape[1]] = rows[start:stop]
 
     def write_(self, start: int, records: Words) -> None:
         """Overwrites the rows from `start` on with `records` (uint64 [m, record_words])."""
-        for rows, element, at in self._parts:
-            part = records.view(element)[:, at : at + rows.shape[1]]
+        for rows, at in self._parts.parts:
+            part = records.view(rows.dtype)[:, at : at + rows.shape[1]]
             rows[start : start + len(records)] = part
 
 

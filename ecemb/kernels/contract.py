@@ -40,10 +40,11 @@ from .checks import (
     check_rows,
     check_weight,
 )
+from .columns import Columns
 from .row_set import RowSet
 from .thread_team import Team
 
-__all__ = ["NAMES", "POLYNOMIAL", "Elements", "Ids", "Kernels", "RowSet", "Words", "get_kernels"]
+__all__ = ["NAMES", "POLYNOMIAL", "Columns", "Elements", "Ids", "Kernels", "RowSet", "Words", "get_kernels"]
 
 POLYNOMIAL: Final = 0x11D
 """The field polynomial of GF(2^8) that the products use: x^8 + x^4 + x^3 + x^2 + 1."""
@@ -166,6 +167,37 @@ class Kernels(ABC):
             )
         check_output("change", "out", out, table=table, old=old)
         self._change(table, ids, old, out, column)
+
+    @final
+    def gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
+        """Copies records of a table: `gather` of all its columns in one pass, and zeros behind them.
+
+        Args:
+            columns: The table; read.
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            out: uint64 [m, columns.words]; overwritten. Not overlapping the table.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        columns.check("gather_records", ids, out=out)
+        self._gather_records(columns, ids, out)
+
+    @final
+    def change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
+        """Computes how records of a table differ from earlier ones: `change` of all its columns in one pass.
+
+        Args:
+            columns: The table; read.
+            ids: int64 [m], row numbers, in any order, repeats allowed; read.
+            old: uint64 [m, columns.words], zero behind the columns, as `gather_records` makes them; read.
+            out: uint64 [m, columns.words]; overwritten. Not overlapping the table or `old`.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        columns.check("change_records", ids, old=old, out=out)
+        self._change_records(columns, ids, old, out)
 
     @final
     def distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
@@ -353,6 +385,18 @@ class Kernels(ABC):
             check_output("dot", label, out, **named)
             named[label] = out
         self._dot(blocks, weights, outs)
+
+    # An implementation may do all columns in one pass. Arguments have been checked.
+
+    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
+        out[:, -1:] = 0
+        for rows, first in columns.parts:
+            self._gather(rows, ids, out.view(rows.dtype), first)
+
+    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
+        out[:, -1:] = 0
+        for rows, first in columns.parts:
+            self._change(rows, ids, old.view(rows.dtype), out.view(rows.dtype), first)
 
     # An implementation supplies these methods. Arguments have been checked. A weight is not 0, except in
     # `_dot`.

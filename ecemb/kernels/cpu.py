@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels.contract import Elements, Ids, Kernels, RowSet, Words
+from ecemb.kernels.contract import Columns, Elements, Ids, Kernels, RowSet, Words
 
 from . import loops
 from .gf_products import Products, available
@@ -54,7 +54,10 @@ class Cpu(Kernels):
             loops.add(unit, self.products, journalled=True),
         )
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
-        # Compiled at the first use: most processes never combine blocks.
+        # Compiled at the first use: for the records that there are; and most processes never combine blocks.
+        self._of_records = functools.cache(
+            lambda widths: compiled(loops.pack(unit, widths), loops.differ(unit, widths))
+        )
         self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
 
     def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
@@ -74,10 +77,27 @@ class Cpu(Kernels):
 
         self._team.share(count, 3 * width, some)
 
+    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
+        pack, _ = self._of_records(columns.widths)
+        self._share_records(pack, columns, ids, _address(out))
+
+    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
+        _, differ = self._of_records(columns.widths)
+        self._share_records(differ, columns, ids, _address(out), _address(old))
+
+    def _share_records(self, loop: Callable[..., int], columns: Columns, ids: Ids, *records: int) -> None:
+        bases, places, stride = _address(columns.addresses), _address(ids), 8 * columns.words
+
+        def some(first: int, stop: int) -> None:
+            loop(bases, places + 8 * first, stop - first, *(at + first * stride for at in records))
+
+        self._team.share(ids.size, (1 + len(records)) * stride, some)
+
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
-        count = self._collect(_address(ids), ids.size, _address(rows.seen), _address(out))
-        out[:count].sort()  # faster than to collect them in order: few of the bits are in a cache
-        return count
+        digits = -(-rows.rows.bit_length() // 8) | 1
+        spare = np.empty(ids.size + 1 + loops.DIGITS, np.int64)
+        places = _address(spare), _address(spare) + 8 * (ids.size + 1)
+        return self._collect(_address(ids), ids.size, _address(rows.seen), _address(out), *places, digits)
 
     def _forget(self, rows: RowSet, ids: Ids) -> None:
         self._drop(_address(ids), ids.size, _address(rows.seen))

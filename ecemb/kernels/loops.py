@@ -6,6 +6,9 @@ row is waiting for memory. Nothing is checked here.
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .gf_products import Products
@@ -19,6 +22,9 @@ AHEAD_BITS: Final = 16
 
 AHEAD_BYTES: Final = 1024
 """Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
+
+DIGITS: Final = 256
+"""Values of a byte, by which rows are sorted."""
 
 MOST_OUTPUTS: Final = 4
 """Sums that `dot` keeps in registers at the same time."""
@@ -63,6 +69,69 @@ def change(unit: int) -> Emitter:
 
         e.pieces(width, unit, 1, act)
     return e.end()
+
+
+def pack(unit: int, widths: Sequence[int]) -> Emitter:
+    """(columns, indices, count, out): out[i] = the record of row i, from columns of these widths.
+
+    `columns` are the addresses of their first rows, which follow each other without gaps; a record is padded
+    with zeros to words. The sizes are a part of the code, which takes half the time of `copy` for each.
+    """
+    return _records("pack", unit, widths, changes=False)
+
+
+def differ(unit: int, widths: Sequence[int]) -> Emitter:
+    """(columns, indices, count, out, old): out[i] = the record of row i, as in `pack`, XOR old[i]."""
+    return _records("differ", unit, widths, changes=True)
+
+
+def _records(name: str, unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
+    e = Emitter(name, 5 if changes else 4)
+    columns, indices, count, *outputs = e.arguments
+    make = e.make
+    starts = [e.word(columns, number(column)) for column in range(len(widths))]
+    ends = list(itertools.accumulate(widths))
+    words = -(-sum(widths) // 8)
+    last = make.sub(count, number(1))
+    with e.loop(count) as rows:
+        soon = e.word(indices, _at_most(e, make.add(rows.index, number(AHEAD_ROWS)), last))
+        row = e.word(indices, rows.index)
+        records = [e.place(output, rows.index, number(8 * words)) for output in outputs]
+        for start, width in zip(starts, widths, strict=True):
+            ahead = e.place(start, soon, number(width))
+            for line in range(0, min(width, AHEAD_BYTES), LINE_BYTES):
+                e.prefetch(make.add(ahead, number(line)), write=False)
+        for start, width, end in zip(starts, widths, ends, strict=True):
+            source = e.place(start, row, number(width))
+            _copy_record(e, source, [make.add(one, number(end - width)) for one in records], width, unit)
+        for at, size in _cut(8 * words - sum(widths), 4):
+            end = number(sum(widths) + at)
+            e.store(ir.Constant(vector(size), 0), make.add(records[0], end))
+    return e.end()
+
+
+def _copy_record(e: Emitter, source: Value, records: Sequence[Value], width: int, unit: int) -> None:
+    """Writes `width` bytes to the first of `records`, XOR those of the second if there is one."""
+    target, *old = records
+
+    def act(at: Value, size: int) -> None:
+        values = [e.load(vector(size), e.make.add(start, at)) for start in (source, *old)]
+        e.store(functools.reduce(e.make.xor, values), e.make.add(target, at))
+
+    if width > AHEAD_BYTES:
+        e.pieces(number(width), unit, 1, act)
+        return
+    for at, size in _cut(width, unit):
+        act(number(at), size)
+
+
+def _cut(size: int, largest: int) -> Iterator[tuple[int, int]]:
+    """The pieces of some bytes, as of `Emitter.pieces`: where each begins, and its size."""
+    at = 0
+    while at < size:
+        piece = min(largest, 1 << (size - at).bit_length() - 1)
+        yield at, piece
+        at += piece
 
 
 def add(unit: int, products: Products | None, *, journalled: bool = False) -> Emitter:
@@ -149,27 +218,54 @@ def dot(products: Products, outputs: int) -> Emitter:
 
 
 def distinct() -> Emitter:
-    """(ids, count, seen, out): returns the number of words written to out, in the order of ids.
+    """(ids, count, seen, out, spare, counts, digits): returns the number of words written to out, ascending.
 
-    Tests a bit per id, and writes nothing for those that are known.
+    Tests a bit per id. New rows go to `spare`, which has room for all and one more: without a branch, which
+    would often be mispredicted. They are sorted by byte after byte, from the lowest of `digits` on, an odd
+    number: to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
     """
-    e = Emitter("distinct", 4)
-    ids, count, seen, out = e.arguments
-    last = e.make.sub(count, number(1))
+    e = Emitter("distinct", 7)
+    ids, count, seen, out, spare, counts, digits = e.arguments
+    make, one = e.make, number(1)
+    last = make.sub(count, one)
     with e.loop(count, carried=[number(0)]) as each:
-        ahead = _at_most(e, e.make.add(each.index, number(AHEAD_BITS)), last)
+        ahead = _at_most(e, make.add(each.index, number(AHEAD_BITS)), last)
         soon, _ = _bit(e, e.word(ids, ahead))
         e.prefetch(e.place(seen, soon, WORD_BYTES), write=True)
         row = e.word(ids, each.index)
         place, bit = _bit(e, row)
         address = e.place(seen, place, WORD_BYTES)
         known = e.load(I64, address)
-        new = e.make.icmp_signed("==", e.make.and_(bit, known), number(0))
-        with e.make.if_then(new):
-            e.store(e.make.or_(known, bit), address)
-            e.store(row, e.place(out, each.carried[0], WORD_BYTES))
-        each.following = [e.make.add(each.carried[0], e.make.zext(new, I64))]
-    return e.end(each.carried[0])
+        new = make.icmp_signed("==", make.and_(bit, known), number(0))
+        e.store(make.or_(known, bit), address)
+        e.store(row, e.place(spare, each.carried[0], WORD_BYTES))
+        each.following = [make.add(each.carried[0], make.zext(new, I64))]
+    total = each.carried[0]
+
+    def counter(source: Value, index: Value, digit: Value) -> tuple[Value, Value, Value]:
+        """A row, its counter's address, and its counter."""
+        row = e.word(source, index)
+        value = make.and_(make.lshr(row, make.mul(digit, number(8))), number(DIGITS - 1))
+        at = e.place(counts, value, WORD_BYTES)
+        return row, at, e.load(I64, at)
+
+    with e.loop(digits, carried=[spare, out]) as digit:
+        source, target = digit.carried
+        with e.loop(number(DIGITS)) as each:
+            e.store(number(0), e.place(counts, each.index, WORD_BYTES))
+        with e.loop(total) as each:
+            _, at, before = counter(source, each.index, digit.index)
+            e.store(make.add(before, one), at)
+        with e.loop(number(DIGITS), carried=[number(0)]) as each:
+            at = e.place(counts, each.index, WORD_BYTES)
+            each.following = [make.add(each.carried[0], e.load(I64, at))]
+            e.store(each.carried[0], at)
+        with e.loop(total) as each:
+            row, at, before = counter(source, each.index, digit.index)
+            e.store(row, e.place(target, before, WORD_BYTES))
+            e.store(make.add(before, one), at)
+        digit.following = [target, source]
+    return e.end(total)
 
 
 def forget() -> Emitter:

@@ -10,6 +10,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from ecemb.errors import KernelError
+
 ROWS_PER_WORD = 64
 
 
@@ -30,6 +32,19 @@ class RowSet:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.seen: NDArray[np.uint64] = np.zeros(-(-rows // ROWS_PER_WORD), np.uint64)
+
+    def add_(self, row: int) -> bool:
+        """Adds one row, as `Kernels.distinct` adds many; returns whether it is new.
+
+        Raises:
+            KernelError: there is no such row.
+        """
+        if not 0 <= row < self.rows:
+            raise KernelError(f"add_: {row} is not a row of the set, which has {self.rows} rows")
+        word, bit = divmod(row, ROWS_PER_WORD)
+        known = int(self.seen[word])
+        self.seen[word] = known | 1 << bit
+        return not known >> bit & 1
 
     def clear_(self) -> None:
         """Takes all rows out: faster than `Kernels.forget_` when they are many."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -179,9 +178,9 @@ class RowJournal:
 
     def _drop(self, first: int) -> None:
         """Drops the chunks from number `first` on."""
-        rows = Counter[int]()
+        rows: dict[int, int] = {}
         for table, ids, _ in self._chunks[first:]:
-            rows[table] += len(ids)
+            rows[table] = rows.get(table, 0) + len(ids)
         cleared = {
             table
             for table, count in rows.items()
@@ -245,6 +244,8 @@ class RowJournal:
         """Adds rows to a table's set. Returns the new ones, ascending; they are valid until the next call."""
         if table not in sets:
             sets[table] = RowSet(self._space.named[table].layout.rows)
+        if len(ids) == 1:
+            return ids if sets[table].add_(int(ids[0])) else ids[:0]
         out = self._ids.room(len(ids)).view(np.int64)
         return out[: self._kernels.distinct(ids, sets[table], out)]
 

@@ -6,13 +6,11 @@ network, the decision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.delta import Delta
+from ..coding.parity import Received
 from ..coding.rows import WORD_BYTES
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Words
@@ -47,16 +45,17 @@ class ParityJournal:
         """The memory of `row`, int64 [1], for the kernel that changes rows."""
         return self._arena.word(Word.PARITY_ROW)
 
-    def reserve(self, words: int) -> None:
-        """Backs places for rows of that many words.
+    def reserve(self, received: Received) -> None:
+        """Backs places for the rows of a transaction's deltas.
 
         Raises:
             NotEnoughSpace: the journal can't grow.
         """
-        self._arena.reserve("parity_journal", 2 * words * WORD_BYTES, spare_bytes=0)
+        self._arena.reserve("parity_journal", 2 * _widest(received) * WORD_BYTES, spare_bytes=0)
 
-    def places(self, words: int) -> Words:
-        """The places for old words, uint64 [2, words] in the arena, which `reserve` has backed."""
+    def places(self, received: Received) -> Words:
+        """The places for old words, which `reserve` has backed: uint64 [2, words of the widest row]."""
+        words = _widest(received)
         region = self._arena.region("parity_journal")
         return region[: 2 * words * WORD_BYTES].view(np.uint64).reshape(2, words)
 
@@ -65,16 +64,20 @@ class ParityJournal:
         self._arena.set(Word.PARITY_ROW, NONE)
         self._arena.set(Word.PARITY_LABEL, transaction)
 
-    def finished(self, deltas: Sequence[tuple[int, Delta]]) -> int:
+    def finished(self, received: Received) -> int:
         """The rows that have changed, all of the deltas' at most; the last of them perhaps by half.
 
         Raises:
             InconsistentArenas: the deltas have no such row.
         """
-        rows = sum(len(delta.offsets) for _, delta in deltas)
+        rows = sum(len(delta.offsets) for _, delta in received)
         if not NONE <= self.row < rows:
             raise InconsistentArenas(
                 f"the parity journal names row {self.row}, and the inbox has {rows}: the arena's memory is "
                 f"damaged. {self._arena.way_out}"
             )
         return self.row + 1
+
+
+def _widest(received: Received) -> int:
+    return max((delta.words.shape[1] for _, delta in received), default=0)

@@ -347,7 +347,7 @@ class RankMemory:
         """
         self.inbox.seal(transaction)
         received = self._checked(transaction)
-        self.parity_journal.reserve(_widest(received))
+        self.parity_journal.reserve(received)
         if self._backing is not None:
             self._back_under(received)
         self.mark_prepared(transaction)
@@ -378,9 +378,8 @@ class RankMemory:
         """
         if self.parity is None:
             return
-        received = self.inbox.deltas(transaction)
-        journal = self.parity_journal
-        saved = journal.places(_widest(received))
+        received, journal = self.inbox.deltas(transaction), self.parity_journal
+        saved = journal.places(received)
         if journal.label != transaction:
             journal.begin(transaction)
         done = journal.finished(received)
@@ -430,11 +429,6 @@ class RankMemory:
                 self.apply(transaction)
             self.commit(transaction)
         return undone, redone
-
-
-def _widest(received: Received) -> int:
-    """Words of the widest record."""
-    return max((delta.words.shape[1] for _, delta in received), default=0)
 
 
 def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:

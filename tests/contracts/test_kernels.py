@@ -22,7 +22,7 @@ from bench.questions.gpu.cuda import Cuda
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
 from ecemb.kernels import contract as kernels
 from ecemb.kernels import gf_products
-from ecemb.kernels.contract import Kernels, RowSet
+from ecemb.kernels.contract import Columns, Kernels, RowSet
 from ecemb.kernels.cpu import Cpu
 from ecemb.kernels.thread_team import Team
 
@@ -165,6 +165,64 @@ def test_change(work: Kernels, rng: np.random.Generator, dtype: Any, sizes: Size
     work.change(table, chosen, old, out, column)
     assert out.tobytes() == expected.tobytes()
     assert (table.tobytes(), old.tobytes()) == (before[0].tobytes(), before[1].tobytes())
+
+
+# Records.
+
+RECORDS: list[list[tuple[Any, int]]] = [  # of each column its type, and how many of them
+    [],
+    [(np.uint8, 1)],
+    [(np.uint64, 32), (np.uint32, 1)],
+    [(np.uint32, 25), (np.uint32, 25)],
+    [(np.uint16, 3), (np.uint8, 7), (np.uint8, 128)],
+    [(np.uint8, 1029), (np.uint8, 2)],
+]
+
+
+def columns_of(rng: np.random.Generator, rows: int, kinds: list[tuple[Any, int]]) -> Columns:
+    parts: list[tuple[Any, int]] = []
+    at = 0
+    for dtype, width in kinds:
+        column = draw(rng, rows, width, dtype=dtype)
+        parts.append((column, at // column.itemsize))
+        at += width * column.itemsize
+    return Columns(rows, parts)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+@pytest.mark.parametrize("kinds", RECORDS, ids=str)
+def test_records(work: Kernels, rng: np.random.Generator, kinds: list[tuple[Any, int]], count: int) -> None:
+    columns = columns_of(rng, 50, kinds)
+    chosen = rng.integers(0, 50, count)
+    before = [column.tobytes() for column, _ in columns.parts]
+    expected = np.zeros((count, columns.words * 8), np.uint8)
+    for i, row in enumerate(chosen):
+        record = b"".join(column[row].tobytes() for column, _ in columns.parts)
+        expected[i, : len(record)] = np.frombuffer(record, np.uint8)
+    out = draw(rng, count, columns.words)
+    work.gather_records(columns, chosen, out)
+    assert out.tobytes() == expected.tobytes()
+
+    old = out.copy()
+    for column, _ in columns.parts:
+        column[...] = draw(rng, *column.shape, dtype=column.dtype)
+    changed, new = draw(rng, count, columns.words), draw(rng, count, columns.words)
+    work.change_records(columns, chosen, old, changed)
+    work.gather_records(columns, chosen, new)
+    assert changed.tobytes() == (old ^ new).tobytes()
+    assert old.tobytes() == expected.tobytes()
+    if kinds:
+        assert [column.tobytes() for column, _ in columns.parts] != before
+
+
+def test_columns_of_one_table(rng: np.random.Generator) -> None:
+    for rows, parts, message in (
+        (5, [(t(5, 2), 0), (t(4, 1), 2)], r"column 1 has 4 rows .* 5"),
+        (5, [(t(5, 2), 0), (t(5, 1), 3)], r"column 1 .* begins at byte 12; .* byte 8"),
+        (5, [(t(5, 2, np.float32), 0)], r"column 0 has .* float32"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            Columns(rows, parts)
 
 
 # Sets of rows.
@@ -374,6 +432,27 @@ def test_threads_may_share_what_they_read(work: Kernels, rng: np.random.Generato
         assert out.tobytes() == times(weight, src).tobytes()
 
 
+def test_one_row_is_new_once(work: Kernels) -> None:
+    rows = RowSet(130)
+    for row in (0, 63, 64, 129):
+        assert rows.add_(row)
+        assert not rows.add_(row)
+    assert add(work, rows, ids(129, 1, 64)) == [1]
+    assert not rows.add_(1)
+    assert members(rows) == [0, 1, 63, 64, 129]
+    for wrong in (-1, 130):
+        with pytest.raises(KernelError, match=f"add_: {wrong} is not a row .* 130"):
+            rows.add_(wrong)
+    assert members(rows) == [0, 1, 63, 64, 129]
+
+
+def test_new_rows_of_a_large_set_are_sorted(work: Kernels, rng: np.random.Generator) -> None:
+    size = (1 << 24) + 100
+    rows = RowSet(size)
+    chosen = np.concatenate([rng.integers(0, size, 500), [size - 1, 0, 255, 256, 65_536], [size - 1]])
+    assert add(work, rows, chosen) == sorted(set(chosen.tolist()))
+
+
 def unaligned(size: int) -> Words:
     return np.zeros(size * 8 + 1, np.uint8)[1:].view(np.uint64)
 
@@ -421,6 +500,35 @@ ROW_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
 def test_rows_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
     arguments, message = ROW_REFUSALS[case]
     refused(work, operation, arguments, message)
+
+
+TABLE = Columns(5, [(t(5, 2), 0), (t(5, 1), 2)])
+
+RECORD_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "id past the end": ((ids(0, 5), w(4).reshape(2, 2)), r"ids\[1\] = 5 .* has 5"),
+    "id negative": ((ids(-1), w(2).reshape(1, 2)), r"ids\[0\] = -1"),
+    "too few records": ((ids(0, 1), w(2).reshape(1, 2)), r"shape \[1, 2\]; it has to be \[2, 2\]"),
+    "too narrow": ((ids(0), w(1).reshape(1, 1)), r"shape \[1, 1\]; it has to be \[1, 2\]"),
+    "int ids": ((np.zeros(1, np.int32), w(2).reshape(1, 2)), r"ids has the dtype int32"),
+    "signed words": ((ids(0), t(1, 2, np.int64)), r"has the dtype int64"),
+    "strided": ((ids(0, 1), w(8).reshape(2, 4)[:, :2]), r"C-contiguous"),
+    "unaligned": ((ids(0), unaligned(2).reshape(1, 2)), r"aligned"),
+    "read-only": ((ids(0), read_only(w(2).reshape(1, 2))), r"out is written to, but the array is read-only"),
+}
+
+
+@pytest.mark.parametrize("case", RECORD_REFUSALS)
+def test_records_that_break_the_contract(work: Kernels, case: str) -> None:
+    (chosen, out), message = RECORD_REFUSALS[case]
+    refused(work, "gather_records", (TABLE, chosen, out), message)
+    refused(work, "change_records", (TABLE, chosen, out.copy(), out), message)
+
+
+def test_records_are_not_written_to_their_table_or_to_what_is_read(work: Kernels) -> None:
+    words = np.zeros((5, 2), np.uint64)
+    columns = Columns(5, [(words, 0)])
+    refused(work, "gather_records", (columns, ids(0), words[1:2]), "overlaps")
+    refused(work, "change_records", (TABLE, ids(0), words[:1], words[:1]), "overlaps")
 
 
 PLACE_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -23,6 +23,7 @@ def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) ->
     written = [loops.distinct(), loops.forget()]
     for way in gf_products.available():
         written += [loop(way.vector_bytes) for loop in (loops.copy, loops.put, loops.change)]
+        written += [loop(way.vector_bytes, (100, 4, 2000)) for loop in (loops.pack, loops.differ)]
         written += [loops.add(way.vector_bytes, None), loops.add(way.vector_bytes, way)]
         written += [loops.dot(way, outputs) for outputs in range(1, loops.MOST_OUTPUTS + 1)]
 

@@ -28,13 +28,14 @@ def memory(tmp_path: Path, seed: int) -> Iterator[RankMemory]:
 def test_a_transaction_begins_with_no_row(memory: RankMemory) -> None:
     journal = ParityJournal(memory.arena)
     assert (journal.label, journal.row) == (NONE, NONE)
-    journal.reserve(3)
-    journal.places(3)[:] = [[1, 2, 3], [4, 5, 6]]
+    received = [(1, Delta(0, np.arange(5), np.zeros((5, width), np.uint64))) for width in (1, 3, 0)]
+    journal.reserve(received)
+    journal.places(received)[:] = [[1, 2, 3], [4, 5, 6]]
     journal.begin(6)
     journal.mark[0] = 4
     again = ParityJournal(memory.arena)
     assert (again.label, again.row) == (6, 4)
-    assert again.places(3).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert again.places(received).tolist() == [[1, 2, 3], [4, 5, 6]]
     again.begin(7)
     assert (again.label, again.row) == (7, NONE)
 
