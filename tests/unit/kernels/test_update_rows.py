@@ -15,6 +15,7 @@ import pytest
 from ecemb.kernels import contract
 from ecemb.kernels.reference import product
 
+TESTS = Path(__file__).resolve().parents[2]
 ROWS, WIDTH, WEIGHT = 3000, 33, 7
 LABEL, COMMITTED, MARK, WORDS = range(4)
 SIZE = 8 * (WORDS + 2 * WIDTH + ROWS * WIDTH)
@@ -57,7 +58,8 @@ def test_what_a_killed_process_leaves_can_be_finished(tmp_path: Path, seed: int)
     cut_off = 0
     while cut_off < 4:
         path.write_bytes(bytes(SIZE))
-        code = f"from unit.kernels.test_update_rows import change; change({str(path)!r}, {seed})"
+        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); "
+        code += f"from unit.kernels.test_update_rows import change; change({str(path)!r}, {seed})"
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and child.stdout.readline() == "changes\n"
             time.sleep(rng.uniform(0, 0.05))
