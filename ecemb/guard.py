@@ -143,7 +143,7 @@ class Guard:
         All rows at once take as much memory as the table, and 8 bytes a row, in the arena's journal, once in
         a transaction. The journal grows by a quarter at most beyond that, and keeps it for later steps. Rows
         are copied in chunks of at most 16 MiB. The commit needs as much again for their deltas, and r/k of it
-        twice on the ranks that keep their parity.
+        on the ranks that keep their parity.
 
         Args:
             table: the table's key, one of `tables`.

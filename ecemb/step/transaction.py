@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from .._threads import hand_over
 from .._wording import short
@@ -46,6 +44,7 @@ from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
 from .between_steps import Between
 from .pace import Pace
+from .phase import Phase
 from .window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -440,10 +439,6 @@ class Transactions:
             raise UsageError("no step is open: use `with guard.step():`")
         return self.in_flight
 
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Adds the block's duration to `seconds`, and shows the block to profilers."""
-        began = time.perf_counter()
-        with record_function(f"ecemb.{name}") if profiler._is_profiler_enabled else nullcontext():  # pyright: ignore[reportPrivateUsage]
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Adds a block's duration to `seconds`, and shows the block to profilers."""
+        return Phase(name, self.seconds)
