@@ -17,7 +17,6 @@ REFUSED = {
     "cpr.json": "d42387787e75",
     "drift.json": "6d3e55214fc4",
     "kernels.json": "73287ee941f6",
-    "memory.json": "8fa1023210e4",
     "overhead-sparse-heavy.json": "a9748e7131e6",
     "overhead-sparse.json": "a9748e7131e6",
     "profile.json": "6d3e55214fc4",
