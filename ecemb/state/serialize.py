@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import pickle
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -165,7 +164,7 @@ class Packer:
     """
 
     def __init__(self) -> None:
-        self._outline: tuple[bytes, bytes] = (b"", b"")  # what it was packed from, and the result
+        self._outline: tuple[str, bytes] = ("", b"")  # what it was packed from, and the result
 
     def pack(self, value: object, at: str = "state") -> bytes:
         """The result of `plain` as bytes, for `unpacked`.
@@ -183,8 +182,8 @@ class Packer:
         if taken.has_left_tensors:
             packed = dump((codes, outline))
         else:
-            # Unlike ==, equal pickles mean equal types: 1 and True, 0.0 and -0.0, a dict and its subclass.
-            key = pickle.dumps((codes, outline), pickle.HIGHEST_PROTOCOL)
+            # Unlike ==, equal texts mean equal types: 1 and True, 0j and -0j, a dict and its subclass.
+            key = repr((codes, outline))
             if key != self._outline[0]:
                 self._outline = key, dump((codes, outline))
             packed = self._outline[1]

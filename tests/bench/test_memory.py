@@ -39,6 +39,7 @@ def test_step_buffers_grow_with_the_step(held: list[Held]) -> None:
     small, large = ratios.pop(None)
     assert large.value > 2.5 * small.value > 2.5 * MIB
     assert set(ratios) == set(memory.STEP_BUFFERS)
+    assert all(row.high < 0.01 for row in ratios.pop("parity_journal"))  # of one row
     for small, large in ratios.values():
         assert (small.labels["batch"], large.labels["batch"]) == SCALE.batches
         assert 1 < large.high < 1.6

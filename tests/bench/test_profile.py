@@ -53,9 +53,9 @@ def test_a_step_is_all_its_spans(engine: str) -> None:
 
 def test_the_least_is_what_the_page_derives() -> None:
     for r in (1, 2, 3):
-        assert sum(one.least_bytes(r, 256) for one in PASSES) == (5 + 6 * r) * 256
-        addresses = 8 * (4 + 5 * r)
-        assert sum(one.moved_bytes(r, 256) for one in PASSES) == (5 + 7 * r) * 256 + addresses
+        assert sum(one.least_bytes(r, 256) for one in PASSES) == (5 + 5 * r) * 256
+        addresses = 8 * (4 + 4 * r)
+        assert sum(one.moved_bytes(r, 256) for one in PASSES) == (5 + 5 * r) * 256 + addresses
     assert PASSES[0].moved_bytes(1, 260) == 2 * 264 + 16
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ import ecemb
 from ecemb import guard, protection
 from ecemb.arena import arena
 from ecemb.group import rendezvous
+from ecemb.kernels.contract import Kernels
 from ecemb.kernels.cpu import Cpu
 from ecemb.local import as_of, journal, rank_memory
 from ecemb.recovery import background, execute, missing, parity_check, rebuild, sources, stream
@@ -545,6 +547,17 @@ def _watch_kernels(worker: Worker) -> None:
             out[: len(ids) // 2],
             column,
         ),
+        "_gather_records": lambda columns, ids, out: (
+            columns,
+            ids[: len(ids) // 2],
+            out[: len(ids) // 2],
+        ),
+        "_change_records": lambda columns, ids, old, out: (
+            columns,
+            ids[: len(ids) // 2],
+            old[: len(ids) // 2],
+            out[: len(ids) // 2],
+        ),
         "_gather_rows": lambda src, offsets, out: (
             src,
             offsets[: len(offsets) // 2],
@@ -572,6 +585,8 @@ def _watch_kernels(worker: Worker) -> None:
             [out[: len(out) // 2] for out in outs],
         ),
     }
+    known = {name for name, one in vars(Kernels).items() if callable(one) and re.match("_[a-z]", name)}
+    assert known == {*halves, "_update_rows", "_distinct", "_forget"}, "a kernel can't be torn"
     for name, half in halves.items():
 
         def torn(

@@ -180,7 +180,7 @@ def one_dies_before_a_step_is_decided_beside_the_next_one(
     exchange: Callable[..., Any] = Agreement.exchange
 
     def dies(self: Agreement, *args: Any) -> Any:
-        if self._transport.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
+        if self._transport.rank == VICTIM and args[3] == f"the exchange of step {DONE}":
             raise Killed
         return exchange(self, *args)
 
@@ -220,7 +220,7 @@ def one_dies_before_its_deltas_are_sent(machines: Machines, without: Sequence[Pa
     exchange: Callable[..., Any] = Agreement.exchange
 
     def dies(self: Agreement, *args: Any) -> Any:
-        if self._transport.rank == VICTIM and args[-1] == f"the exchange of step {DONE}":
+        if self._transport.rank == VICTIM and args[3] == f"the exchange of step {DONE}":
             raise Killed
         return exchange(self, *args)
 
