@@ -19,7 +19,6 @@ REFUSED = {
     "kernels.json": "73287ee941f6",
     "overhead-sparse-heavy.json": "a9748e7131e6",
     "overhead-sparse.json": "a9748e7131e6",
-    "profile.json": "6d3e55214fc4",
     "quantization.json": "639aa0fadc77",
     "scaling.json": "9d03644aecb7",
 }
