@@ -526,77 +526,37 @@ def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:
     return torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
 
 
+_HALVED = {
+    **dict.fromkeys(("_gather", "_scatter", "_gather_records"), (1, 2)),
+    **dict.fromkeys(("_gather_rows", "_scatter_rows", "_mul_add_rows"), (1, 2)),
+    **dict.fromkeys(("_change", "_change_records"), (1, 2, 3)),
+    "_mul_add_block": (0, 1),
+    "_dot": (0, 2),
+}
+"""Kernel -> the places of its arguments that have rows or words to be worked on, which are halved."""
+
+
+def _half(argument: Any) -> Any:
+    """The first half of an array; of a list of arrays, that of each."""
+    if isinstance(argument, list | tuple):
+        return [_half(one) for one in argument]
+    return argument[: len(argument) // 2]
+
+
 def _watch_kernels(worker: Worker) -> None:
-    halves: dict[str, Callable[..., tuple[Any, ...]]] = {
-        "_gather": lambda table, ids, out, column: (
-            table,
-            ids[: len(ids) // 2],
-            out[: len(ids) // 2],
-            column,
-        ),
-        "_scatter": lambda table, ids, records, column: (
-            table,
-            ids[: len(ids) // 2],
-            records[: len(ids) // 2],
-            column,
-        ),
-        "_change": lambda table, ids, old, out, column: (
-            table,
-            ids[: len(ids) // 2],
-            old[: len(ids) // 2],
-            out[: len(ids) // 2],
-            column,
-        ),
-        "_gather_records": lambda columns, ids, out: (
-            columns,
-            ids[: len(ids) // 2],
-            out[: len(ids) // 2],
-        ),
-        "_change_records": lambda columns, ids, old, out: (
-            columns,
-            ids[: len(ids) // 2],
-            old[: len(ids) // 2],
-            out[: len(ids) // 2],
-        ),
-        "_gather_rows": lambda src, offsets, out: (
-            src,
-            offsets[: len(offsets) // 2],
-            out[: len(offsets) // 2],
-        ),
-        "_scatter_rows": lambda dst, offsets, src: (
-            dst,
-            offsets[: len(offsets) // 2],
-            src[: len(offsets) // 2],
-        ),
-        "_mul_add_rows": lambda dst, offsets, src, weight: (
-            dst,
-            offsets[: len(offsets) // 2],
-            src[: len(offsets) // 2],
-            weight,
-        ),
-        "_mul_add_block": lambda dst, src, weight: (
-            dst[: len(dst) // 2],
-            src[: len(dst) // 2],
-            weight,
-        ),
-        "_dot": lambda blocks, weights, outs: (
-            [block[: len(block) // 2] for block in blocks],
-            weights,
-            [out[: len(out) // 2] for out in outs],
-        ),
-    }
     known = {name for name, one in vars(Kernels).items() if callable(one) and re.match("_[a-z]", name)}
-    assert known == {*halves, "_update_rows", "_distinct", "_forget"}, "a kernel can't be torn"
-    for name, half in halves.items():
+    assert known == {*_HALVED, "_update_rows", "_distinct", "_forget"}, "a kernel can't be torn"
+    for name, places in _HALVED.items():
 
         def torn(
             kernel: Callable[..., None],
             self: Cpu,
             *args: Any,
             _name: str = name,
-            _half: Callable[..., tuple[Any, ...]] = half,
+            _places: tuple[int, ...] = places,
         ) -> None:
-            worker.kernel(_name[1:], lambda: kernel(self, *_half(*args)))
+            half = [_half(one) if at in _places else one for at, one in enumerate(args)]
+            worker.kernel(_name[1:], lambda: kernel(self, *half))
             kernel(self, *args)
 
         _wrap(Cpu, name, torn)
