@@ -32,7 +32,7 @@ from typing import Any
 from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
 MAGIC = b"ecembARN"
-FORMAT = 4
+FORMAT = 5
 NONE = -1
 """What a word says that has no value yet: no transaction, no generation."""
 

@@ -1,9 +1,13 @@
 """Deltas: the changes of a rank's rows, as they are sent to the keepers of its parity.
 
 A *delta* is old XOR new of a record's words. A `Delta` has the deltas of records of equal width in one data
-block: their word offsets in the block, and the words. A rank lays out its Deltas in the order of their
-blocks. A keeper needs the Deltas of neighbouring blocks, so its message is one run of these words. Nothing is
-copied for the r keepers of a block, and a message lies in the keeper's inbox as it was sent.
+block: their word offsets in the block, and the words. A rank lays out its Deltas in *sections*, one for each
+data block in their order. A keeper needs the Deltas of neighbouring blocks, so its message is one run of
+these words. Nothing is copied for the r keepers of a block, and a message lies in the keeper's inbox as it
+was sent.
+
+A section begins with r words, its *head*: its size, and the sizes of those that follow it, 0 where there are
+none. A message has at most r sections, so its first words say how long it is.
 
 Must not know: the network, parity, journals.
 """
@@ -78,24 +82,53 @@ def place(part: Words, words: Words) -> int:
     return (first - start) // words.itemsize
 
 
-def messages(
-    words: Words, edges: Sequence[int], placement: Placement, rank: int, free: int = 0
-) -> dict[int, Words]:
+def write_heads_(words: Words, edges: Sequence[int], r: int) -> None:
+    """Writes the head of each section.
+
+    Args:
+        words: uint64, overwritten.
+        edges: k + 1 words; section i lies in edges[i]..edges[i+1]-1.
+        r: words of a head.
+    """
+    sizes = [b - a for a, b in itertools.pairwise(edges)] + [0] * r
+    for i, start in enumerate(edges[:-1]):
+        words[start : start + r] = sizes[i : i + r]
+
+
+def sections(message: Words, r: int) -> Iterator[Words]:
+    """The Deltas of each section of a message (uint64), without heads of `r` words; views.
+
+    Raises:
+        InconsistentArenas: the sizes in the heads don't fit the message.
+    """
+    at = 0
+    while at < len(message):
+        size = int(message[at : at + 1].view(np.int64)[0])
+        if not r <= size <= len(message) - at:
+            raise InconsistentArenas(
+                f"word {at} of a message of {len(message)} words announces a section of {size} words, "
+                f"which no rank sends: memory or network are damaged, or the ranks run different versions "
+                f"of ecemb"
+            )
+        yield message[at + r : at + size]
+        at += size
+
+
+def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int) -> dict[int, Words]:
     """The message to each keeper of a rank's parity.
 
     Args:
-        words: uint64, the rank's Deltas in the order of their blocks.
-        edges: k + 1 words; the Deltas of block i lie in edges[i]..edges[i+1]-1.
+        words: uint64, the rank's Deltas in the order of their blocks, with heads or without.
+        edges: k + 1 words; what belongs to block i lies in edges[i]..edges[i+1]-1.
         placement: the keepers of each block.
         rank: the rank.
-        free: the first words of each block's, which belong to no Delta; 0 where a message takes two blocks.
 
     Returns:
         Keeper -> its message, a view of `words`. Empty messages are left out; views overlap where r > 1.
     """
     found: dict[int, Words] = {}
     for keeper, blocks in placement.recipients(rank).items():
-        message = words[edges[blocks.start] + free : edges[blocks.stop]]
+        message = words[edges[blocks.start] : edges[blocks.stop]]
         if len(message):
             found[keeper] = message
     return found
@@ -126,9 +159,9 @@ class Scratch:
 
 
 def unpack(message: Words) -> Iterator[Delta]:
-    """Parses a message into Deltas, which are views of it.
+    """Parses Deltas end to end, as views: a section without its head, or a message without heads.
 
-    The message comes from another process, or from memory that may be damaged, so all its fields are checked.
+    The words come from another process, or from memory that may be damaged, so all its fields are checked.
     `ParityBlocks.check`, which knows the blocks, checks the offsets.
 
     Args:
@@ -144,7 +177,7 @@ def unpack(message: Words) -> Iterator[Delta]:
         block, records, width = head if len(head) == HEAD_WORDS else (0, -1, 0)
         if records < 0 or not 0 <= width <= len(message) or at + size_words(records, width) > len(message):
             raise InconsistentArenas(
-                f"word {at} of a message of {len(message)} words announces {records} records of {width} "
+                f"word {at} of {len(message)} words of deltas announces {records} records of {width} "
                 f"words, which no rank sends: memory or network are damaged, or the ranks run "
                 f"different versions of ecemb"
             )

@@ -1,27 +1,23 @@
-"""Undo records and the inbox: the data that a transaction may need after its process has died.
+"""Undo records: the old records of the rows that a transaction changes, written before the rows change.
 
-Growing regions of the arena, each guarded by aligned words of the header (docs/protocol.md, 1.1):
+Growing regions of the arena, each guarded by two aligned words of the header (docs/protocol.md, 1.1). There
+are two, so that a transaction can begin before the previous one is decided. Undo copies bytes, so it may be
+repeated, also after an interruption.
 
-- `RowJournal`: the old records of the rows that a transaction changes. Written before the data change. There
-  are two, so that a transaction can begin before the previous one is decided.
-- `Inbox`: the deltas that other ranks sent for the parity of this keeper. Complete before `prepared` is
-  stored. `parity_journal` has what a redo needs beside them.
-
-Undo and redo copy bytes, so they may be repeated, also after an interruption. Must not know: the network, the
-decision.
+Must not know: the network, the decision.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.delta import Delta, Scratch, parted, unpack
+from ..coding.delta import Scratch
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
@@ -272,20 +268,20 @@ class RowJournal:
         self._arena.set(self._bytes, used + size)
         return table, saved, records
 
-    def outbox(self, scratch: Scratch, newer: RowJournal | None = None, *, apart: bool = False) -> Outbox:
+    def outbox(self, scratch: Scratch, newer: RowJournal | None = None, *, head: int = 0) -> Outbox:
         """The deltas of all captured rows: their old records XOR those that the transaction has left.
 
         Args:
             scratch: memory for them.
             newer: takes the rows of the next transaction while they are laid out; None if it begins later.
-            apart: whether each block's deltas are a message of their own.
+            head: words of the head of each block's section.
         """
         transaction = self.label
 
         def since() -> Saved | None:
             return None if newer is None or newer.label <= transaction else newer.saved()
 
-        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, apart=apart)
+        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, head=head)
 
     def saved(self) -> Saved:
         """The old records of all captured rows, as they are now. Who reads them later holds the lock."""
@@ -349,58 +345,3 @@ class RowJournal:
             f"the row journal {what}: the arena's memory is damaged; nothing was undone. "
             f"{self._arena.way_out}"
         )
-
-
-class Inbox:
-    """The deltas that all ranks sent to this keeper in one transaction.
-
-    Args:
-        arena: holds the region "inbox" and the words `inbox_label`, `inbox_bytes`.
-        world_size: number of senders.
-    """
-
-    def __init__(self, arena: Arena, world_size: int) -> None:
-        self._arena = arena
-        self._senders = world_size
-
-    def open(self, lengths: Sequence[int]) -> dict[int, Words]:
-        """Makes room for messages of the given lengths (words, one for each rank).
-
-        Returns:
-            Sender -> uint64 [length] in the arena, to fill with its message; empty messages are left out.
-
-        Raises:
-            NotEnoughSpace: the inbox can't grow; nothing was received.
-        """
-        self._arena.set(Word.INBOX_LABEL, NONE)
-        size = (self._senders + sum(lengths)) * WORD_BYTES
-        self._arena.reserve("inbox", size)
-        words = self._arena.region("inbox")[:size].view(np.uint64)
-        words.view(np.int64)[: self._senders] = lengths
-        self._arena.set(Word.INBOX_BYTES, size)
-        return parted(words[self._senders :], lengths)
-
-    def seal(self, transaction: int) -> None:
-        """Records that every message of `transaction` has been received."""
-        self._arena.set(Word.INBOX_LABEL, transaction)
-
-    def deltas(self, transaction: int) -> list[tuple[int, Delta]]:
-        """The received Deltas, each with its sender.
-
-        Raises:
-            InconsistentArenas: the inbox holds another transaction.
-        """
-        if (label := self._arena.get(Word.INBOX_LABEL)) != transaction:
-            raise InconsistentArenas(
-                f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
-                f"this behind; the arena's memory is damaged. {self._arena.way_out}"
-            )
-        words = _words(self._arena, "inbox", Word.INBOX_BYTES)
-        lengths = words.view(np.int64)[: self._senders].tolist()
-        if len(lengths) < self._senders or min(lengths) < 0 or self._senders + sum(lengths) != len(words):
-            raise InconsistentArenas(
-                f"the inbox of {len(words)} words claims messages of {lengths} words: the arena's memory "
-                f"is damaged. {self._arena.way_out}"
-            )
-        messages = parted(words[self._senders :], lengths)
-        return [(sender, delta) for sender, message in messages.items() for delta in unpack(message)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..coding.delta import Scratch, blank, place, size_words
+from ..coding.delta import Scratch, blank, place, size_words, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..kernels.contract import Ids, Kernels, RowSet, Words
 from ..kernels.row_set import ROWS_PER_WORD
@@ -86,13 +86,12 @@ class Outbox:
         scratch: memory for the deltas.
         newer: the old records of the next transaction, if that has begun; called with the lock held.
         lock: held while rows are read; who journals rows of the next transaction holds it as well.
-        apart: whether each block's deltas are a message of their own.
+        head: words of the head of each block's section.
 
     Attributes:
-        words: uint64, the deltas in the order of their blocks; complete when `lay_out` has returned. Some
-            words follow the last of them.
-        edges: k + 1 words: the first word of each block's deltas, and the end of the last.
-        free: words at the start of each block's that are left free: 1 if blocks are apart, otherwise 0.
+        words: uint64, a section of deltas for each block; complete when `lay_out` has returned. Some words
+            follow the last of them.
+        edges: k + 1 words: the first word of each section, and the end of the last.
     """
 
     def __init__(
@@ -104,18 +103,13 @@ class Outbox:
         newer: Callable[[], Saved | None] = lambda: None,
         lock: threading.Lock | None = None,
         *,
-        apart: bool = False,
+        head: int = 0,
     ) -> None:
         self._space, self._kernels, self._saved, self._scratch = space, kernels, saved, scratch
         self._newer, self._lock = newer, lock or threading.Lock()
         self.words: Words = scratch.room(0)
         self.edges: list[int] = [0] * len(space.bounds)
-        self.free: int = int(apart)
-
-    @property
-    def around(self) -> Words | None:
-        """The memory to send messages from, each with the free word before it; None: they overlap."""
-        return self.words if self.free else None
+        self._head = head
 
     def lay_out(self, rest: Callable[[], object] = lambda: None) -> None:
         """Lays out all deltas.
@@ -128,10 +122,10 @@ class Outbox:
             by_table.setdefault(table, []).append((ids, old, self._space.cut(table, ids)))
         blocks = len(self.edges) - 1
         rows = sum(size_words(len(ids), old.shape[1]) for _, ids, old in self._saved.chunks)
-        size = rows + blocks * (self.free + len(by_table) * size_words(0, 0))
-        self.words = self._scratch.room(size + self.free * (size // BEHIND + LEAST_BEHIND))
+        size = rows + blocks * (self._head + len(by_table) * size_words(0, 0))
+        self.words = self._scratch.room(size + size // BEHIND + LEAST_BEHIND)
         for block in range(blocks):
-            at = self.edges[block] + self.free
+            at = self.edges[block] + self._head
             for table, chunks in by_table.items():
                 found = [
                     (ids[a:b], old[a:b])
@@ -141,6 +135,7 @@ class Outbox:
                 if found:
                     at += self._lay_out(block, table, found, self.words[at:], rest)
             self.edges[block + 1] = at
+        write_heads_(self.words, self.edges, self._head)
 
     def _lay_out(self, block: int, table: int, rows: Part, out: Words, rest: Callable[[], object]) -> int:
         """Writes one Delta to the start of `out`; returns its size in words.

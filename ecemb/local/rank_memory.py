@@ -27,7 +27,8 @@ from ..coding.slices import Share
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
 from .ahead import Ahead
-from .journal import ROW_JOURNALS, Inbox, RowJournal
+from .inbox import Inbox
+from .journal import ROW_JOURNALS, RowJournal
 from .outbox import PART_BYTES, Outbox
 from .parity_journal import ParityJournal
 from .room import Room
@@ -104,14 +105,15 @@ class RankMemory:
             for region in ROW_JOURNALS
         ]
         self.journal: RowJournal = self.journals[0]
-        self.inbox: Inbox = Inbox(arena, len(geometry.block_words))
+        self._r = 0 if geometry.placement is None else geometry.placement.r
+        senders = () if geometry.placement is None else geometry.placement.senders(self.rank)
+        self.inbox: Inbox = Inbox(arena, senders, self._r)
+        self._received: tuple[int, Received] = NONE, []
         self.parity_journal: ParityJournal = ParityJournal(arena)
         self.slots: Slots = Slots(arena, self.share_of(self.rank))
         self._messages = Scratch()
-        n, k = geometry.generator.shape
-        inbox = 0 if geometry.placement is None else n - k
         self._rooms = [
-            Room(arena, {**dict.fromkeys(journals, 1), "inbox": inbox, "": 1})
+            Room(arena, {**dict.fromkeys(journals, 1), "inbox": self._r, "": 1})
             for journals in (["row_journal"], ROW_JOURNALS)
         ]
 
@@ -299,8 +301,7 @@ class RankMemory:
     def outbox(self) -> Outbox:
         """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
         other = next(one for one in self.journals if one is not self.journal)
-        placement = self.geometry.placement
-        return self.journal.outbox(self._messages, other, apart=placement is not None and placement.r == 1)
+        return self.journal.outbox(self._messages, other, head=self._r)
 
     def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:
         """Lays out deltas, as messages to keepers.
@@ -313,27 +314,7 @@ class RankMemory:
         if placement is None:
             return {}
         outbox.lay_out(rest)
-        return messages(outbox.words, outbox.edges, placement, self.rank, outbox.free)
-
-    def receive(self, lengths: Sequence[int]) -> dict[int, Words]:
-        """Makes room for other ranks' messages.
-
-        Args:
-            lengths: what each rank announces, in words.
-
-        Returns:
-            Sender -> the inbox's memory for its message, to be filled.
-
-        Raises:
-            InconsistentArenas: a negative length.
-            NotEnoughSpace: there is no room; nothing was received.
-        """
-        if min(lengths) < 0:
-            raise InconsistentArenas(
-                f"the ranks announce messages of {list(lengths)} words: the network is damaged, or the ranks "
-                f"run different versions of ecemb; restart the job"
-            )
-        return self.inbox.open(lengths)
+        return messages(outbox.words, outbox.edges, placement, self.rank)
 
     def prepare(self, transaction: int) -> None:
         """The inbox is complete and all is written: whatever happens now, the vote decides.
@@ -364,6 +345,7 @@ class RankMemory:
             return []
         received = self.inbox.deltas(transaction)
         self.parity.check(received)
+        self._received = transaction, received
         return received
 
     def apply(self, transaction: int, rest: Callable[[], object] = lambda: None) -> None:
@@ -378,7 +360,9 @@ class RankMemory:
         """
         if self.parity is None:
             return
-        received, journal = self.inbox.deltas(transaction), self.parity_journal
+        (prepared, received), journal = self._received, self.parity_journal
+        if prepared != transaction:
+            received = self._checked(transaction)
         saved = journal.places(received)
         if journal.label != transaction:
             journal.begin(transaction)

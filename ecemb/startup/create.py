@@ -35,6 +35,7 @@ from ..session import Session
 from ..state import rank_state as rank_states
 from ..state.replicated import ReplicatedState
 from ..step import replica_check
+from ..step.parcel import MOST
 from .leftovers import make_room
 from .negotiate import World
 from .request import Request
@@ -205,7 +206,7 @@ def _sizes(
     """Bytes of the regions that are reserved at once, and the most that the other regions may grow to."""
     _, rows = arrange(world.layouts)
     journal = sum(one.rows * (3 + one.record_words) for one in map(split, world.layouts)) * WORD_BYTES
-    parity, inbox = 0, session.world_size * WORD_BYTES
+    parity = inbox = 0
     if geometry.placement is not None:
         placement = geometry.placement
         parity = parity_words(placement, geometry.block_words, session.rank) * WORD_BYTES
@@ -213,6 +214,7 @@ def _sizes(
             members = placement.members(stripe_class)[: placement.k]
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
+        inbox += (placement.n - 1) * (2 + MOST + placement.r * (1 + placement.r)) * WORD_BYTES
     share = Share.of(geometry.placement, session.rank, abortable=world.constants.abortable)
     dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot

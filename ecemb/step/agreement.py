@@ -4,9 +4,9 @@ The rules are those of docs/protocol.md, 10.1 and 10.2: two disseminations, the 
 between them the deltas, to the n - 1 ranks that keep parity of this one. Messages carry their kind and the
 number of the status, counted on all ranks alike since the start.
 
-A rank starts to receive before the others can send: the next status with this one, sizes and the vote with
-the status that they follow. A size comes with the first of its deltas, in one `Parcel`; the rest, if there is
-any, is a message of its own.
+A rank starts to receive before the others can send: the next status with this one, deltas and the vote with
+the status that they follow. Deltas begin with their size, in one `Parcel`; the rest, if there is any, is a
+message of its own.
 
 Must not know what a step does, and what a rank restores when it has failed.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,20 @@ _YES, _NO = 1, 0
 
 _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
 _LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # of which the fold has the largest
-_NOTHING = np.empty(0, np.uint64)
 _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
 _MASK_BITS = 63  # of each word from _MARKED on
+
+
+class Rooms(Protocol):
+    """Where deltas arrive, such as an `Inbox`."""
+
+    def open(self, rooms: Mapping[int, int], /) -> dict[int, Words]:
+        """Makes room for the first words of each sender's deltas."""
+        ...
+
+    def receive(self, sizes: Mapping[int, int], /) -> dict[int, Words]:
+        """Makes room for the rest; returns the memory of all words of each sender."""
+        ...
 
 
 @dataclasses.dataclass
@@ -45,7 +57,8 @@ class Turn:
 
     Attributes:
         number: statuses before it since the start.
-        sizes: wait for what each rank sends whose parity this one keeps.
+        firsts: memory for the first words of each rank whose parity this one keeps.
+        arrivals: wait for them.
         votes: the vote's rounds; None if there is no vote.
         sized: the keepers that this rank has sent deltas and their size to.
         voted: whether this rank has begun to vote, or there is no vote.
@@ -54,7 +67,8 @@ class Turn:
     """
 
     number: int
-    sizes: dict[int, Wait] = dataclasses.field(default_factory=dict[int, Wait])
+    firsts: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
+    arrivals: dict[int, Wait] = dataclasses.field(default_factory=dict[int, Wait])
     votes: Rounds | None = None
     sized: set[int] = dataclasses.field(default_factory=set[int])
     voted: bool = False
@@ -84,26 +98,23 @@ class Agreement:
     Args:
         transport: the control group.
         placement: who keeps whose parity; None for a world of one rank.
+        rooms: where deltas arrive.
     """
 
-    def __init__(self, transport: Transport, placement: Placement | None) -> None:
+    def __init__(self, transport: Transport, placement: Placement | None, rooms: Rooms) -> None:
         self._turn: Turn | None = None  # of the last verdict
-        self._transport = transport
-        self._keepers: tuple[int, ...] = ()
-        self._senders: tuple[int, ...] = ()
+        self._transport, self._rooms = transport, rooms
+        self._parcels: dict[int, Parcel] = {}  # by keeper
+        self._arriving: dict[int, Parcel] = {}  # by sender
+        self._sections: dict[int, int] = {}  # of what each sender sends
         if placement is not None:
-            self._keepers = tuple(placement.recipients(transport.rank))
-            self._senders = placement.senders(transport.rank)
+            rank = transport.rank
+            self._parcels = {keeper: Parcel() for keeper in placement.recipients(rank)}
+            self._arriving = {sender: Parcel() for sender in placement.senders(rank)}
+            self._sections = {one: len(placement.recipients(one)[rank]) for one in self._arriving}
         self._number = 0
         self._ahead: Rounds | None = None  # of the next status
         self._is_between = False  # a round of the status is sent, and there is no verdict
-        self._parcels = {rank: Parcel() for rank in self._keepers}
-        self._arriving = {rank: Parcel() for rank in self._senders}
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory for sizes and the deltas that come with them."""
-        return sum(one.held_bytes for one in (*self._parcels.values(), *self._arriving.values()))
 
     def conclude(
         self,
@@ -133,6 +144,7 @@ class Agreement:
             StepFailed: Another rank's step failed, the ranks are not in the same step, or their replicated
                 state differs.
             PeerFailure: A rank died.
+            NotEnoughSpace: There is no room for deltas; nothing was said.
         """
         step, turn = transaction - 1, Turn(self._number, voted=not whole)
         status = self._ahead or self._status_rounds(self._number)
@@ -163,52 +175,54 @@ class Agreement:
         self,
         turn: Turn,
         messages: Mapping[int, Words],
-        receive: Callable[[Sequence[int]], Mapping[int, Words]],
+        around: Words,
         what: str,
-        around: Words | None = None,
     ) -> None:
-        """Sends sizes and deltas to the keepers, and receives those of the deltas that are kept here.
+        """Sends deltas to the keepers, and receives those that are kept here.
 
         All is sent before anything is waited for: a rank that fails meanwhile leaves none waiting. (Over a
-        fabric deltas are sent when all sizes are there; then the end of its process tells the others.)
+        fabric deltas are sent when all heads are there; then the end of its process tells the others.)
 
         Args:
             turn: That of the verdict.
-            messages: The deltas, by keeper.
-            receive: Makes room: the words that each rank will send -> memory by sender.
+            messages: The deltas, by keeper; each begins with the head of a section.
+            around: The memory that the messages are views of. It may be reused after the vote.
             what: Names the wait in errors.
-            around: The memory that the messages are views of, if each has a free word before it. It may be
-                reused after the vote.
 
         Raises:
             StepFailed: A rank has failed since the verdict.
             PeerFailure: A rank died.
         """
-        transport, size, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
+        transport, head, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
         for rank, parcel in self._parcels.items():
-            message, whole = messages.get(rank, _NOTHING), transport.fabric is None
-            after = parcel.pack(message, whole=whole, around=around)
-            if len(after):  # before the size, which is waited for first
+            first, after = parcel.cut(messages[rank], around)
+            if len(after) and transport.fabric is None:  # before the head, which is waited for first
                 turn.sending.append(transport.send(after, rank, what, rest))
-            turn.sending.append(transport.send(parcel.words, rank, what, size))
+            turn.sending.append(transport.send(first, rank, what, head))
             turn.sized.add(rank)
-        incoming = [0] * transport.world_size
-        for rank, wait in turn.sizes.items():
+        sizes: dict[int, int] = {}
+        failed: list[int] = []
+        for rank, wait in turn.arrivals.items():
             wait(what)
-            incoming[rank] = self._arriving[rank].size
-        if failed := [rank for rank, words in enumerate(incoming) if words == MARK]:
+            told = turn.firsts[rank][: self._sections[rank]].view(np.int64).tolist()
+            sizes[rank] = sum(told)
+            if told[0] == MARK:
+                failed.append(rank)
+        if failed:
             raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
-        inbox = receive(incoming)
+        inbox = self._rooms.receive(sizes)
         if transport.fabric is not None:
             transport.exchange(messages, inbox, what)
             return
-        afters = {rank: self._arriving[rank].unpack_(words) for rank, words in inbox.items()}
+        afters = {rank: words[self._arriving[rank].room :] for rank, words in inbox.items()}
         for wait in [
             transport.expect(words, rank, what, rest) for rank, words in afters.items() if len(words)
         ]:
             wait()
-        for parcel in (*self._parcels.values(), *self._arriving.values()):
-            parcel.fit()
+        for rank, parcel in self._parcels.items():
+            parcel.fit(len(messages[rank]))
+        for rank, parcel in self._arriving.items():
+            parcel.fit(sizes[rank])
 
     def vote(self, turn: Turn, what: str) -> None:
         """Says that this rank has prepared; returns when all have. All ranks.
@@ -230,9 +244,9 @@ class Agreement:
         """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
         if turn.voted:
             return
-        for rank in self._keepers:
+        for rank, parcel in self._parcels.items():
             if rank not in turn.sized:
-                self._transport.say(self._parcels[rank].mark(), rank, self._tag(Kind.SIZE, turn))
+                self._transport.say(parcel.mark(), rank, self._tag(Kind.SIZE, turn))
         say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
         turn.voted = True  # if it was interrupted before, it is said again
 
@@ -250,9 +264,10 @@ class Agreement:
 
     def _start_receiving(self, turn: Turn) -> None:
         """Starts to receive what follows a status."""
-        size, vote = self._tag(Kind.SIZE, turn), self._tag(Kind.VOTE, turn)
-        for rank, parcel in self._arriving.items():
-            turn.sizes[rank] = self._transport.expect(parcel.words, rank, "sizes", size)
+        head, vote = self._tag(Kind.SIZE, turn), self._tag(Kind.VOTE, turn)
+        turn.firsts = self._rooms.open({rank: parcel.room for rank, parcel in self._arriving.items()})
+        for rank, first in turn.firsts.items():
+            turn.arrivals[rank] = self._transport.expect(first, rank, "deltas", head)
         turn.votes = Rounds(self._transport, vote, 1, np.minimum, lambda told: int(told[0]) == _NO)
 
     def _status(

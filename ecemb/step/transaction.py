@@ -91,7 +91,7 @@ class Transactions:
     ) -> None:
         self._memory = memory
         self._transport = transport
-        self._agreement = Agreement(transport, memory.geometry.placement)
+        self._agreement = Agreement(transport, memory.geometry.placement, memory.inbox)
         self._replicated = replicated
         self._rank_state = rank_state
         self._window = window or Window(1)
@@ -134,7 +134,7 @@ class Transactions:
         """Memory in the arena and beside it, by purpose."""
         arena, fabric = self._memory.arena, self._transport.fabric
         held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
-        held["messages"] = self._memory.message_bytes + self._agreement.held_bytes
+        held["messages"] = self._memory.message_bytes
         held["savepoint"] = self._savepoint.size_bytes
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
@@ -362,7 +362,7 @@ class Transactions:
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
-                self._agreement.exchange(turn, messages, self._memory.receive, what, outbox.around)
+                self._agreement.exchange(turn, messages, outbox.words, what)
             self._background.pause()
             self._memory.prepare(transaction)
         except BaseException:

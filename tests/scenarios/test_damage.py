@@ -47,7 +47,7 @@ from ecemb.state import rank_state, serialize
 from ecemb.state.replicated import ReplicatedState
 from support.arena_holders import constants, create
 from support.arena_reports import report
-from support.simulation import Job, Machines, Wires, job_of, message_of
+from support.simulation import Job, Machines, Wires, deliver, job_of, message_of
 
 NONSENSE = (-1, 0, 1, 2, 7, 255, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63))
 
@@ -256,14 +256,11 @@ def test_a_message_from_a_peer_is_refused_before_it_can_be_prepared(
         other.journal.arm(3)
         for table, layout in enumerate(layout.layout for layout in other.space.tables):
             other.journal.capture(table, np.arange(layout.rows, dtype=np.int64))
-    nothing = np.empty(0, np.uint64)
-    parts = [other.lay_out(other.outbox()).get(0, nothing) for other in memories]
+    parts = {other.rank: other.lay_out(other.outbox())[0] for other in memories[1:]}
     before = state_of(memory, "rows", "parity")
     refused = 0
     for _ in range(300):
-        wrong = [spoiled(part, rng) if len(part) and rng.randrange(2) else part for part in parts]
-        for sender, room in memory.receive([len(part) for part in wrong]).items():
-            room[:] = wrong[sender]
+        deliver(memory, {i: spoiled(part, rng) if rng.randrange(2) else part for i, part in parts.items()})
         try:
             memory.prepare(3)
         except InconsistentArenas:
@@ -276,16 +273,16 @@ def test_a_message_from_a_peer_is_refused_before_it_can_be_prepared(
     assert refused > 30
 
 
-@pytest.mark.parametrize("lengths", [[-1, 0, 0, 0], [5, -5, 0, 0], [-(2**63)] * 4])
-def test_a_negative_length_is_refused(memories: list[RankMemory], lengths: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[-1, 0, 0], [5, -5, 0], [-(2**63)] * 3])
+def test_a_negative_size_is_refused(memories: list[RankMemory], sizes: list[int]) -> None:
     with pytest.raises(InconsistentArenas, match="announce messages of"):
-        memories[0].receive(lengths)
+        memories[0].inbox.receive(dict(enumerate(sizes, 1)))
 
 
-@pytest.mark.parametrize("lengths", [[2**50, 0, 0, 0], [2**63 - 1] * 4])
-def test_a_length_of_petabytes_is_no_space(memories: list[RankMemory], lengths: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[2**50, 0, 0], [2**63 - 1] * 3])
+def test_a_size_of_petabytes_is_no_space(memories: list[RankMemory], sizes: list[int]) -> None:
     with pytest.raises(NotEnoughSpace, match="has a capacity of"):
-        memories[0].receive(lengths)
+        memories[0].inbox.receive(dict(enumerate(sizes, 1)))
 
 
 class Liar(Wires):

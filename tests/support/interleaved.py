@@ -21,7 +21,7 @@ from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery.missing import Missing
 
-from .simulation import Job
+from .simulation import Job, deliver
 
 Ids = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -156,8 +156,7 @@ class Ranks:
             self._sent[i, last] = memory.lay_out(memory.outbox())
             yield lambda last=last: all((other, last) in self._sent for other in ranks)
             messages = [self._sent[other, last] for other in ranks]
-            for source, words in memory.receive([len(one.get(i, ())) for one in messages]).items():
-                words[:] = messages[source][i]
+            deliver(memory, {source: one[i] for source, one in enumerate(messages) if i in one})
             memory.prepare(last)
             yield lambda last=last: min(one.prepared for one in self.memories) >= last
             memory.apply(last)

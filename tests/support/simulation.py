@@ -347,6 +347,14 @@ def message_of(*deltas: Delta) -> Words:
     return out
 
 
+def deliver(memory: RankMemory, messages: Mapping[int, Words]) -> None:
+    """What each rank sends lies in the inbox of one."""
+    memory.inbox.open({})
+    sizes = {sender: len(words) for sender, words in messages.items()}
+    for sender, words in memory.inbox.receive(sizes).items():
+        words[:] = messages[sender]
+
+
 @functools.cache
 def generator_of(code: Code) -> NDArray[np.uint8]:
     return code.generator()
@@ -481,12 +489,12 @@ def create(
 ) -> Arena:
     """A new arena, with room for a step that changes every row."""
     placement, size = geometry.placement, len(geometry.block_words)
-    parity, inbox = 0, 4096
+    parity, inbox = 0, 1 << 16
     if placement is not None:
         parity = parity_words(placement, geometry.block_words, rank) * WORD_BYTES
         for c, _ in placement.kept(rank):
             longest = class_words(placement, geometry.block_words, c)
-            inbox += (4 * longest + 8) * placement.k * WORD_BYTES
+            inbox += (8 * longest + 8) * placement.k * WORD_BYTES
     _, rows = arrange(layouts)
     journal = sum(t.rows * (3 + t.record_words) for t in map(split, layouts)) * WORD_BYTES
     fixed = {"rows": rows, "parity": parity}

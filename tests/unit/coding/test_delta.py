@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecemb.coding.delta import HEAD_WORDS, Delta, Scratch, blank, messages, parted, size_words, unpack
+from ecemb.coding.delta import (
+    HEAD_WORDS,
+    Delta,
+    Scratch,
+    blank,
+    messages,
+    parted,
+    sections,
+    size_words,
+    unpack,
+    write_heads_,
+)
 from ecemb.coding.placement import Placement
 from support.simulation import message_of
 
@@ -105,6 +116,20 @@ def test_each_block_goes_to_the_keepers_of_its_parity_and_to_nobody_else(placeme
         got = [(one.block, keeper) for keeper, words in sent.items() for one in unpack(words)]
         keepers = [placement.keepers(rank, block) for block in range(placement.k)]
         assert sorted(got) == sorted((block, one) for block, kept in enumerate(keepers) for one in kept)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_first_words_of_a_message_say_how_long_it_is(placement: Placement) -> None:
+    r = placement.r
+    for rank in range(placement.world_size):
+        parts = [np.full(r + 3 * block, block, np.uint64) for block in range(placement.k)]
+        words, edges = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
+        write_heads_(words, edges, r)
+        for keeper, message in messages(words, edges, placement, rank).items():
+            blocks = placement.recipients(rank)[keeper]
+            assert int(message[: len(blocks)].sum()) == len(message)
+            found = list(sections(message, r))
+            assert [one.tolist() for one in found] == [[block] * 3 * block for block in blocks]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -1,4 +1,4 @@
-"""Undo records, the inbox, and old parity: what is there when it is said to be, and what is not."""
+"""Undo records: what is there when it is said to be, and what is not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from ecemb.adapters.engine import all_rows
 from ecemb.arena.arena import Arena
-from ecemb.coding.delta import Delta, Scratch, unpack
+from ecemb.coding.delta import Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract
-from ecemb.local.journal import Inbox, RowJournal
+from ecemb.local.journal import RowJournal
 from ecemb.local.rank_memory import RankMemory
-from support.simulation import Killed, Moments, Torn, alone, message_of, watched
+from support.simulation import Killed, Moments, Torn, alone, watched
 
 LAYOUTS = [
     TableLayout("a", 12, (Column("weight", "float32", 12), Column("sum", "float32", 4))),
@@ -296,59 +296,3 @@ def test_a_damaged_journal_undoes_nothing(memory: RankMemory, seed: int) -> None
     with pytest.raises(InconsistentArenas, match="refers to table 99.*nothing was undone"):
         another_process(memory).undo()
     assert np.array_equal(everything(memory.space), now)
-
-
-# --- the inbox ----------------------------------------------------------------------------------
-
-
-def delta(block: int, offsets: Sequence[int], fill: int) -> Delta:
-    return Delta(block, np.array(offsets, np.int64), np.full((len(offsets), 2), fill, np.uint64))
-
-
-@pytest.fixture
-def inbox(memory: RankMemory) -> Inbox:
-    return Inbox(memory.arena, 3)
-
-
-def test_every_senders_deltas_come_out_with_its_number(inbox: Inbox, memory: RankMemory) -> None:
-    sent = {0: message_of(delta(0, [1, 5], 7), delta(1, [0], 8)), 2: message_of(delta(0, [2], 9))}
-    room = inbox.open([len(sent[0]), 0, len(sent[2])])
-    assert room.keys() == sent.keys()
-    for sender, words in sent.items():
-        room[sender][:] = words
-    inbox.seal(4)
-    got = Inbox(memory.arena, 3).deltas(4)  # as another process reads it
-    assert [(sender, d.block, d.offsets.tolist()) for sender, d in got] == [
-        (0, 0, [1, 5]),
-        (0, 1, [0]),
-        (2, 0, [2]),
-    ]
-    assert [d.words.tolist() for _, d in got] == [[[7] * 2] * 2, [[8] * 2], [[9] * 2]]
-
-
-def test_nobody_sent_anything(inbox: Inbox) -> None:
-    inbox.open([0, 0, 0])
-    inbox.seal(1)
-    assert inbox.deltas(1) == []
-
-
-def test_an_inbox_that_is_not_sealed_or_another_ones_is_not_read(inbox: Inbox) -> None:
-    with pytest.raises(InconsistentArenas, match="transaction 1 is prepared"):
-        inbox.deltas(1)
-    inbox.open([0, 0, 0])
-    inbox.seal(1)
-    with pytest.raises(InconsistentArenas, match="transaction 2 is prepared.*holds 1"):
-        inbox.deltas(2)
-    inbox.open([0, 0, 0])  # the next transaction has begun to write
-    with pytest.raises(InconsistentArenas, match="holds -1"):
-        inbox.deltas(1)
-
-
-def test_an_inbox_without_room_is_void(inbox: Inbox) -> None:
-    inbox.open([0, 0, 0])
-    inbox.seal(1)
-    full = mock.patch.object(Arena, "reserve", side_effect=NotEnoughSpace("full"))
-    with full, pytest.raises(NotEnoughSpace):
-        inbox.open([1, 2, 3])
-    with pytest.raises(InconsistentArenas):
-        inbox.deltas(1)

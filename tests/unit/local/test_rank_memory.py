@@ -18,13 +18,24 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.arena.arena import Arena
-from ecemb.coding.delta import Scratch, unpack
+from ecemb.coding.delta import Scratch, sections, unpack
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas
 from ecemb.local.rank_memory import RankMemory, encoded
 from ecemb.state import rank_state
-from support.simulation import Job, Killed, Machines, Moments, Torn, alone, check_parity, job_of, watched
+from support.simulation import (
+    Job,
+    Killed,
+    Machines,
+    Moments,
+    Torn,
+    alone,
+    check_parity,
+    deliver,
+    job_of,
+    watched,
+)
 
 Words = NDArray[np.uint64]
 Memories = list[RankMemory]
@@ -74,9 +85,7 @@ def exchange(memories: Memories) -> None:
     """Number 4: what each rank sends to the others lies in their inboxes."""
     sent = [memory.lay_out(memory.outbox()) for memory in memories]
     for receiver, memory in enumerate(memories):
-        inbox = memory.receive([len(messages.get(receiver, ())) for messages in sent])
-        for sender, words in inbox.items():
-            words[:] = sent[sender][receiver]
+        deliver(memory, {sender: one[receiver] for sender, one in enumerate(sent) if receiver in one})
 
 
 def step(memories: Memories, transaction: int, rng: random.Random) -> None:
@@ -159,7 +168,12 @@ def test_every_update_goes_to_r_keepers_and_to_nobody_else(tmp_path: Path, job: 
             outbox.lay_out()
             changed = sum(delta.words.size for delta in unpack(outbox.words[: outbox.edges[-1]]))
             assert memory.rank not in messages
-            sent = [(keeper, delta) for keeper, words in messages.items() for delta in unpack(words)]
+            sent = [
+                (keeper, delta)
+                for keeper, words in messages.items()
+                for section in sections(words, job.placement.r)
+                for delta in unpack(section)
+            ]
             assert sum(delta.words.size for _, delta in sent) == 2 * changed
             for keeper, delta in sent:
                 assert keeper in job.placement.keepers(memory.rank, delta.block)
@@ -194,7 +208,7 @@ def test_prepared_is_stored_after_the_inbox_is_complete(tmp_path: Path, job: Job
         mine = memories[0]
         with mock.patch.object(Arena, "set", seen):
             mine.journal.arm(1)
-            mine.receive([0] * 4)
+            deliver(mine, {})
             mine.prepare(1)
             mine.apply(1)
             mine.commit(1)
@@ -472,7 +486,7 @@ def test_one_rank_alone_survives_the_crash_of_its_process(tmp_path: Path, seed: 
         change(memory, 1, rng)
         new = space(memory)
         assert memory.lay_out(memory.outbox()) == {}
-        assert memory.receive([0]) == {}
+        deliver(memory, {})
         assert torn(memory).decide(0)[1] is False
         assert np.array_equal(space(memory), before)
         memory.space.write_(0, new)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
+from ecemb.coding.delta import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import StepFailed
 from ecemb.group.collectives import Kind
 from ecemb.group.dissemination import rounds
+from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement
@@ -43,7 +46,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "state": (ReplicatedState, "save"),
     "delta": (RankMemory, "lay_out"),
     "after the verdict": (Agreement, "exchange"),
-    "after the sizes": (RankMemory, "receive"),
+    "after the sizes": (Inbox, "receive"),
     "before prepared": (RankMemory, "prepare"),
 }
 
@@ -70,6 +73,16 @@ def test_nobody_waits_for_ranks_that_failed(
     machines.check(DONE + 2)
 
 
+class Heap:
+    """Where deltas arrive that are not kept."""
+
+    def open(self, rooms: Mapping[int, int]) -> dict[int, Any]:
+        return self.receive(rooms)
+
+    def receive(self, sizes: Mapping[int, int]) -> dict[int, Any]:
+        return {sender: np.zeros(size, np.uint64) for sender, size in sizes.items()}
+
+
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (3, 2, 3), (4, 2, 4), (4, 3, 9), (3, 1, 16)])
 def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
     """Two disseminations, and a size with its deltas to each keeper; n - 1 more if these have grown."""
@@ -78,10 +91,14 @@ def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
 
     def run(rank: int) -> None:
         wires = Wires(hub, rank, size)
-        agreement, counts = Agreement(wires, placement), [0]
+        agreement, counts = Agreement(wires, placement, Heap()), [0]
+        edges = [(n - k) * block for block in range(k + 1)]
+        words = np.zeros(1000, np.uint64)
+        write_heads_(words, edges, n - k)
         for transaction in range(1, 4):
             verdict = conclude(agreement, transaction)
-            agreement.exchange(verdict.turn, {}, lambda lengths: {}, "the exchange")
+            empty = messages(words, edges, placement, rank)
+            agreement.exchange(verdict.turn, empty, words, "the exchange")
             agreement.vote(verdict.turn, "the vote")
             counts.append(wires.sent_messages)
         sent[rank] = [b - a for a, b in itertools.pairwise(counts)]
@@ -108,7 +125,7 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
     placement, found = Placement.ranks(2, 1, size), dict[int, tuple[int, list[int], list[bool]]]()
 
     def run(rank: int) -> None:
-        agreement = Agreement(Wires(hub, rank, size), placement)
+        agreement = Agreement(Wires(hub, rank, size), placement, Heap())
         verdict = conclude(agreement, 1, flag=int(rank in (3, 69)), window=5 + abs(rank - 40), digest=rank)
         is_lacking = [
             conclude(agreement, 2, is_lacking=rank == 41).is_lacking,
@@ -138,7 +155,7 @@ def test_a_rank_receives_before_it_sends_and_the_next_status_before_this_one_end
             return expect(out, source, what, tag)
 
         wires.send, wires.expect = sends, expects  # pyright: ignore[reportAttributeAccessIssue]
-        conclude(Agreement(wires, placement), 1)
+        conclude(Agreement(wires, placement, Heap()), 1)
         first = next(at for at, (call, _) in enumerate(calls) if call == "send")
         found[rank] = calls[:first]
 

@@ -1,4 +1,4 @@
-"""A size with the first of its words: both ends keep the same room, whatever the messages' sizes are."""
+"""The first words of messages: both ends keep the same room, whatever the messages' sizes are."""
 
 from __future__ import annotations
 
@@ -8,87 +8,63 @@ import random
 import numpy as np
 import pytest
 
-from ecemb.step.parcel import LEAST_SPARE, MARK, MOST, Parcel
+from ecemb.step.parcel import LEAST, MARK, MOST, Parcel
 
 
-def carried(sender: Parcel, receiver: Parcel, message: np.ndarray) -> tuple[np.ndarray, int]:
-    """What arrives, and the words of it that needed a message of their own."""
-    after = sender.pack(message, whole=True)
-    assert len(sender.words) == len(receiver.words)
-    receiver.words[:] = sender.words
-    assert receiver.size == len(message)
-    out = np.zeros(receiver.size, np.uint64)
-    rest = receiver.unpack_(out)
-    assert len(rest) == len(after)
-    rest[:] = after
+def carried(sender: Parcel, receiver: Parcel, message: np.ndarray, around: np.ndarray) -> int:
+    """The words of a message that needed one of their own; the others arrive."""
+    first, after = sender.cut(message, around)
+    assert len(first) == receiver.room
+    size = len(message)
+    assert np.array_equal(first[:size], message[: len(first)])
+    assert np.array_equal(after, message[len(first) :])
     for one in (sender, receiver):
-        one.fit()
-    return out, len(after)
+        one.fit(size)
+    return len(after)
 
 
 def test_messages_of_any_sizes_arrive(seed: int) -> None:
     rng, words = random.Random(seed), np.random.default_rng(seed)
     sender, receiver = Parcel(), Parcel()
     for _ in range(200):
-        size = rng.choice([0, 1, LEAST_SPARE, rng.randrange(5000), rng.randrange(MOST, 2 * MOST)])
-        message = words.integers(0, 2**64, size, np.uint64)
-        assert np.array_equal(carried(sender, receiver, message)[0], message)
+        size = rng.choice([1, LEAST, rng.randrange(5000), rng.randrange(MOST, 2 * MOST)])
+        around = words.integers(0, 2**64, size + rng.randrange(200), np.uint64)
+        carried(sender, receiver, around[:size], around)
 
 
-@pytest.mark.parametrize("size", [0, 100, 50_000])
+@pytest.mark.parametrize("size", [1, 100, 50_000])
 def test_a_message_like_the_last_one_needs_no_second_message(size: int) -> None:
     sender, receiver = Parcel(), Parcel()
-    message = np.arange(size, dtype=np.uint64)
-    assert carried(sender, receiver, message)[1] == size
-    assert carried(sender, receiver, message)[1] == 0
-    grown = np.arange(size + size // 20, dtype=np.uint64)
-    assert carried(sender, receiver, grown)[1] == 0
+    around = np.arange(60_000, dtype=np.uint64)
+    assert carried(sender, receiver, around[:size], around) == max(0, size - LEAST)
+    assert carried(sender, receiver, around[:size], around) == 0
+    assert carried(sender, receiver, around[: size + size // 20], around) == 0
 
 
 def test_messages_are_sent_from_where_they_lie_if_enough_words_follow(seed: int) -> None:
-    """And from a copy if not; the words of the messages stay as they are."""
-    rng, random_words = random.Random(seed), np.random.default_rng(seed)
-    senders, receivers = [Parcel(), Parcel()], [Parcel(), Parcel()]
-    copied = 0
+    """Also where they overlap; from a copy if not enough follow. Nothing is written."""
+    rng, memory = random.Random(seed), np.arange(6000, dtype=np.uint64)
+    memory.flags.writeable = False
+    senders, copied = [Parcel(), Parcel(), Parcel()], 0
     for _ in range(200):
-        memory = random_words.integers(0, 2**64, 6000, np.uint64)
-        edges = [0, *sorted(rng.sample(range(2, 6001), 2))]
-        before = memory.copy()
-        messages = [memory[a + 1 : b] for a, b in itertools.pairwise(edges)]
-        rests = [
-            one.pack(message, whole=True, around=memory)
-            for one, message in zip(senders, messages, strict=True)
-        ]
-        copied += sum(not np.may_share_memory(one.words, memory) for one in senders)
-        for sender, receiver, message, rest in zip(senders, receivers, messages, rests, strict=True):
-            assert len(sender.words) == len(receiver.words)
-            receiver.words[:] = sender.words
-            assert sender.size == receiver.size == len(message)
-            out = np.zeros(len(message), np.uint64)
-            receiver.unpack_(out)[:] = rest
-            sender.fit()
-            receiver.fit()
-            assert np.array_equal(out, message)
-        for a, b in itertools.pairwise(edges):
-            assert np.array_equal(memory[a + 1 : b], before[a + 1 : b])
-    assert 0 < copied < 200
+        a, b, c = sorted(rng.sample(range(6001), 3))
+        for one, message in zip(senders, (memory[a:b], memory[a:c], memory[b:c]), strict=True):
+            first, _ = one.cut(message, memory)
+            copied += not np.may_share_memory(first, memory)
+            one.fit(len(message))
+    assert 0 < copied < 600
 
 
-def test_large_messages_take_no_room() -> None:
+def test_of_large_messages_only_the_first_words_travel_before() -> None:
     sender, receiver = Parcel(), Parcel()
+    around = np.zeros(MOST + 1, np.uint64)
     for _ in range(2):
-        assert carried(sender, receiver, np.zeros(MOST + 1, np.uint64))[1] == MOST + 1
-    assert len(sender.words) == 1
+        assert carried(sender, receiver, around, around) == MOST + 1 - LEAST
 
 
 def test_a_mark_is_as_long_as_what_is_waited_for() -> None:
-    sender, receiver = Parcel(), Parcel()
-    carried(sender, receiver, np.arange(1000, dtype=np.uint64))
-    receiver.words[:] = sender.mark()
-    assert receiver.size == MARK
-
-
-def test_without_the_words_only_the_size_is_sent() -> None:
-    parcel = Parcel()
-    assert not len(parcel.pack(np.arange(9, dtype=np.uint64), whole=False))
-    assert parcel.size == 9 and len(parcel.words) == 1
+    for size in itertools.chain([0, 1000], [MOST]):
+        parcel = Parcel()
+        parcel.fit(size)
+        mark = parcel.mark().view(np.int64)
+        assert len(mark) == parcel.room and mark[0] == MARK

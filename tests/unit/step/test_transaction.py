@@ -22,6 +22,7 @@ import torch
 
 from ecemb.errors import ConfigurationError, NotEnoughSpace, PeerFailure, StepFailed, UsageError
 from ecemb.group.failure_detector import EXIT_UNDECIDED
+from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
 from ecemb.local.state_slots import Slots
 from ecemb.step.agreement import Agreement
@@ -164,21 +165,32 @@ def test_dense_state_of_a_failed_process_is_said_to_be_undefined(
 
 
 def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[..., object]]:
-    """One rank's `RankMemory` method raises."""
-    method = getattr(RankMemory, name)
+    """One rank's method of `RankMemory` raises, or of `Inbox`."""
+    owner = RankMemory if hasattr(RankMemory, name) else Inbox
+    method = getattr(owner, name)
 
-    def fails(self: RankMemory, *args: object) -> object:
-        if self.rank == rank and self.committed == DONE:
+    def fails(self: RankMemory | Inbox, *args: object) -> object:
+        arena = self.arena if isinstance(self, RankMemory) else self._arena
+        if arena.constants.rank == rank and arena.get("committed") == DONE:
             raise error
         return method(self, *args)
 
-    return mock.patch.object(RankMemory, name, fails)
+    return mock.patch.object(owner, name, fails)
 
 
 def test_a_journal_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
     with failing_on(3, "capture_rank_state", NotEnoughSpace("full")):
         life = machines.run(DONE + 1)
     assert type(life.failures.pop(3)) is NotEnoughSpace
+    assert {type(one) for one in life.failures.values()} == {StepFailed}
+    goes_on(machines)
+
+
+def test_an_inbox_that_has_no_room_fails_the_step_on_all(machines: Machines) -> None:
+    """Before the status: the others learn it by that."""
+    with failing_on(1, "open", NotEnoughSpace("full")):
+        life = machines.run(DONE + 1)
+    assert type(life.failures.pop(1)) is NotEnoughSpace
     assert {type(one) for one in life.failures.values()} == {StepFailed}
     goes_on(machines)
 
@@ -442,9 +454,10 @@ def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
         (memory.journal, "arm"),
         (memory.journal, "capture"),
         (transactions._replicated, "save"),
+        (memory.inbox, "open"),
         (memory, "lay_out"),
         (transactions._agreement, "exchange"),
-        (memory, "receive"),
+        (memory.inbox, "receive"),
         (memory, "prepare"),
         (transactions._agreement, "vote"),
         (memory, "apply"),
