@@ -1,18 +1,22 @@
-"""The messages that a process sends for protection, counted where ecemb calls torch.distributed.
+"""The messages that a process sends for protection: those of its `Transport`s, and their collectives.
 
-These are the ones on groups other than the default one, which is the training's.
+Collectives are counted where torch.distributed is called, on groups other than the training's default one.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
+
+from ecemb.group.collectives import Transport
+from ecemb.kernels.contract import Words
 
 MARK_BYTES = 64
 """A message of at most this many bytes says how things stand; a longer one may carry deltas."""
@@ -86,18 +90,26 @@ def kind_of(size: int, phase: str) -> str:
 
 @contextmanager
 def counting() -> Iterator[Sent]:
-    """Counts what this process sends on groups other than the default one, while the block lasts."""
+    """Counts what this process sends for protection, while the block lasts."""
     sent = Sent()
-    replaced = {"all_to_all_single": _all_to_all_single, "isend": _send, "send": _send}
-    originals = {name: getattr(dist, name) for name in (*replaced, *OTHERS)}
-    for name, original in originals.items():
-        note = replaced.get(name, functools.partial(_unknown, name))
-        setattr(dist, name, functools.partial(_noted, sent, original, note))
-    try:
+    with ExitStack() as patches:
+        for name in ("all_to_all_single", *OTHERS):
+            note = functools.partial(_unknown, name) if name in OTHERS else _all_to_all_single
+            noted = functools.partial(_noted, sent, getattr(dist, name), note)
+            patches.enter_context(mock.patch.object(dist, name, noted))
+        for name in ("send", "say"):
+            patches.enter_context(
+                mock.patch.object(Transport, name, _counted(sent, getattr(Transport, name)))
+            )
         yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+
+
+def _counted(sent: Sent, original: Callable[..., Any]) -> Callable[..., Any]:
+    def send(self: Transport, words: Words, to: int, *args: Any, **kwargs: Any) -> Any:
+        sent.add(to, words.nbytes)
+        return original(self, words, to, *args, **kwargs)
+
+    return send
 
 
 def _noted(
@@ -124,18 +136,6 @@ def _all_to_all_single(
     for peer, rows in enumerate(splits):
         if peer != own:
             sent.add(peer, rows * of_row)
-
-
-def _send(
-    sent: Sent,
-    tensor: Tensor,
-    dst: int | None = None,
-    *,
-    group: dist.ProcessGroup,
-    group_dst: int | None = None,
-    **_: object,
-) -> None:
-    sent.add(dist.get_group_rank(group, dst) if group_dst is None else group_dst, tensor.nbytes)
 
 
 def _unknown(name: str, sent: Sent, *_: object, **__: object) -> None:

@@ -328,8 +328,8 @@ class Transport(_Waits):
     def _sent(self, words: Words, to: int, what: str, tag: int) -> dist.Work:
         self.sent_bytes += words.nbytes
         tensor = torch.from_numpy(words.view(np.int64))
-        try:  # by torch's function, where a process's messages can be counted
-            work: Any = dist.isend(tensor, group=self._gloo, group_dst=to, tag=tag)
+        try:
+            work: dist.Work = self._gloo.send([tensor], to, tag)
         except RuntimeError as error:
             raise self._failure(what, 0.0, error) from error
         return work
