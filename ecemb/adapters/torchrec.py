@@ -220,7 +220,7 @@ class Collection:
 
     def check_shown(self) -> None:
         """Raises UndeclaredWrite if the model's parameters are not those in training."""
-        self._places.check(self.parameters)
+        self._places.check_addresses(self.parameters)
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless the tensors of state_dict() are in the arena."""
