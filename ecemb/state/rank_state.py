@@ -10,12 +10,12 @@ Must not know: the place of the record, its protection.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import marshal
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ class Position(Stateful, Protocol):
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """The state of one rank except positions, in this process's memory."""
 
     generators: dict[str, Any]
@@ -137,7 +136,7 @@ class RankState:
         self._reader = rng.Reader()
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
-        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
+        self._last: tuple[dict[str, Any], list[Any], bytes, bytes | None] | None = None  # see `_note`
         self._kinds: list[str] = list(map(_kind, self._objects.values()))
         self._bare: bytes = self._pack_rest([], [], [])
         for key, item in self._objects.items():
@@ -163,16 +162,14 @@ class RankState:
         Raises:
             StepFailed: the state takes more than `room_bytes`.
         """
-        cuda, states = _cuda_states(), self._reader.read()
-        scalars = self._pack_scalars(self._scalars())
+        states, cuda, scalars = self._note()
         stateful = [_state(key, item) for key, item in self._objects.items()]
         positions = [_position(position) for position in self.positions]
         rest = self._bare  # the same in each step of most trainings
         if cuda or stateful or positions or self._pending:
             rest = self._pack_rest(cuda, stateful, [*positions, *self._pending])
-        if self._generators is None or not rng.same(states, self._generators[0]):
+        if self._generators is None or self._generators[0] is not states:
             self._generators = states, self._packer_of_generators.pack(states)
-        self._last = states, cuda, scalars
         sections = scalars, rest, self._generators[1]
         data = b"".join((_SIZES.pack(_MARK, *map(len, sections)), *sections))
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
@@ -190,6 +187,17 @@ class RankState:
     def _pack_rest(self, cuda: list[Any], stateful: list[Any], positions: list[Any]) -> bytes:
         names = {"kinds": self._kinds, "names": list(self._objects)}
         return self._packer.pack({"cuda": cuda, "stateful": stateful, **names, "positions": positions})
+
+    def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
+        """Generators, those of CUDA, and scalars, as they are now."""
+        return self._reader.read(), _cuda_states(), self._scalars()
+
+    def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
+        """What `moved` compares with, with packed scalars; beside it is kept what they are known by."""
+        states, cuda, scalars = self._look()
+        packed = self._pack_scalars(scalars)
+        self._last = states, cuda, packed, _known_by(scalars)
+        return states, cuda, packed
 
     def _pack_scalars(self, scalars: Any) -> bytes:
         return self._packer_of_scalars.pack(scalars, "the tables' scalars")
@@ -220,22 +228,16 @@ class RankState:
         rng.set_process_states(drawn)
         if saved["cuda"]:
             _set_cuda_states(*saved["cuda"])
-        self._last = self._reader.read(), _cuda_states(), self._pack_scalars(self._scalars())
+        self._note()
 
-    def take(self, *, objects: bool = True) -> Taken:
-        """A copy of the current state except positions, for `put`.
-
-        Args:
-            objects: whether to copy tensors, and the user's objects. Else the result serves `moved` at once.
-        """
-        scalars = self._scalars()
-        if objects:
-            scalars = plain(scalars, _clone, "the tables' scalars")
+    def take(self) -> Taken:
+        """A copy of the current state except positions, for `put`."""
+        states, cuda, scalars = self._look()
         stateful = [
             plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
-            for key, item in (self._objects.items() if objects else ())
+            for key, item in self._objects.items()
         ]
-        return Taken(self._reader.read(), _cuda_states(), scalars, stateful)
+        return Taken(states, cuda, plain(scalars, _clone, "the tables' scalars"), stateful)
 
     def put(self, taken: Taken) -> None:
         """Restores the result of `take`; positions are unchanged."""
@@ -246,20 +248,23 @@ class RankState:
         if taken.cuda:
             _set_cuda_states(*taken.cuda)
 
-    def moved(self, taken: Taken) -> dict[str, str]:
-        """Generators and scalars that have changed since the last `pack` or `unpack` -> the change."""
+    def moved(self, taken: Taken | None = None) -> dict[str, str]:
+        """Generators and scalars that have changed since the last `pack` or `unpack` -> the change.
+
+        Args:
+            taken: the current state, if it was taken.
+        """
         if self._last is None:
             return {}
-        states, cuda, scalars = self._last
-        names = [
-            f"{name}'s random generator"
-            for name, state in taken.generators.items()
-            if not rng.same({name: state}, states)
-        ]
-        if cuda and taken.cuda and not all(map(torch.equal, cuda[1], taken.cuda[1])):
+        then, cuda_then, packed, known_by = self._last
+        states, cuda, scalars = self._look() if taken is None else taken[:3]
+        drawn = [] if states is then else [one for one in states if not rng.same({one: states[one]}, then)]
+        names = [f"{name}'s random generator" for name in drawn]
+        if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             names.append("a CUDA device's random generator")
         moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
-        if self._pack_scalars(taken.scalars) != scalars:
+        is_known = known_by is not None and _known_by(scalars) == known_by
+        if not is_known and self._pack_scalars(scalars) != packed:
             moved["options of a table's optimizer"] = "its learning rate, or a counter"
         return moved
 
@@ -417,6 +422,18 @@ def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
     for device, state in enumerate(states):
         if (there := swapped.get(device, device)) < count:
             torch.cuda.set_rng_state(state, there)
+
+
+def _known_by(scalars: Any) -> bytes | None:
+    """Bytes that tell scalars apart (numpy's by their bytes alone), and cost less than packed ones.
+
+    None for what marshal doesn't take, such as tensors. Its version 2 writes no references, which would
+    depend on who else holds an object.
+    """
+    try:
+        return marshal.dumps(scalars, 2)
+    except ValueError:
+        return None
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _random
 import ctypes
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -46,19 +47,24 @@ class Reader:
         self._states: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """The result of `process_states`; a state that is equal to that of the last call is the same object.
+        """The result of `process_states`, to be read only: the object of the last call if nothing was drawn.
+
+        A state that is equal to that of the last call is the same object.
 
         Raises:
             ConfigurationError: as `process_states`.
         """
+        changed: dict[str, Any] = {}
         for name, (state, memory) in _PROCESS.items():
             now = memory()  # before the state: another thread may draw in between
             if now is None or now != self._memory.get(name):
                 read = state()
                 if not same({name: read}, self._states):
-                    self._states[name] = read
+                    changed[name] = read
                 self._memory[name] = now if now is not None and _words(read) in now else None
-        return dict(self._states)
+        if changed:
+            self._states = {**self._states, **changed}
+        return self._states
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -136,7 +142,7 @@ def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
 
 
 def _torch_memory() -> bytes:
-    state = torch.get_rng_state()
+    state = torch.default_generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -145,18 +151,20 @@ def _numpy_memory() -> bytes | None:
     twister = cast("Any", np.random).get_bit_generator()
     if type(twister) is not np.random.MT19937:
         return None
-    return _fields(_NUMPY, np.random.RandomState) + _fields(twister, np.random.MT19937)
+    return _fields(_NUMPY, np.random.RandomState).tobytes() + _fields(twister, np.random.MT19937).tobytes()
 
 
 def _python_memory() -> bytes:
     """The second of two normal numbers is an attribute."""
-    return _fields(_PYTHON, _random.Random) + repr(_PYTHON.gauss_next).encode()
+    return _fields(_PYTHON, _random.Random).tobytes() + repr(_PYTHON.gauss_next).encode()
 
 
-def _fields(one: object, kind: type) -> bytes:
-    """The memory of an object without its head: all fields of a class that is written in C."""
+@functools.lru_cache(maxsize=4)
+def _fields(one: object, kind: type) -> NDArray[np.uint8]:
+    """The memory of an object without its head, a view: all fields of a class that is written in C."""
     head = object.__basicsize__
-    return ctypes.string_at(id(one) + head, kind.__basicsize__ - head)
+    memory = (ctypes.c_uint8 * (kind.__basicsize__ - head)).from_address(id(one) + head)
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def _from_numpy(value: Any) -> Any:

@@ -165,13 +165,13 @@ class Transactions:
     def _keep(self, transaction: int) -> None:
         """Keeps the state before the step for an abort, and warns of changes since the last commit."""
         if self._steps == 0:
-            taken = self._rank_state.take(objects=self._abortable)
             if self._abortable:
-                self._taken, self._began = taken, self._replicated.begin(self._savepoint, transaction - 1)
+                self._taken = self._rank_state.take()
+                self._began = self._replicated.begin(self._savepoint, transaction - 1)
                 moved = self._began.moved
             else:
                 moved = self._replicated.moved()
-            self._between.check(transaction - 1, {**moved, **self._rank_state.moved(taken)})
+            self._between.check(transaction - 1, {**moved, **self._rank_state.moved(self._taken)})
         elif self._abortable:
             self._taken = self._rank_state.take()
             self._replicated.save(self._savepoint, transaction - 1)

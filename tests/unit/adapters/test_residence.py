@@ -71,6 +71,23 @@ def test_what_does_not_look_the_same_is_not_in_its_place() -> None:
     nowhere.check([torch.empty(0, 4)])  # no bytes that could be elsewhere
 
 
+def test_an_alias_of_another_form_has_the_address() -> None:
+    tensor = torch.zeros(4, 4)
+    places = Places()
+    for what, one in (("first", tensor), ("second", tensor[1]), ("empty", tensor[:0])):
+        places.keep(what, one)
+    for other in (tensor[1], tensor[1:3].view(torch.int32), tensor[1:].t()):
+        places.check_addresses([tensor, other, tensor[:0].clone()])
+    for other, words in (
+        (tensor[2], "the storage of second was replaced"),
+        (tensor[1].clone(), "the storage of second was replaced"),
+        (tensor.double()[1], "second was replaced"),
+        (None, "second is gone"),
+    ):
+        with refused(UndeclaredWrite, words):
+            places.check_addresses([tensor, other, tensor[:0]])
+
+
 # --- one table, and all that may move it -----------------------------------------------------------
 
 

@@ -433,6 +433,25 @@ def test_replaced_modules_and_storages_are_noticed() -> None:
             pass
 
 
+def test_a_shown_parameter_that_was_replaced_is_noticed_when_a_step_ends() -> None:
+    """Or between steps, as before a checkpoint. No lookup reads it, so that is early enough."""
+    watched = Watched(build(TABLES))
+    (parameter, *_), reached = watched.engine.parameters, False
+    with watched.step():
+        pass
+    kept, parameter.data = parameter.data, parameter.detach().clone()
+    words = ("parameter user.weight", "replaced", "before ecemb.protect()")
+    with refused(UndeclaredWrite, *words):
+        watched.tables.check()
+    with refused(UndeclaredWrite, *words), watched.step():
+        reached = True
+    assert reached
+    parameter.data = kept
+    watched.tables.check()
+    with refused(UndeclaredWrite, *words), watched.step():
+        parameter.data = kept.clone()
+
+
 MOVES: dict[str, Callable[[Watched, nn.Module], object]] = {
     "share_memory": lambda _, model: model.share_memory(),
     "shown": lambda watched, _: watched.engine.parameters[0].share_memory_(),

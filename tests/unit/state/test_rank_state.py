@@ -299,20 +299,34 @@ def test_only_what_has_changed_differs_in_the_packed_bytes() -> None:
 def test_a_change_between_steps_is_told_by_its_kind() -> None:
     scalars: dict[str, Any] = {"t": {"step": 1, "nan": float("nan"), "rate": torch.tensor([0.5])}}
     state = state_of(scalars=scalars)
-    assert state.moved(state.take()) == {}
+    assert state.moved() == {}
     state.pack()
-    for objects in (False, True):
-        assert state.moved(state.take(objects=objects)) == {}
+    assert state.moved() == state.moved(state.take()) == {}
     scalars["t"]["rate"] = torch.tensor([0.5])
-    assert state.moved(state.take(objects=False)) == {}
+    assert state.moved() == {}
     taken = state.take()
     scalars["t"]["step"] = True
     random.random()
-    for objects in (False, True):
-        names = list(state.moved(state.take(objects=objects)))
-        assert names == ["python's random generator", "options of a table's optimizer"]
+    names = ["python's random generator", "options of a table's optimizer"]
+    assert list(state.moved()) == list(state.moved(state.take())) == names
     state.put(taken)
-    assert state.moved(state.take(objects=False)) == {}
+    assert state.moved() == {}
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_scalars_of_another_type_or_sign_have_changed(tensor: bool) -> None:
+    """Whether they are compared before they are packed, or have to be packed first."""
+    scalars: dict[str, Any] = {"t": {"step": 1, "nan": float("nan"), "groups": [{"lr": 0.0}], "none": None}}
+    if tensor:
+        scalars["t"]["rate"] = torch.zeros(1)
+    state = state_of(scalars=scalars)
+    for key, value in (("step", True), ("step", 1.0), ("groups", [{"lr": -0.0}]), ("none", 0)):
+        then = scalars["t"][key]
+        state.pack()
+        scalars["t"] |= {key: value, "nan": float("nan")}
+        assert list(state.moved()) == ["options of a table's optimizer"]
+        scalars["t"][key] = then
+        assert state.moved() == {}
 
 
 def test_packed_state_that_is_cut_or_longer_is_damaged() -> None:
