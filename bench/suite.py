@@ -22,7 +22,7 @@ PLANNED: Mapping[str, float] = {
     "check_n_run": 12,
     "compare": 42,
     "cpr": 9,
-    "drift": 1,
+    "drift": 4,
     "elastic": 5,
     "kernels": 3,
     "memory": 1,
@@ -34,7 +34,7 @@ PLANNED: Mapping[str, float] = {
     "quantization": 3,
     "rebuild": 13,
     "recovery": 16,
-    "scaling": 2,
+    "scaling": 1,
     "simulate": 2,
     "start": 1.5,
 }
