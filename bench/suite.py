@@ -19,7 +19,7 @@ _TAIL_LINES = 15
 
 PLANNED: Mapping[str, float] = {
     "agreement": 2,
-    "check_n_run": 12,
+    "check_n_run": 9,
     "compare": 42,
     "cpr": 9,
     "drift": 4,
@@ -31,7 +31,7 @@ PLANNED: Mapping[str, float] = {
     "profile": 1,
     "publish": 7,
     "quality": 4,
-    "quantization": 3,
+    "quantization": 4,
     "rebuild": 13,
     "recovery": 16,
     "scaling": 1,
