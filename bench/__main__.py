@@ -82,8 +82,10 @@ OF_PAIRS = ("overhead",)
 
 LEAST_PAIRS = 2
 
-ON_ALL_ENGINES = ("compare", "overhead")
+ON_ALL_ENGINES = ("overhead",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
+OF_PAGES = {"compare": ("--engine", "torchrec", "--setting", "pages")}
+"""Questions that `all` asks in part, and how: of all that they could be asked, what the pages show."""
 QUICK = ("compare", "kernels", "simulate")
 """Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""
 
@@ -255,6 +257,7 @@ def asked(
     found: list[suite.Asked] = []
     for question in QUICK if quick else [one for one in QUESTIONS if one not in ON_GPUS]:
         words = [question, *(traces if question in OF_TRACES else ())]
+        words += () if quick else OF_PAGES.get(question, ())
         words += ["--results", str(results)] if question in OF_RESULTS and results else []
         found.append(suite.Asked(question, tuple(words)))
         if question in ON_ALL_ENGINES and not quick:

@@ -35,7 +35,7 @@ _FOLLOWER = (
 )
 _CLICKS = "bench/workloads/click_training.py"
 _PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
-_COSTS = ("compare", "compare-torchrec", "overhead", "recovery")
+_COSTS = ("compare", "overhead", "recovery")
 """Answers that the simulation starts from."""
 
 CODE: Mapping[str, tuple[str, ...]] = {

@@ -276,6 +276,24 @@ def test_rivals_are_compared_with_bare_twins(monkeypatch: pytest.MonkeyPatch) ->
             measured.check(case, wrong)
 
 
+def test_steps_are_of_several_launches_and_saves_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def launched(_: Any, __: str, case: Any, pairs: int, saves: int, ___: int) -> list[dict[str, Any]]:
+        asked.append((case.method, pairs, saves))
+        return [one | {"idle": 0.0, "wall_s": 1.0} for one in answers()]
+
+    monkeypatch.setattr(measured, "launched", launched)
+    scale = dataclasses.replace(FULL.costs, pairs=81, launches=2)
+    for method in ("cpr vanilla", "full files", "cpr mfu"):
+        measured.rival(scale, "sparse", BY_METHOD[method], 0, {})
+    assert asked == [
+        *(("cpr vanilla", 41, 8), ("cpr vanilla", 40, 0)),
+        ("full files", 0, 8),
+        ("cpr mfu", 50, 8),
+    ]
+
+
 def test_a_method_that_fails_does_not_take_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def undisturbed(*_: Any) -> Any:

@@ -7,8 +7,9 @@ part are exact, and the position in the data is the checkpoint's, so that no sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean as average
 from typing import Final
 
@@ -65,27 +66,28 @@ class Pair:
     auc: float
 
 
-def quality(size: Size, seed: int) -> list[Row]:
+OfSeed = tuple[tuple[float, float], dict[tuple[int, str], Pair]]
+"""Log loss and AUC without restores; restores and bits -> what these cost."""
+Each = Callable[[Callable[[int], OfSeed], range], Iterable[OfSeed]]
+
+
+def quality(size: Size, seed: int, each: Each = map) -> list[Row]:
     """Trains, and compares.
 
     Args:
         size: How much.
         seed: The first one; the others follow it.
+        each: Calls a function for each seed.
     """
     rows: list[Row] = []
     for steps in (size.steps, *size.longer):
         setting: dict[str, Label] = {"batch": size.batch, "dim": DIM, "steps": steps}
         undisturbed: list[tuple[float, float]] = []
         pairs: dict[tuple[int, str], list[Pair]] = {}
-        for one in range(seed, seed + size.seeds):
-            data = draw(steps, size.batch, size.held_out, one)
-            loss, area = trained(data, one)
-            undisturbed.append((loss, area))
-            for restores in size.restores:
-                for name, choice in choices(restores, all_=steps == size.steps).items():
-                    found = trained(data, one, restores, choice)
-                    pair = Pair(found[0] - loss, 100 * (found[0] / loss - 1), area - found[1])
-                    pairs.setdefault((restores, name), []).append(pair)
+        for whole, found in each(partial(of_seed, size, steps), range(seed, seed + size.seeds)):
+            undisturbed.append(whole)
+            for of, pair in found.items():
+                pairs.setdefault(of, []).append(pair)
         rows += [
             summary("log_loss", "nats", [loss for loss, _ in undisturbed], **setting),
             summary("auc", "ratio", [area for _, area in undisturbed], **setting),
@@ -95,6 +97,18 @@ def quality(size: Size, seed: int) -> list[Row]:
             rows += least_bits(pairs, setting)
     budgets = (once("budget_pct", "%", value, budget=name) for name, value in BUDGETS_PCT.items())
     return [*budgets, *rows]
+
+
+def of_seed(size: Size, steps: int, seed: int) -> OfSeed:
+    """All trainings of one seed."""
+    data = draw(steps, size.batch, size.held_out, seed)
+    loss, area = trained(data, seed)
+    pairs: dict[tuple[int, str], Pair] = {}
+    for restores in size.restores:
+        for name, choice in choices(restores, all_=steps == size.steps).items():
+            found = trained(data, seed, restores, choice)
+            pairs[restores, name] = Pair(found[0] - loss, 100 * (found[0] / loss - 1), area - found[1])
+    return (loss, area), pairs
 
 
 def choices(restores: int, *, all_: bool = True) -> Mapping[str, Choice]:

@@ -72,6 +72,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.harness.result import Arguments, Row
+from bench.harness.side_by_side import side_by_side
 from bench.questions.check_n_run.quality import Size, quality
 from bench.questions.check_n_run.stall import Scale as Stalls
 from bench.questions.check_n_run.stall import stalls
@@ -126,7 +127,7 @@ def run(arguments: Arguments) -> list[Row]:
     try:
         return [
             *volumes(scale.volumes, arguments.seed),
-            *quality(scale.quality, arguments.seed),
+            *quality(scale.quality, arguments.seed, map if arguments.quick else side_by_side),
             *stalls(scale.stalls, arguments.seed),
         ]
     finally:

@@ -24,7 +24,7 @@ from bench.questions.compare.cases import Case, Guard
 from bench.questions.compare.families import CONTROL as CONTROL_METHOD
 from bench.questions.compare.families import FAMILIES
 from bench.questions.overhead import question as overhead
-from bench.questions.overhead.estimate import Estimate, Floats, Strata, cpu_s, overheads, wall_s
+from bench.questions.overhead.estimate import Estimate, Floats, Strata, cpu_s, joined, overheads, wall_s
 from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED
 
 GB = 1e9
@@ -50,7 +50,8 @@ class Scale:
         batch: Samples a rank takes in a step.
         skew: Of the rows' popularity.
         pairs: Rounds of steps, of a method of the pages.
-        fewer: Rounds of steps of others.
+        launches: That these rounds are of, a part of them each; see `python -m bench overhead`.
+        fewer: Rounds of steps of others, in a launch.
         saves: That are measured.
         storage_mb_s: That a rank writes, or reads.
         memory: Folder on tmpfs, for what is lost with a machine, and for files.
@@ -64,16 +65,17 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    pairs: int = 100
+    pairs: int = 80
+    launches: int = 2
     fewer: int = 50
     saves: int = 8
     storage_mb_s: float = 200.0
     memory: str = "/dev/shm"
     timeout_s: float = 900.0
 
-    def of(self, case: Case) -> int:
-        """Rounds of a case's steps."""
-        return self.pairs if case.method in SHOWN else self.fewer
+    def of(self, case: Case) -> tuple[int, int]:
+        """Rounds of a case's steps, and launches that they are of."""
+        return (self.pairs, self.launches) if case.method in SHOWN else (self.fewer, 1)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def guarded(
     Raises:
         WrongResult, RankFailed: See `overhead.measure`.
     """
+    pairs, launches = scale.of(case)
     asked = overhead.Scale(
         tables=scale.tables,
         rows=scale.rows,
@@ -114,22 +117,13 @@ def guarded(
         dense=scale.dense,
         batch=scale.batch,
         skew=scale.skew,
-        pairs=scale.of(case),
+        pairs=pairs,
+        launches=launches,
         timeout_s=scale.timeout_s,
         methods=METHODS,
         ranks=case.ranks,
     )
-    order, answers = overhead.train(
-        asked,
-        engine,
-        guard.code,
-        overhead.work,
-        window=guard.window,
-        overlap=guard.overlap,
-        steps=scale.of(case),
-        seed=seed,
-    )
-    overhead.check(order, answers)
+    answers = overhead.trained(asked, engine, guard.code, guard.window, guard.overlap, seed)
     window, steps = answers[0]["window"], answers[0]["protected_steps"]
     sent = [answer["counted"][PROTECTED]["sent_bytes"] / steps for answer in answers]
     touched = [answer["counted"][PROTECTED]["touched_rows"] / steps for answer in answers]
@@ -167,12 +161,29 @@ def of_steps(
 
 
 def rival(scale: Scale, engine: str, case: Case, seed: int, labels: Mapping[str, Label]) -> Measured:
-    """Measures the steps of a rival, if it acts in them, and its saves.
+    """Measures the steps of a rival, if it acts in them, and in the first launch its saves.
 
     Raises:
         WrongResult: The models differ, or nothing was trained.
         RankFailed: A rank did.
     """
+    launches: list[list[Any]] = []
+    for number, pairs in enumerate(overhead.parts(*scale.of(case)) if case.acts else [0]):
+        saves = scale.saves if case.saves and not number else 0
+        launches.append(launched(scale, engine, case, pairs, saves, seed + number))
+        if case.acts:
+            check(case, launches[-1])
+    found = Measured(None, None, 0.0, 1, {}, {}, [])
+    if case.acts:
+        found = of_steps(joined(launches), RIVAL, 1, labels)
+    if not case.saves:
+        return found
+    saved = launches[0]
+    return replace(found, **of_saves(saved), rows=[*found.rows, *save_rows(saved, labels)])
+
+
+def launched(scale: Scale, engine: str, case: Case, pairs: int, saves: int, seed: int) -> list[Any]:
+    """The reports of the ranks that train and save under a rival."""
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-", dir=scale.memory) as memory:
         order = Order(
             engine=engine,
@@ -189,8 +200,8 @@ def rival(scale: Scale, engine: str, case: Case, seed: int, labels: Mapping[str,
             dense=scale.dense,
             batch=scale.batch,
             skew=scale.skew,
-            pairs=scale.of(case) if case.acts else 0,
-            saves=scale.saves if case.saves else 0,
+            pairs=pairs,
+            saves=saves,
             bytes_per_s=scale.storage_mb_s * 1e6,
             seed=seed,
             timeout_s=scale.timeout_s,
@@ -202,13 +213,7 @@ def rival(scale: Scale, engine: str, case: Case, seed: int, labels: Mapping[str,
         ):
             answers = ranks.answers()
             ranks.finished()
-    found = Measured(None, None, 0.0, 1, {}, {}, [])
-    if case.acts:
-        check(case, answers)
-        found = of_steps(answers, RIVAL, 1, labels)
-    if not case.saves:
-        return found
-    return replace(found, **of_saves(answers), rows=[*found.rows, *save_rows(answers, labels)])
+    return answers
 
 
 def check(case: Case, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -18,6 +18,7 @@ Parity of bits has to give back every bit, or there is no answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -28,17 +29,39 @@ from baselines.float_parity.arithmetic import Ids, Numbers
 from baselines.float_parity.coefficients import vandermonde
 from baselines.float_parity.drift import OPTIMIZERS, Columns, Sums, Tables, errors
 from bench.harness.result import Arguments, Row, WrongResult, once, summary
+from bench.harness.side_by_side import side_by_side
 from ecemb.coding.code import Code, multiply
 
 Bytes = NDArray[np.uint8]
 
 CODES = (Code(4, 3), Code(6, 4))
 STEPS, QUICK_STEPS = (100, 1_000, 10_000, 100_000), (10, 100)
-SEEDS, QUICK_SEEDS = 3, 2
+SEEDS, QUICK_SEEDS = 2, 2
 NAN_STEPS = 100
 """Before the NaN, and after it."""
 FAR = 1e-3
 BITS = "bits"
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        code: Of the parity of bits, and of the sums.
+        optimizer: One of `OPTIMIZERS`.
+        at: Numbers of steps after which ranks are lost.
+        seed: Of all that is drawn.
+    """
+
+    code: Code
+    optimizer: str
+    at: tuple[int, ...]
+    seed: int
+
+
+Errors = dict[tuple[int, str], tuple[float, float]]
+"""Steps and parity -> the median and the largest error of a row."""
 
 
 class Parity(Protocol):
@@ -91,11 +114,14 @@ def run(arguments: Arguments) -> list[Row]:
         WrongResult: Parity of bits lost some.
     """
     steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if arguments.quick else (STEPS, SEEDS)
-    rows: list[Row] = []
-    for code in CODES:
-        for optimizer in OPTIMIZERS:
-            chosen = range(arguments.seed, arguments.seed + seeds)
-            rows += drift(code, optimizer, steps, chosen)
+    trainings = [
+        Training(code, optimizer, steps, seed)
+        for code in CODES
+        for optimizer in OPTIMIZERS
+        for seed in range(arguments.seed, arguments.seed + seeds)
+    ]
+    found = list(map(drift, trainings)) if arguments.quick else side_by_side(drift, trainings)
+    rows = rows_of(trainings, found)
     for code in CODES:
         rows += one_nan(code, arguments.seed)
     return sorted(rows, key=lambda row: row.metric)
@@ -109,27 +135,33 @@ def watched(code: Code, optimizer: str, seed: int) -> tuple[Tables, dict[str, Pa
     return tables, {**sums, BITS: Bits(tables, code)}
 
 
-def drift(code: Code, optimizer: str, at: Sequence[int], seeds: Sequence[int]) -> list[Row]:
-    """Errors of rebuilt rows after these numbers of steps."""
-    median: dict[tuple[int, str], list[float]] = {}
-    worst: dict[tuple[int, str], list[float]] = {}
-    lost = range(code.r)
-    for seed in seeds:
-        tables, parities = watched(code, optimizer, seed)
-        for before, steps in pairwise((0, *at)):
-            for _ in range(steps - before):
-                tables.step()
-            for method, parity in parities.items():
-                rebuilt = parity.rebuilt(lost)
-                if method == BITS:
-                    check(tables, lost, rebuilt)
-                found = errors(tables, lost, rebuilt)
-                median.setdefault((steps, method), []).append(float(np.median(found)))
-                worst.setdefault((steps, method), []).append(float(found.max()))
+def drift(training: Training) -> Errors:
+    """Errors of rebuilt rows."""
+    tables, parities = watched(training.code, training.optimizer, training.seed)
+    lost, found = range(training.code.r), {}
+    for before, steps in pairwise((0, *training.at)):
+        for _ in range(steps - before):
+            tables.step()
+        for method, parity in parities.items():
+            rebuilt = parity.rebuilt(lost)
+            if method == BITS:
+                check(tables, lost, rebuilt)
+            each = errors(tables, lost, rebuilt)
+            found[steps, method] = float(np.median(each)), float(each.max())
+    return found
+
+
+def rows_of(trainings: Sequence[Training], found: Sequence[Errors]) -> list[Row]:
+    """The rows of trainings that differ by seed, together."""
+    samples: dict[tuple[str, str, str, int, str], list[float]] = {}
+    for training, of_one in zip(trainings, found, strict=True):
+        for (steps, method), both in of_one.items():
+            for metric, value in zip(("rebuilt_error", "rebuilt_error_worst"), both, strict=True):
+                key = metric, label(training.code), training.optimizer, steps, method
+                samples.setdefault(key, []).append(value)
     return [
-        summary(metric, "ratio", values, code=label(code), optimizer=optimizer, steps=steps, method=method)
-        for metric, samples in (("rebuilt_error", median), ("rebuilt_error_worst", worst))
-        for (steps, method), values in samples.items()
+        summary(metric, "ratio", values, code=code, optimizer=optimizer, steps=steps, method=method)
+        for (metric, code, optimizer, steps, method), values in samples.items()
     ]
 
 

@@ -21,6 +21,11 @@ RESAMPLED = 4000
 PERCENT = 95.0
 CPU, WALL, BESIDE, WATCH = range(4)
 """What a slot has, see `bench.workloads.pairs.Slots`."""
+ADDED = (
+    *("slots", "commits", "cycles", "counted", "protected_steps", "phases_cpu_s", "ends_cpu_s"),
+    *("beside_cpu_s", "watch_cpu_s", "wall_s"),
+)
+"""Of a rank's report, what launches add up to: lists follow each other, numbers are summed."""
 
 
 class Estimate(NamedTuple):
@@ -76,6 +81,25 @@ class Strata:
         tail = (100 - PERCENT) / 2
         low, high = np.percentile(np.asarray(a) / np.asarray(b), [tail, 100 - tail])
         return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def joined(launches: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each rank the reports of all launches, as if they were of one with the same window."""
+    found: list[dict[str, Any]] = []
+    for reports in zip(*launches, strict=True):
+        idle_s = sum(one["idle"] * one["wall_s"] for one in reports)
+        sums = {name: _added([one[name] for one in reports]) for name in ADDED if name in reports[0]}
+        found.append({**reports[0], **sums, "idle": idle_s / sums["wall_s"]})
+    return found
+
+
+def _added(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for one in values for name in one)
+        return {name: _added([one[name] for one in values if name in one]) for name in names}
+    if isinstance(values[0], list):
+        return [each for one in values for each in one]
+    return sum(values)
 
 
 def cpu_s(answers: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:

@@ -1,7 +1,9 @@
 """What does protection cost a training step, in processor time, in wall time, and in bytes sent?
 
 Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
-step on the same batch, in random order, so that other load on the machine meets all of them.
+step on the same batch, in random order, so that other load on the machine meets all of them. Where intervals
+have to decide, the rounds are of two launches: in each, memory lies elsewhere, which alone makes equal models
+differ.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
   steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling the
@@ -79,6 +81,7 @@ from bench.questions.overhead.estimate import (
     Estimate,
     Strata,
     cpu_s,
+    joined,
     overheads,
     p99_over_median,
     wall_s,
@@ -102,10 +105,10 @@ from ecemb.step.window import published_mtbf
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 Steps = int | Literal["auto"]
-COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
 FEWER, BESIDE_ENGINE = 32, "sparse"
-"""Pairs beside replication, in the other settings, and on this engine, whose (4, 3) `compare` has by more."""
+"""Pairs beside replication, in the other settings, and on this engine, of which one code is measured."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 CAPTURE = "capture"
@@ -128,6 +131,7 @@ class Scale:
         batch: Samples a rank takes in a step.
         skew: See `Order`.
         pairs: Rounds that are measured.
+        launches: That they are of, a part of them each.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
         methods: See `Order`, as for all that follow.
@@ -147,7 +151,8 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    pairs: int = 100
+    pairs: int = 80
+    launches: int = 1
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
     methods: tuple[str, ...] = METHODS
@@ -165,7 +170,7 @@ class Scale:
         return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
-FULL = Scale()
+FULL = Scale(launches=2)
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
@@ -185,8 +190,10 @@ def run(arguments: Arguments) -> list[Row]:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
-    few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs))
+    few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs), launches=1)
     settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
+    if arguments.engine == BESIDE_ENGINE:
+        codes = codes[:1]
     otherwise = scale.name if arguments.quick or arguments.engine == BESIDE_ENGINE else ""
     asked = arguments.setting or otherwise
     rows: list[Row] = []
@@ -194,7 +201,7 @@ def run(arguments: Arguments) -> list[Row]:
         for code in codes:
             for window, overlap in COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-            rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs))
+            rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs), launches=1)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
 
@@ -212,7 +219,7 @@ def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], see
         min(managed_collision.TABLES, scale.tables),
         managed_collision.whole_intervals(scale.pairs),
     )
-    setting = replace(scale, name=name, tables=tables, pairs=pairs)
+    setting = replace(scale, name=name, tables=tables, pairs=pairs, launches=1)
     rows: list[Row] = []
     for code in codes:
         both = [measure(setting, one, code, 1, False, seed) for one in managed_collision.ENGINES]
@@ -280,10 +287,7 @@ def measure(scale: Scale, engine: str, code: Code, window: Steps, overlap: bool,
         WrongResult: Protection changed the result, or was not there.
         RankFailed: A rank did.
     """
-    order, answers = train(
-        scale, engine, code, work, window=window, overlap=overlap, steps=scale.pairs, seed=seed
-    )
-    check(order, answers)
+    answers = trained(scale, engine, code, window, overlap, seed)
     labels: dict[str, Label] = {
         "engine": engine,
         "code": f"({code.n}, {code.k})",
@@ -294,6 +298,33 @@ def measure(scale: Scale, engine: str, code: Code, window: Steps, overlap: bool,
         **labels_of(scale, code),
     }
     return list(rows_of(answers, labels, overlap=overlap))
+
+
+def trained(
+    scale: Scale, engine: str, code: Code, window: Steps, overlap: bool, seed: int
+) -> list[dict[str, Any]]:
+    """Trains equal models in each launch, and checks them. The window "auto" is chosen by the first launch.
+
+    Returns:
+        The reports of the ranks, of all launches together.
+
+    Raises:
+        WrongResult, RankFailed: See `measure`.
+    """
+    launches: list[list[Any]] = []
+    for number, pairs in enumerate(parts(scale.pairs, scale.launches)):
+        order, answers = train(
+            scale, engine, code, work, window=window, overlap=overlap, steps=pairs, seed=seed + number
+        )
+        check(order, answers)
+        window = answers[0]["window"]
+        launches.append(answers)
+    return joined(launches)
+
+
+def parts(pairs: int, launches: int) -> list[int]:
+    """The rounds of each launch."""
+    return [pairs // launches + (number < pairs % launches) for number in range(launches)]
 
 
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:

@@ -31,10 +31,7 @@ Means over seeds, and in brackets confidence intervals of 95 % by Student's t.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,6 +41,7 @@ from torch import Tensor
 from baselines.cpr.servers import Servers
 from baselines.cpr.setups import EMULATED, FAILURES, PLS_TARGETS
 from bench.harness.result import Arguments, Label, Row, WrongResult, once
+from bench.harness.side_by_side import side_by_side
 from bench.questions.cpr.quality import Setting, mean
 from bench.questions.quality.methods import IDENTICAL, UNDISTURBED, Nothing, Setup, methods
 from bench.workloads.click_training import Judged, Model, Size, train
@@ -105,12 +103,7 @@ def run(arguments: Arguments) -> list[Row]:
         source, name = partial(given, data), f"{kind}, {path.name}"
     seeds = range(arguments.seed, arguments.seed + size.seeds)
     each = partial(of_seed, source)
-    if arguments.quick:
-        found = list(map(each, seeds))
-    else:  # a training has one thread, and seeds have nothing to do with each other
-        cores = len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(each, seeds))
+    found = list(map(each, seeds)) if arguments.quick else side_by_side(each, seeds)
     ended: dict[str, list[Ended]] = {}
     for one in found:
         for method, end in one.ended.items():

@@ -26,7 +26,6 @@ dense parameters have to be those of an undisturbed run of as many steps.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import secrets
 import tempfile
@@ -58,7 +57,7 @@ class Scale:
     """How much is measured.
 
     Attributes:
-        table_bytes: A rank's tables; one after the other.
+        cases: What does a step's dense work, and the bytes of a rank's tables; one after the other.
         kills: In a launch of each kind, and launches of each kind, taking turns.
         steps: Of each life, once no rank lacks anything.
         batch: Samples that a rank takes in a step.
@@ -67,8 +66,12 @@ class Scale:
         timeout_s: Of one launch.
     """
 
-    table_bytes: tuple[int, ...] = (256 * MIB, 1024 * MIB, 2048 * MIB)
-    kills: int = 5
+    cases: tuple[tuple[str, int], ...] = (
+        (PROCESSORS, 256 * MIB),
+        (PROCESSORS, 1024 * MIB),
+        (ACCELERATOR, 1024 * MIB),
+    )
+    kills: int = 4
     launches: int = 1
     steps: int = 60
     batch: int = 256
@@ -78,7 +81,9 @@ class Scale:
 
 
 FULL = Scale()
-QUICK = dataclasses.replace(FULL, table_bytes=(8 * MIB,), kills=1, launches=1, steps=8)
+QUICK = dataclasses.replace(
+    FULL, cases=((PROCESSORS, 8 * MIB), (ACCELERATOR, 8 * MIB)), kills=1, launches=1, steps=8
+)
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,7 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale = QUICK if arguments.quick else FULL
     rows: list[Row] = []
-    settings = [one for one in (PROCESSORS, ACCELERATOR) if arguments.setting in ("", one)]
-    for dense, size in itertools.product(settings, scale.table_bytes):
+    for dense, size in scale.cases:
         lives: dict[str, list[Life]] = {BLOCKING: [], BACKGROUND: []}
         for _ in range(scale.launches):
             for rebuild, found in lives.items():

@@ -37,8 +37,8 @@ CPR_TOTAL_H = MONTH_H
 CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
 OVERHEADS = ("overhead.json", "overhead-sparse.json", "overhead-sparse-heavy.json")
-COMPARED = ("compare.json", "compare-torchrec.json")
-"""Answers that the costs of a step are fitted to; the latter also have those of saves."""
+COMPARED = "compare.json"
+"""Answers that the costs of a step are fitted to; the latter also has those of saves."""
 SAVES = {
     "copy": ("full dcp async", 0.8),
     "snapshots' copy": ("snapshots x2 beside", 0.8),
@@ -107,7 +107,7 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         ),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
-    compared = [row for name in COMPARED for row in _rows(results / name)]
+    compared = _rows(results / COMPARED)
     found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)], compared)
     for name, (method, otherwise) in SAVES.items():
         found[name] = _compared(compared, "save_stall_cpu_s_per_gb", method, 1.0, "s/GB of a rank", otherwise)
@@ -136,7 +136,7 @@ def _step_costs(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[st
             if one is None:
                 found[f"{family}: {name}"] = Cost(chosen, unit, "chosen: overhead.json doesn't say")
             else:
-                source = f"fitted: {len(measured)} measurements in overhead*.json and compare*.json, 2 cores"
+                source = f"fitted: {len(measured)} measurements in overhead*.json and compare.json, 2 cores"
                 found[f"{family}: {name}"] = Cost(one.value, unit, source, one.low, one.high)
         if family == "ecemb":
             power = step_cost.shrinking(measured)
@@ -362,7 +362,7 @@ def _compared(
         return Cost(otherwise, unit, "chosen: compare.json doesn't say")
     best_known = min(found, key=lambda row: row["high"] - row["low"])
     low, value, high = (max(0.0, best_known[key] * scale) for key in ("low", "value", "high"))
-    return Cost(value, unit, f"measured: compare*.json, {best_known['engine']}, 2 cores", low, high)
+    return Cost(value, unit, f"measured: compare.json, {best_known['engine']}, 2 cores", low, high)
 
 
 def _measured(
