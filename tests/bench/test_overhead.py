@@ -398,7 +398,7 @@ def test_each_setting_code_and_window_is_measured(
         assert asked == [
             (name, engine, overhead.FEWER if case[0] else 77, code, *case)
             for name in names
-            for code in (codes if engine == "torchrec" else codes[:1])
+            for code in codes
             for case in [*((False, *commits) for commits in overhead.COMMITS), (True, 1, False)]
         ]
 
@@ -415,7 +415,7 @@ def test_pairs_go_where_verdicts_need_them(monkeypatch: pytest.MonkeyPatch) -> N
         overhead.run(Arguments(engine=engine))
     few = {overhead.FEWER}
     assert asked == {
-        ("torchrec", "dlrm"): few | {overhead.FULL.pairs},
+        ("torchrec", "dlrm"): few | {overhead.FULL.pairs, 2 * overhead.FULL.pairs},
         ("torchrec", "sparse-heavy"): few,
         ("sparse", "dlrm"): few,
     }

@@ -105,10 +105,12 @@ from ecemb.step.window import published_mtbf
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 Steps = int | Literal["auto"]
-COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
+CLOSE: tuple[Steps, ...] = (16, "auto")
+"""Of these, what costs little: twice as many pairs decide about it."""
 FEWER, BESIDE_ENGINE = 32, "sparse"
-"""Pairs beside replication, in the other settings, and on this engine, of which one code is measured."""
+"""Pairs beside replication, in the other settings, and on this engine."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 CAPTURE = "capture"
@@ -192,15 +194,15 @@ def run(arguments: Arguments) -> list[Row]:
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
     few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs), launches=1)
     settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
-    if arguments.engine == BESIDE_ENGINE:
-        codes = codes[:1]
     otherwise = scale.name if arguments.quick or arguments.engine == BESIDE_ENGINE else ""
     asked = arguments.setting or otherwise
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
         for code in codes:
             for window, overlap in COMMITS:
-                rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
+                is_close = window in CLOSE and setting.launches > 1 and not arguments.pairs
+                chosen = replace(setting, pairs=2 * setting.pairs) if is_close else setting
+                rows += measure(chosen, arguments.engine, code, window, overlap, arguments.seed)
             rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs), launches=1)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)

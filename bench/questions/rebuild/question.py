@@ -69,6 +69,7 @@ class Scale:
     cases: tuple[tuple[str, int], ...] = (
         (PROCESSORS, 256 * MIB),
         (PROCESSORS, 1024 * MIB),
+        (PROCESSORS, 2048 * MIB),
         (ACCELERATOR, 1024 * MIB),
     )
     kills: int = 4
