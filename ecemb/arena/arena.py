@@ -52,6 +52,7 @@ class Arena:
         self.path = path
         self.constants = constants
         self._spans, _ = headers.spans(constants, constants_bytes)
+        self._reserved_index = {name: RESERVED + number for number, name in enumerate(self._spans)}
         status = os.fstat(fd)
         self._inode = status.st_ino
         self._fd = fd
@@ -186,7 +187,7 @@ class Arena:
 
     def get(self, word: Word) -> int:
         """The value of a word; `NONE` if it has none yet."""
-        return int(self._opened_words()[_INDEX[word]])
+        return self._opened_words().item(_INDEX[word])
 
     def word(self, word: Word) -> NDArray[np.int64]:
         """The memory of a word, int64 [1], mapped like that of `region`."""
@@ -244,7 +245,7 @@ class Arena:
             ConfigurationError: no such region.
         """
         self._span(name)
-        return int(self._opened_words()[self._reserved_index(name)])
+        return self._opened_words().item(self._reserved_index[name])
 
     def filled(self, name: str, word: Word) -> NDArray[np.uint8]:
         """The bytes of the region that are in use according to `word` of the header; a view as of `region`.
@@ -382,10 +383,7 @@ class Arena:
 
     def _set_reserved(self, name: str, size_bytes: int) -> None:
         capacity = self._span(name)[1]
-        self._opened_words()[self._reserved_index(name)] = min(headers.page_aligned(size_bytes), capacity)
-
-    def _reserved_index(self, name: str) -> int:
-        return RESERVED + list(self._spans).index(name)
+        self._opened_words()[self._reserved_index[name]] = min(headers.page_aligned(size_bytes), capacity)
 
     def _opened_words(self) -> NDArray[np.int64]:
         if self._words is None:

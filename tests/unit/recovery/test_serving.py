@@ -154,7 +154,7 @@ def _lose(memory: RankMemory) -> None:
         offset, size = arena._span(name)
         assert _libc.fallocate(arena._fd, _PUNCH_HOLE, offset, -(-size // 4096) * 4096) == 0
         assert not arena.region(name).any()
-        arena._opened_words()[arena._reserved_index(name)] = 0
+        arena._opened_words()[arena._reserved_index[name]] = 0
     memory._backing = Backing(arena, LATER, promised(folder, arena.constants, LATER))
 
 
