@@ -24,7 +24,16 @@ from bench.questions.compare.cases import Case, Guard
 from bench.questions.compare.families import CONTROL as CONTROL_METHOD
 from bench.questions.compare.families import FAMILIES
 from bench.questions.overhead import question as overhead
-from bench.questions.overhead.estimate import Estimate, Floats, Strata, cpu_s, joined, overheads, wall_s
+from bench.questions.overhead.estimate import (
+    Estimate,
+    Floats,
+    Strata,
+    cpu_s,
+    joined,
+    overheads,
+    parts,
+    wall_s,
+)
 from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED
 
 GB = 1e9
@@ -168,7 +177,7 @@ def rival(scale: Scale, engine: str, case: Case, seed: int, labels: Mapping[str,
         RankFailed: A rank did.
     """
     launches: list[list[Any]] = []
-    for number, pairs in enumerate(overhead.parts(*scale.of(case)) if case.acts else [0]):
+    for number, pairs in enumerate(parts(*scale.of(case)) if case.acts else [0]):
         saves = scale.saves if case.saves and not number else 0
         launches.append(launched(scale, engine, case, pairs, saves, seed + number))
         if case.acts:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.workloads.training_rank import BARE, CONTROL, PROTECTED
+from ecemb.step.transaction import BESIDE as STEPS_BESIDE
 
 Floats = NDArray[np.float64]
 
@@ -21,6 +22,8 @@ RESAMPLED = 4000
 PERCENT = 95.0
 CPU, WALL, BESIDE, WATCH = range(4)
 """What a slot has, see `bench.workloads.pairs.Slots`."""
+CAPTURE = "capture"
+"""The phase that is neither at the begin of a step nor at its end."""
 ADDED = (
     *("slots", "commits", "cycles", "counted", "protected_steps", "phases_cpu_s", "ends_cpu_s"),
     *("beside_cpu_s", "watch_cpu_s", "wall_s"),
@@ -81,6 +84,11 @@ class Strata:
         tail = (100 - PERCENT) / 2
         low, high = np.percentile(np.asarray(a) / np.asarray(b), [tail, 100 - tail])
         return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def parts(pairs: int, launches: int) -> list[int]:
+    """The rounds of each launch."""
+    return [pairs // launches + (number < pairs % launches) for number in range(launches)]
 
 
 def joined(launches: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -145,6 +153,28 @@ def overheads(seconds: Mapping[str, Floats], strata: Strata) -> dict[str, Estima
     if CONTROL in seconds:
         found[CONTROL] = strata.ratio(seconds[CONTROL], seconds[BARE])
     return {name: ratio.times(100, less=1) for name, ratio in found.items()}
+
+
+def shared(seconds: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each model its rounds; of both bare ones their mean."""
+    bare = [seconds[name] for name in (BARE, CONTROL) if name in seconds]
+    kept = {name: each for name, each in seconds.items() if name not in (BARE, CONTROL)}
+    return {**kept, BARE: sum(bare) / len(bare)}
+
+
+def phases_cpu_s(answer: Mapping[str, Any], *, overlap: bool) -> dict[str, float]:
+    """Of one rank, the processor time of the protection's own calls by phase, in all steps together."""
+    phases: dict[str, float] = dict(answer["phases_cpu_s"])
+    beside = sum(phases.get(name, 0.0) for name in STEPS_BESIDE) if overlap else 0.0
+    at_ends = sum(phases.values()) - phases.get(CAPTURE, 0.0) - beside
+    watched, network = answer["watch_cpu_s"] / answer["wall_s"], answer["beside_cpu_s"] - beside
+    protected = float(np.asarray(answer["slots"][PROTECTED])[:, 1].mean()) * answer["protected_steps"]
+    return {
+        **phases,
+        "other": max(0.0, answer["ends_cpu_s"] - at_ends),
+        "network": max(0.0, network - answer["idle"] * answer["wall_s"]),
+        "watch": watched * protected,
+    }
 
 
 def p99_over_median(seconds: Mapping[str, Floats], strata: Strata, *, beside: bool) -> dict[str, float]:

@@ -84,6 +84,9 @@ from bench.questions.overhead.estimate import (
     joined,
     overheads,
     p99_over_median,
+    parts,
+    phases_cpu_s,
+    shared,
     wall_s,
 )
 from bench.workloads.pairs import work
@@ -99,7 +102,6 @@ from bench.workloads.training_rank import (
 )
 from ecemb.coding.code import Code
 from ecemb.startup.request import ParityBackend
-from ecemb.step.transaction import BESIDE
 from ecemb.step.window import published_mtbf
 
 CODES = (Code(4, 3), Code(4, 2))
@@ -113,8 +115,6 @@ FEWER, BESIDE_ENGINE = 32, "sparse"
 """Pairs beside replication, in the other settings, and on this engine."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
-CAPTURE = "capture"
-"""The phase that is neither at the begin of a step nor at its end."""
 IMPORTS = dict.fromkeys(managed_collision.ENGINES, ("torchrec.distributed.model_parallel",))
 """Engine -> what its ranks import, which takes long."""
 
@@ -324,11 +324,6 @@ def trained(
     return joined(launches)
 
 
-def parts(pairs: int, launches: int) -> list[int]:
-    """The rounds of each launch."""
-    return [pairs // launches + (number < pairs % launches) for number in range(launches)]
-
-
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
     """What else a row's labels say where tables have a device of their own."""
     if scale.device == ARENA:
@@ -437,28 +432,6 @@ def rows_of(
     yield _mean("phases_cpu_pct", "%", whole, **labels)
     if labels["window"] == "auto":
         yield once("window_steps", "steps", first["window"], **labels)
-
-
-def shared(seconds: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with the mean of the bare models for each of them."""
-    bare = [seconds[name] for name in (BARE, CONTROL) if name in seconds]
-    kept = {name: each for name, each in seconds.items() if name not in (BARE, CONTROL)}
-    return {**kept, BARE: sum(bare) / len(bare)}
-
-
-def phases_cpu_s(answer: Mapping[str, Any], *, overlap: bool) -> dict[str, float]:
-    """Of one rank, the processor time of the protection's own calls by phase, in all steps together."""
-    phases: dict[str, float] = dict(answer["phases_cpu_s"])
-    beside = sum(phases.get(name, 0.0) for name in BESIDE) if overlap else 0.0
-    at_ends = sum(phases.values()) - phases.get(CAPTURE, 0.0) - beside
-    watched, network = answer["watch_cpu_s"] / answer["wall_s"], answer["beside_cpu_s"] - beside
-    protected = float(np.asarray(answer["slots"][PROTECTED])[:, 1].mean()) * answer["protected_steps"]
-    return {
-        **phases,
-        "other": max(0.0, answer["ends_cpu_s"] - at_ends),
-        "network": max(0.0, network - answer["idle"] * answer["wall_s"]),
-        "watch": watched * protected,
-    }
 
 
 def _mean(metric: str, unit: str, each: Sequence[float], **labels: Label) -> Row:
