@@ -190,7 +190,7 @@ class RankState:
 
     def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
         """Generators, those of CUDA, and scalars, as they are now."""
-        return self._reader.read(), _cuda_states(), self._scalars()
+        return self._reader.read(), rng.cuda_states(), self._scalars()
 
     def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
         """What `moved` compares with, with packed scalars; beside it is kept what they are known by."""
@@ -227,7 +227,7 @@ class RankState:
             self._pending = states[len(self.positions) :]
         rng.set_process_states(drawn)
         if saved["cuda"]:
-            _set_cuda_states(*saved["cuda"])
+            rng.set_cuda_states(*saved["cuda"])
         self._note()
 
     def take(self) -> Taken:
@@ -246,7 +246,7 @@ class RankState:
             item.load_state_dict(state)
         rng.set_process_states(taken.generators)
         if taken.cuda:
-            _set_cuda_states(*taken.cuda)
+            rng.set_cuda_states(*taken.cuda)
 
     def moved(self, taken: Taken | None = None) -> dict[str, str]:
         """Generators and scalars that have changed since the last `pack` or `unpack` -> the change.
@@ -405,23 +405,6 @@ def read(record: NDArray[np.uint8]) -> bytes:
             f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
-
-
-def _cuda_states() -> list[Any]:
-    """The number of this process's device, and all devices' generators; empty without CUDA."""
-    if not torch.cuda.is_initialized():
-        return []
-    return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
-
-
-def _set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
-    """Restores generators; that of the process's device goes to its current device."""
-    count = torch.cuda.device_count()
-    now = torch.cuda.current_device() if count else own
-    swapped = {own: now, now: own}
-    for device, state in enumerate(states):
-        if (there := swapped.get(device, device)) < count:
-            torch.cuda.set_rng_state(state, there)
 
 
 def _known_by(scalars: Any) -> bytes | None:

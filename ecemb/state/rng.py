@@ -1,7 +1,8 @@
-"""Random number generators as plain state: those of the process, and those that an object owns.
+"""Random number generators as plain state: those of the process, of its devices, and those that objects own.
 
 The process's generators are the global ones of torch (CPU), numpy and python. States are values that
 `serialize.dump` accepts.
+
 
 Must not know: the users of generators, the storage of states.
 """
@@ -65,6 +66,23 @@ class Reader:
         if changed:
             self._states = {**self._states, **changed}
         return self._states
+
+
+def cuda_states() -> list[Any]:
+    """The number of this process's device, and all devices' generators; empty without CUDA."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
+
+
+def set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
+    """Restores generators; that of the process's device goes to its current device."""
+    count = torch.cuda.device_count()
+    now = torch.cuda.current_device() if count else own
+    swapped = {own: now, now: own}
+    for device, state in enumerate(states):
+        if (there := swapped.get(device, device)) < count:
+            torch.cuda.set_rng_state(state, there)
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
