@@ -3,7 +3,6 @@
 The process's generators are the global ones of torch (CPU), numpy and python. States are values that
 `serialize.dump` accepts.
 
-
 Must not know: the users of generators, the storage of states.
 """
 
