@@ -84,6 +84,8 @@ LEAST_PAIRS = 2
 
 ON_ALL_ENGINES = ("overhead",)
 """Questions that `all` asks of every engine, each answer in a file of its own."""
+ALSO = {"overhead": {"managed-collision": ("--engine", "torchrec", "--setting", "managed-collision")}}
+"""Question -> what `all` asks it beside its usual settings, each answer in a file of its own."""
 OF_PAGES = {"compare": ("--engine", "torchrec", "--setting", "pages")}
 """Questions that `all` asks in part, and how: of all that they could be asked, what the pages show."""
 QUICK = ("compare", "kernels", "simulate")
@@ -265,6 +267,9 @@ def asked(
                 suite.Asked(f"{question}-{engine}", (question, "--engine", engine))
                 for engine in OF_ENGINES[question][1:]
             ]
+        if not quick:
+            also = ALSO.get(question, {})
+            found += [suite.Asked(f"{question}-{name}", (question, *how)) for name, how in also.items()]
         if question in OF_DATA:
             found += [
                 suite.Asked(f"{question}-{kind}", (question, "--data", kind, path)) for kind, path in data

@@ -387,9 +387,14 @@ def test_each_setting_code_and_window_is_measured(
         return []
 
     monkeypatch.setattr(overhead, "measure", pretend)
+
+    def commits_of(engine: str, name: str) -> tuple[tuple[Steps, bool], ...]:
+        is_main = (engine, name) == ("torchrec", "dlrm")
+        return overhead.COMMITS if is_main else overhead.BESIDE_COMMITS
+
     for engine, given, names in (
         ("torchrec", "", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
-        ("sparse", "", ("dlrm",)),
+        ("sparse", "", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
         ("sparse", "dlrm", ("dlrm",)),
         ("sparse", "sparse-heavy", ("sparse-heavy",)),
     ):
@@ -399,7 +404,7 @@ def test_each_setting_code_and_window_is_measured(
             (name, engine, overhead.FEWER if case[0] else 77, code, *case)
             for name in names
             for code in codes
-            for case in [*((False, *commits) for commits in overhead.COMMITS), (True, 1, False)]
+            for case in [*((False, *commits) for commits in commits_of(engine, name)), (True, 1, False)]
         ]
 
 
@@ -418,6 +423,7 @@ def test_pairs_go_where_verdicts_need_them(monkeypatch: pytest.MonkeyPatch) -> N
         ("torchrec", "dlrm"): few | {overhead.FULL.pairs, 2 * overhead.FULL.pairs},
         ("torchrec", "sparse-heavy"): few,
         ("sparse", "dlrm"): few,
+        ("sparse", "sparse-heavy"): few,
     }
 
 

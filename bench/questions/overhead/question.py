@@ -109,6 +109,8 @@ CODES = (Code(4, 3), Code(4, 2))
 Steps = int | Literal["auto"]
 COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
+BESIDE_COMMITS = tuple(one for one in COMMITS if one[0] != 64)
+"""Of these, what is measured in the other settings, and on the other engine."""
 CLOSE: tuple[Steps, ...] = (16, "auto")
 """Of these, what costs little: twice as many pairs decide about it."""
 FEWER, BESIDE_ENGINE = 32, "sparse"
@@ -194,12 +196,12 @@ def run(arguments: Arguments) -> list[Row]:
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
     few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs), launches=1)
     settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
-    otherwise = scale.name if arguments.quick or arguments.engine == BESIDE_ENGINE else ""
-    asked = arguments.setting or otherwise
+    asked = arguments.setting or (scale.name if arguments.quick else "")
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
+        is_main = setting.name == scale.name and arguments.engine != BESIDE_ENGINE
         for code in codes:
-            for window, overlap in COMMITS:
+            for window, overlap in COMMITS if is_main else BESIDE_COMMITS:
                 is_close = window in CLOSE and setting.launches > 1 and not arguments.pairs
                 chosen = replace(setting, pairs=2 * setting.pairs) if is_close else setting
                 rows += measure(chosen, arguments.engine, code, window, overlap, arguments.seed)

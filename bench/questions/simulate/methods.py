@@ -36,7 +36,7 @@ CPR_TOTAL_H = MONTH_H
 """Of training, which CPR's interval doesn't depend on."""
 CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
-OVERHEADS = ("overhead.json", "overhead-sparse.json", "overhead-sparse-heavy.json")
+OVERHEADS = ("overhead.json", "overhead-sparse.json")
 COMPARED = "compare.json"
 """Answers that the costs of a step are fitted to; the latter also has those of saves."""
 SAVES = {
