@@ -11,7 +11,6 @@ Must not know: the place of the record, its protection.
 from __future__ import annotations
 
 import itertools
-import marshal
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +135,7 @@ class RankState:
         self._reader = rng.Reader()
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
-        self._last: tuple[dict[str, Any], list[Any], bytes, bytes | None] | None = None  # see `_note`
+        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
         self._kinds: list[str] = list(map(_kind, self._objects.values()))
         self._bare: bytes = self._pack_rest([], [], [])
         for key, item in self._objects.items():
@@ -193,11 +192,10 @@ class RankState:
         return self._reader.read(), rng.cuda_states(), self._scalars()
 
     def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
-        """What `moved` compares with, with packed scalars; beside it is kept what they are known by."""
+        """The same with packed scalars, kept: `moved` compares with it."""
         states, cuda, scalars = self._look()
-        packed = self._pack_scalars(scalars)
-        self._last = states, cuda, packed, _known_by(scalars)
-        return states, cuda, packed
+        self._last = states, cuda, self._pack_scalars(scalars)
+        return self._last
 
     def _pack_scalars(self, scalars: Any) -> bytes:
         return self._packer_of_scalars.pack(scalars, "the tables' scalars")
@@ -256,15 +254,14 @@ class RankState:
         """
         if self._last is None:
             return {}
-        then, cuda_then, packed, known_by = self._last
+        then, cuda_then, packed = self._last
         states, cuda, scalars = self._look() if taken is None else taken[:3]
         drawn = [] if states is then else [one for one in states if not rng.same({one: states[one]}, then)]
         names = [f"{name}'s random generator" for name in drawn]
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             names.append("a CUDA device's random generator")
         moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
-        is_known = known_by is not None and _known_by(scalars) == known_by
-        if not is_known and self._pack_scalars(scalars) != packed:
+        if self._pack_scalars(scalars) != packed:
             moved["options of a table's optimizer"] = "its learning rate, or a counter"
         return moved
 
@@ -405,18 +402,6 @@ def read(record: NDArray[np.uint8]) -> bytes:
             f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
-
-
-def _known_by(scalars: Any) -> bytes | None:
-    """Bytes that tell scalars apart (numpy's by their bytes alone), and cost less than packed ones.
-
-    None for what marshal doesn't take, such as tensors. Its version 2 writes no references, which would
-    depend on who else holds an object.
-    """
-    try:
-        return marshal.dumps(scalars, 2)
-    except ValueError:
-        return None
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

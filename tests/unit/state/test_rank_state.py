@@ -315,7 +315,7 @@ def test_a_change_between_steps_is_told_by_its_kind() -> None:
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_scalars_of_another_type_or_sign_have_changed(tensor: bool) -> None:
-    """Whether they are compared before they are packed, or have to be packed first."""
+    """Whether tensors are among them or not."""
     scalars: dict[str, Any] = {"t": {"step": 1, "nan": float("nan"), "groups": [{"lr": 0.0}], "none": None}}
     if tensor:
         scalars["t"]["rate"] = torch.zeros(1)
