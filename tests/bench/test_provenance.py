@@ -16,7 +16,6 @@ REFUSED = {
     "check_n_run.json": "2d101b982159",
     "cpr.json": "d42387787e75",
     "drift.json": "6d3e55214fc4",
-    "overhead-sparse.json": "a9748e7131e6",
     "quantization.json": "639aa0fadc77",
 }
 """File -> the commit that it names: results from before this rule. Take a line away when its question is

@@ -72,7 +72,7 @@ class Scale:
         (PROCESSORS, 2048 * MIB),
         (ACCELERATOR, 1024 * MIB),
     )
-    kills: int = 4
+    kills: int = 3
     launches: int = 1
     steps: int = 60
     batch: int = 256
