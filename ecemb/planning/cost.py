@@ -41,6 +41,8 @@ MOST_RANKS = 1 << 20
 """Of a job: the computation for more would take minutes."""
 SPARE = 1.25
 """Journals and inbox grow by a quarter at a time (`Arena.reserve`)."""
+ROOM = 1 + 1 / 16
+"""What the inbox keeps free for a message, over the size of the last one (`ecemb.step.parcel`)."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,9 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
     - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
-      times, and reserve up to `SPARE` times that; two copies of r + 1 slices of replicated state, of as many
-      as there are ranks (`abortable=True`, with two copies of all of it on each rank, is not considered).
+      times, with `ROOM` for what is received, and reserve up to `SPARE` times that; two copies of r + 1
+      slices of replicated state, of as many as there are ranks (`abortable=True`, with two copies of all of
+      it on each rank, is not considered).
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
       rows and 3 times the bytes that keepers receive; and `message_rounds` messages, one after the other.
@@ -258,7 +261,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     touched = job.touched_rows * job.record_bytes
     named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
     step_bytes = code.r * named
-    buffers = SPARE * (1 + code.r) * named
+    buffers = SPARE * (1 + ROOM * code.r) * named
     dense_bytes = 2 * job.dense_bytes * (code.r + 1) / job.ranks
     memory_bytes = rank_bytes * code.r / code.k + buffers + dense_bytes
     step_s = (
