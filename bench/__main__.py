@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,12 +82,17 @@ OF_PAIRS = ("overhead",)
 
 LEAST_PAIRS = 2
 
-ON_ALL_ENGINES = ("overhead",)
-"""Questions that `all` asks of every engine, each answer in a file of its own."""
-ALSO = {"overhead": {"managed-collision": ("--engine", "torchrec", "--setting", "managed-collision")}}
-"""Question -> what `all` asks it beside its usual settings, each answer in a file of its own."""
-OF_PAGES = {"compare": ("--engine", "torchrec", "--setting", "pages")}
-"""Questions that `all` asks in part, and how: of all that they could be asked, what the pages show."""
+USUAL: Mapping[str, tuple[str, ...]] = {"": ()}
+IN_ALL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "compare": {"": ("--engine", "torchrec", "--setting", "pages")},
+    "overhead": {
+        **USUAL,
+        "-sparse": ("--engine", "sparse"),
+        "-managed-collision": ("--engine", "torchrec", "--setting", "managed-collision"),
+    },
+}
+"""Questions that `all` asks in another way than the usual one, or in several: what their files' names end
+with -> options."""
 QUICK = ("compare", "kernels", "simulate")
 """Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""
 
@@ -259,17 +264,9 @@ def asked(
     found: list[suite.Asked] = []
     for question in QUICK if quick else [one for one in QUESTIONS if one not in ON_GPUS]:
         words = [question, *(traces if question in OF_TRACES else ())]
-        words += () if quick else OF_PAGES.get(question, ())
         words += ["--results", str(results)] if question in OF_RESULTS and results else []
-        found.append(suite.Asked(question, tuple(words)))
-        if question in ON_ALL_ENGINES and not quick:
-            found += [
-                suite.Asked(f"{question}-{engine}", (question, "--engine", engine))
-                for engine in OF_ENGINES[question][1:]
-            ]
-        if not quick:
-            also = ALSO.get(question, {})
-            found += [suite.Asked(f"{question}-{name}", (question, *how)) for name, how in also.items()]
+        ways = USUAL if quick else IN_ALL.get(question, USUAL)
+        found += [suite.Asked(question + end, (*words, *options)) for end, options in ways.items()]
         if question in OF_DATA:
             found += [
                 suite.Asked(f"{question}-{kind}", (question, "--data", kind, path)) for kind, path in data
