@@ -35,7 +35,7 @@ JOB = Job(
 def test_costs_by_hand() -> None:
     one = estimate(JOB, Code(4, 3))
     assert one.step_bytes == 10_000 * 520
-    assert one.memory_bytes == pytest.approx(1e11 / 3 + 1.25 * 10_000 * (2 + 1 / 16) * 520)
+    assert one.memory_bytes == pytest.approx(1e11 / 3 + 1.25 * 10_000 * (2 + 1 / SPARE) * 520)
     dense = estimate(replace(JOB, dense_bytes=1e9), Code(4, 3))
     assert dense.memory_bytes - one.memory_bytes == pytest.approx(2e9 * 2 / JOB.ranks)
     assert estimate(replace(JOB, row_bytes=505), Code(4, 3)).step_bytes == one.step_bytes

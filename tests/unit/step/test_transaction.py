@@ -178,19 +178,14 @@ def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[.
     return mock.patch.object(owner, name, fails)
 
 
-def test_a_journal_that_is_full_fails_the_step_on_all(machines: Machines) -> None:
-    with failing_on(3, "capture_rank_state", NotEnoughSpace("full")):
-        life = machines.run(DONE + 1)
-    assert type(life.failures.pop(3)) is NotEnoughSpace
-    assert {type(one) for one in life.failures.values()} == {StepFailed}
-    goes_on(machines)
-
-
-def test_an_inbox_that_has_no_room_fails_the_step_on_all(machines: Machines) -> None:
+@pytest.mark.parametrize(("rank", "name"), [(3, "capture_rank_state"), (1, "open")])
+def test_a_journal_or_an_inbox_without_room_fails_the_step_on_all(
+    machines: Machines, rank: int, name: str
+) -> None:
     """Before the status: the others learn it by that."""
-    with failing_on(1, "open", NotEnoughSpace("full")):
+    with failing_on(rank, name, NotEnoughSpace("full")):
         life = machines.run(DONE + 1)
-    assert type(life.failures.pop(1)) is NotEnoughSpace
+    assert type(life.failures.pop(rank)) is NotEnoughSpace
     assert {type(one) for one in life.failures.values()} == {StepFailed}
     goes_on(machines)
 
