@@ -122,12 +122,13 @@ def run(arguments: Arguments) -> list[Row]:
         RankFailed: A rank of the times did.
     """
     scale = QUICK if arguments.quick else FULL
+    each = map if arguments.quick else side_by_side
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # operators of the trainings are too small to be shared
     try:
         return [
-            *volumes(scale.volumes, arguments.seed),
-            *quality(scale.quality, arguments.seed, map if arguments.quick else side_by_side),
+            *volumes(scale.volumes, arguments.seed, each),
+            *quality(scale.quality, arguments.seed, each),
             *stalls(scale.stalls, arguments.seed),
         ]
     finally:

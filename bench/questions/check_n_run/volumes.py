@@ -11,9 +11,10 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -195,30 +196,50 @@ class Volumes:
         return [b - a for a, b in pairwise(i for i, look in enumerate(self.looks) if look.is_full)]
 
 
-def volumes(scale: Scale, seed: int) -> list[Row]:
+OfPart = tuple[list[Row], list[Row]]
+"""Bytes by policy, and reductions by bits."""
+Part = tuple[int, str, int]
+"""The number of a pattern, per-row optimizer state, and the rows' dimension."""
+Each = Callable[[Callable[[Part], OfPart], Sequence[Part]], Iterable[OfPart]]
+
+
+def volumes(scale: Scale, seed: int, each: Each = map) -> list[Row]:
     """Bytes by policy, then reductions by bits and state.
+
+    Args:
+        scale: How much.
+        seed: Of what is drawn.
+        each: Calls a function for each part.
 
     Raises:
         WrongResult: Something else was restored than was stored, or the store has something else.
     """
-    described: list[Row] = []
+    numbers = range(len(patterns()[: scale.patterns]))
+    parts = [(number, state, dim) for number in numbers for state, dim in scale.jobs()]
+    found = list(each(partial(of_part, scale, seed), parts))
+    described = [row for number in numbers for row in shares(patterns()[number])]
+    by_policy = [row for rows, _ in found for row in rows]
+    return [*described, *by_policy, *published(), *(row for _, rows in found for row in rows)]
+
+
+def of_part(scale: Scale, seed: int, part: Part) -> OfPart:
+    """What is written and kept under a pattern, with one state and dimension; by policy with the first."""
+    number, state, dim = part
+    pattern = patterns()[number]
+    drawn = pattern.changed(scale.rows, scale.intervals, np.random.default_rng([seed, number]))
+    touched = [torch.from_numpy(rows) for rows in drawn]
     by_policy: list[Row] = []
-    reduced = list(published())
+    reduced: list[Row] = []
     with alone():
-        for number, pattern in enumerate(patterns()[: scale.patterns]):
-            described += shares(pattern)
-            drawn = pattern.changed(scale.rows, scale.intervals, np.random.default_rng([seed, number]))
-            touched = [torch.from_numpy(rows) for rows in drawn]
-            for policy in POLICIES:
-                script = STATES[NONE].script(scale.rows, scale.dims[0])
-                by_policy += of_policy(pattern.name, policy, checkpointed(script, touched, policy))
-            for state, dim in scale.jobs():
-                for bits, weights in WEIGHTS.items():
-                    script = STATES[state].script(scale.rows, dim)
-                    found = checkpointed(script, touched, INTERMITTENT, weights, STATES[state].scheme)
-                    labels: dict[str, Label] = {"pattern": pattern.name, "state": state, "dim": dim}
-                    reduced += reductions(found, {**labels, "bits": bits, "policy": INTERMITTENT})
-    return described + by_policy + reduced
+        for policy in POLICIES if (state, dim) == (NONE, scale.dims[0]) else ():
+            script = STATES[NONE].script(scale.rows, dim)
+            by_policy += of_policy(pattern.name, policy, checkpointed(script, touched, policy))
+        for bits, weights in WEIGHTS.items():
+            script = STATES[state].script(scale.rows, dim)
+            found = checkpointed(script, touched, INTERMITTENT, weights, STATES[state].scheme)
+            labels: dict[str, Label] = {"pattern": pattern.name, "state": state, "dim": dim}
+            reduced += reductions(found, {**labels, "bits": bits, "policy": INTERMITTENT})
+    return by_policy, reduced
 
 
 @contextmanager

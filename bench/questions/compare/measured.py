@@ -77,7 +77,7 @@ class Scale:
     pairs: int = 80
     launches: int = 2
     fewer: int = 50
-    saves: int = 8
+    saves: int = 6
     storage_mb_s: float = 200.0
     memory: str = "/dev/shm"
     timeout_s: float = 900.0

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -113,12 +114,29 @@ class Pair:
 Pairs = Mapping[tuple[Setting, str], Sequence[Pair]]
 
 
-def quality(size: Size, seed: int) -> list[Row]:
+@dataclass(frozen=True)
+class OfSeed:
+    """The trainings of one seed.
+
+    Attributes:
+        reference: Without failures.
+        failed: Setting and method -> with the setting's.
+    """
+
+    reference: Trained
+    failed: Mapping[tuple[Setting, str], Trained]
+
+
+Each = Callable[[Callable[[int], OfSeed], range], Iterable[OfSeed]]
+
+
+def quality(size: Size, seed: int, each: Each = map) -> list[Row]:
     """Trains, and compares.
 
     Args:
         size: How much.
         seed: The first one; the others follow it.
+        each: Calls a function for each seed.
 
     Raises:
         WrongResult: Methods of one setting had different PLS.
@@ -126,18 +144,17 @@ def quality(size: Size, seed: int) -> list[Row]:
     whole: list[Trained] = []
     pairs: dict[tuple[Setting, str], list[Pair]] = {}
     spent: dict[str, list[Trained]] = {method: [] for method in METHODS}
-    for one in range(seed, seed + size.seeds):
-        data = draw(size.steps, size.batch, size.held_out, one)
-        reference = train(data, one, servers=EMULATED.servers, every=2 * size.steps)
+    seeds = range(seed, seed + size.seeds)
+    for one, found in zip(seeds, each(partial(of_seed, size), seeds), strict=True):
+        reference = found.reference
         whole.append(reference)
+        for (setting, method), trained in found.failed.items():
+            loss = trained.log_loss - reference.log_loss
+            pair = Pair(one, trained.pls, loss, reference.auc - trained.auc)
+            pairs.setdefault((setting, method), []).append(pair)
+            if setting.job.servers == EMULATED.servers:
+                spent[method].append(trained)
         for setting in size.settings:
-            for method in setting.methods:
-                trained = failing(setting, method, data, one)
-                loss = trained.log_loss - reference.log_loss
-                pair = Pair(one, trained.pls, loss, reference.auc - trained.auc)
-                pairs.setdefault((setting, method), []).append(pair)
-                if setting.job.servers == EMULATED.servers:
-                    spent[method].append(trained)
             check(setting, pairs)
     return [
         *undisturbed(whole),
@@ -148,6 +165,19 @@ def quality(size: Size, seed: int) -> list[Row]:
         *bookkeeping(spent),
         *speed(whole),
     ]
+
+
+def of_seed(size: Size, seed: int) -> OfSeed:
+    """All trainings of one seed."""
+    data = draw(size.steps, size.batch, size.held_out, seed)
+    return OfSeed(
+        train(data, seed, servers=EMULATED.servers, every=2 * size.steps),
+        {
+            (setting, method): failing(setting, method, data, seed)
+            for setting in size.settings
+            for method in setting.methods
+        },
+    )
 
 
 def failing(setting: Setting, method: str, data: Data, seed: int) -> Trained:

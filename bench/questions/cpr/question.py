@@ -30,7 +30,7 @@ line differ.
   PLS, and not how steep.
 - `loss_in_production`: beside the poster's.
 - `bookkeeping_time_pct`: what following rows and saving to memory took, of the rest of a training; in
-  one process with 8 servers and small tables, so a hint.
+  one process with 8 servers and small tables, beside other trainings on other cores, so a hint.
 - `emulated_speed`: hours of the paper's job for an hour of one core. A training has the job's saves and
   failures, and not its size.
 
@@ -47,6 +47,7 @@ import torch
 from baselines.cpr.priority import PRIORITIES, large_tables
 from baselines.cpr.servers import Servers
 from bench.harness.result import Arguments, Row, WrongResult, once
+from bench.harness.side_by_side import side_by_side
 from bench.questions.cpr.overhead import of_production_jobs, overheads, pls
 from bench.questions.cpr.quality import Size, of_failures, quality
 from bench.workloads.planted import KAGGLE_ROWS
@@ -88,7 +89,7 @@ def run(arguments: Arguments) -> list[Row]:
             *of_production_jobs(runs, arguments.seed),
             *pls(failures, jobs, arguments.seed),
             *memory(),
-            *quality(size, arguments.seed),
+            *quality(size, arguments.seed, map if arguments.quick else side_by_side),
         ]
     finally:
         torch.set_num_threads(threads)

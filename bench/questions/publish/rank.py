@@ -70,7 +70,7 @@ class Scale:
     batch: int = 1024
     skew: float = 1.0
     every: int = 8
-    saves: int = 12
+    saves: int = 8
     kinds: tuple[Kind, ...] = KINDS
     memory: str = "/dev/shm"
     timeout_s: float = 900.0

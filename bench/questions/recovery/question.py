@@ -128,7 +128,7 @@ class Scale:
         Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1, starts=(WARM,)),
         Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1),
     )
-    kills: int = 4
+    kills: int = 3
     batch: int = 256
     steps: int = 4
     arena_dir: str = "/dev/shm"
