@@ -74,7 +74,7 @@ class Scale:
 
     table_bytes: int = 768 * MIB
     cases: tuple[Case, ...] = CASES
-    times: int = 3
+    times: int = 2
     arena_dir: str = "/dev/shm"
     timeout_s: float = 600.0
 

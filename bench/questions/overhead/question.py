@@ -113,7 +113,7 @@ BESIDE_COMMITS = tuple(one for one in COMMITS if one[0] != 64)
 """Of these, what is measured in the other settings, and on the other engine."""
 CLOSE: tuple[Steps, ...] = (16, "auto")
 """Of these, what costs little: twice as many pairs decide about it."""
-FEWER, BESIDE_ENGINE = 32, "sparse"
+FEWER, BESIDE_ENGINE = 24, "sparse"
 """Pairs beside replication, in the other settings, and on this engine."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
