@@ -30,14 +30,7 @@ SHEETS = {
     "compare": (
         (*("training_longer_pct", "failure_takes_s", "saves_pct", "interval_s"),),
         (
-            *(
-                "step_cpu_pct",
-                "control_cpu_pct",
-                "step_wall_pct",
-                "control_wall_pct",
-                "bare_step_s",
-                "bare_step_cpu_s",
-            ),
+            *("step_cpu_pct", "control_cpu_pct", "step_wall_pct", "control_wall_pct", "bare_step_s"),
             *("window_steps", "touched_rows_per_step", "sent_bytes_per_step"),
         ),
         (

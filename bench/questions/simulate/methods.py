@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from baselines.cpr import job as cpr_job
 from baselines.cpr import overhead as cpr
@@ -36,9 +38,10 @@ CPR_TOTAL_H = MONTH_H
 """Of training, which CPR's interval doesn't depend on."""
 CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
-OVERHEADS = ("overhead.json", "overhead-sparse.json")
+OVERHEAD, ENGINE = "overhead.json", "torchrec"
+"""The answer that the costs of a step are fitted to, and the engine of tables that they are of."""
 COMPARED = "compare.json"
-"""Answers that the costs of a step are fitted to; the latter also has those of saves."""
+"""The answer that has the costs of saves."""
 SAVES = {
     "copy": ("full dcp async", 0.8),
     "snapshots' copy": ("snapshots x2 beside", 0.8),
@@ -51,11 +54,11 @@ IDLE_NETWORK = 0.5
 """Of the time, training sends nothing (chosen): snapshots travel then, and slow no step down."""
 MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
 """Of these measurements."""
-CHOSEN_STEPS = {"ecemb": (0.015, 0.0, 1e-6, 1.0), "copies": (0.005, 3e-7, 6e-7, 1.0)}
-"""Commit, row, row and parity in seconds, and overlap, where nothing was measured."""
+CHOSEN_STEPS = {"ecemb": (0.0, 0.015, 0.0, 1e-6), "copies": (0.0, 0.005, 3e-7, 6e-7)}
+"""`step_cost.TERMS` in seconds, where nothing was measured."""
 CODES = (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8))
-WAYS = ("", "window 16", "window auto", "overlap")
-"""Of what is live: each step is sent, or 16 together, or Young's number of them, or beside the next step."""
+WAYS = ("", "window 16", "window auto")
+"""Of ecemb: each step commits, or 16 together, or Young's number of them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Cost:
         low: The lower end of its interval of 95 %, or of what is published; None if it has no interval.
         high: The upper end.
         more_is_better: Whether the upper end is the cheap one.
+        drawn: Values in the draws of a fit, which other costs share; None if it is known by itself.
+        end: "value", or the end of the interval at which it and those others are; see `together`.
     """
 
     value: float
@@ -77,9 +82,13 @@ class Cost:
     low: float | None = None
     high: float | None = None
     more_is_better: bool = False
+    drawn: step_cost.Floats | None = field(default=None, compare=False, repr=False)
+    end: str = "value"
 
     def at(self, end: str) -> Cost:
         """The cost at the "cheap" or the "dear" end of its interval; else itself."""
+        if self.drawn is not None:
+            return replace(self, end=end)
         value = {"cheap": self.low, "dear": self.high}.get(end)
         if self.more_is_better:
             value = {"cheap": self.high, "dear": self.low}.get(end)
@@ -108,7 +117,7 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
     }
     compared = _rows(results / COMPARED)
-    found |= _step_costs([row for name in OVERHEADS for row in _rows(results / name)], compared)
+    found |= _step_costs(_rows(results / OVERHEAD))
     for name, (method, otherwise) in SAVES.items():
         found[name] = _compared(compared, "save_stall_cpu_s_per_gb", method, 1.0, "s/GB of a rank", otherwise)
     for name, method in TRACKING.items():
@@ -124,23 +133,22 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
     return found
 
 
-def _step_costs(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
     """What protection adds to a step, as `bench.questions.simulate.step_cost` has it."""
     found: dict[str, Cost] = {}
     for family, method in (("ecemb", "protected"), ("copies", "replication")):
-        measured = [*step_cost.points(rows, method), *step_cost.compared(compared, family)]
+        measured = step_cost.points(rows, method, ENGINE)
         fitted = step_cost.fit(measured)
-        for name, chosen in zip((*step_cost.TERMS, "overlap"), CHOSEN_STEPS[family], strict=True):
+        for name, chosen in zip(step_cost.TERMS, CHOSEN_STEPS[family], strict=True):
             one = fitted.get(name)
-            unit = "of added" if name == "overlap" else "s"
             if one is None:
-                found[f"{family}: {name}"] = Cost(chosen, unit, "chosen: overhead.json doesn't say")
+                found[f"{family}: {name}"] = Cost(chosen, "s", f"chosen: {OVERHEAD} doesn't say")
             else:
-                source = f"fitted: {len(measured)} measurements in overhead*.json and compare.json, 2 cores"
-                found[f"{family}: {name}"] = Cost(one.value, unit, source, one.low, one.high)
+                source = f"fitted: {len(measured)} measurements of {ENGINE} in {OVERHEAD}, 2 cores"
+                found[f"{family}: {name}"] = Cost(one.value, "s", source, one.low, one.high, drawn=one.drawn)
         if family == "ecemb":
             power = step_cost.shrinking(measured)
-            found["rows by window"] = Cost(power, "power", "measured: overhead*.json")
+            found["rows by window"] = Cost(power, "power", f"measured: {OVERHEAD}")
     source = "derived: as many more as rounds of messages by ranks, or none more"
     found["commit by ranks"] = Cost(1.0, "of log2", source, 0.0, 1.0)
     return found
@@ -169,25 +177,39 @@ def _by_ranks(rows: Sequence[Mapping[str, Any]], commit_s: float) -> Cost | None
     return Cost(more("value", "value"), "of log2", source, more("low", "high"), more("high", "low"))
 
 
-def added(job: Job, cost: Mapping[str, float], family: str, parity: int, way: str = "") -> tuple[float, int]:
+def added(job: Job, cost: Mapping[str, Cost], family: str, parity: int, way: str = "") -> tuple[float, int]:
     """Seconds that protection adds to a step, and steps in a window.
 
     Args:
         job: The job.
-        cost: Values of `costs`.
+        cost: All of them; see `costs`.
         family: "ecemb" or "copies".
         parity: r, or the number of further copies.
         way: Of `WAYS`.
     """
+    step, commit, row, row_and_parity = (cost[f"{family}: {name}"] for name in step_cost.TERMS)
     rounds = max(1.0, math.log2(job.ranks) / math.log2(MEASURED_RANKS))
-    commit_s = cost[f"{family}: commit"] * (1 + (rounds - 1) * cost["commit by ranks"])
-    commit_s += 2 * job.dense_bytes / job.memory_bytes_per_s
+    times = 1 + (rounds - 1) * cost["commit by ranks"].value
+    dense_s = 2 * job.dense_bytes / job.memory_bytes_per_s
+    rows = job.touched_rows * job.record_bytes / MEASURED_RECORD_BYTES
+    commit_s = times * commit.value + dense_s
+    rows_s = rows * (row.value + parity * row_and_parity.value)
     mtbf_s = 3600 / (job.host_faults_per_h + job.process_faults_per_h)
-    row_s = cost[f"{family}: row"] + parity * cost[f"{family}: row and parity"]
-    rows_s = job.touched_rows * row_s * job.record_bytes / MEASURED_RECORD_BYTES
     window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, mtbf_s)}.get(way, 1)
-    total_s = commit_s / window + rows_s * window ** cost["rows by window"]
-    return total_s * (cost[f"{family}: overlap"] if way == "overlap" else 1.0), window
+    rows *= window ** cost["rows by window"].value
+    weights = ((step, 1.0), (commit, times / window), (row, rows), (row_and_parity, parity * rows))
+    return dense_s / window + together(weights), window
+
+
+def together(weights: Sequence[tuple[Cost, float]]) -> float:
+    """The sum of costs of one fit, each with its weight; at an end, it is that of the sum's own interval."""
+    likeliest = sum(one.value * weight for one, weight in weights)
+    end = weights[0][0].end
+    drawn = [one.drawn * weight for one, weight in weights if one.drawn is not None]
+    if end == "value" or not drawn:
+        return likeliest
+    found = float(np.percentile(sum(drawn), step_cost.ENDS_PCT[end]))
+    return min(found, likeliest) if end == "cheap" else max(found, likeliest)
 
 
 def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
@@ -300,14 +322,11 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
             host_h=replace_h + restart_h + network_h,
         )
     added_h = cost["added to a restart"] / 3600
-    live: list[tuple[str, Code, str, str]] = []
+    live = [(f"live copies x{copies}", Code(copies, 1), "copies", "") for copies in (2, 3)]
     for way in WAYS:
-        live += [
-            (f"live copies x{copies}{way and ', '}{way}", Code(copies, 1), "copies", way) for copies in (2, 3)
-        ]
         live += [(f"ecemb ({one.n}, {one.k}){way and ', '}{way}", one, "ecemb", way) for one in CODES]
     for name, code, family, way in live:
-        added_s, window = added(job, cost, family, code.r, way)
+        added_s, window = added(job, all_costs, family, code.r, way)
         again_h = (window - 1) / 2 * job.step_s / 3600  # half a window runs again
         in_memory(
             name,

@@ -39,10 +39,14 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   jobs (its figure 3, as recalled), which fail of all causes.
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
 - `assumed`: the inputs of the simulation, and their sources; in brackets the interval of 95 %, or the range
-  that is published. The cost of a step has a part per commit, one per touched row, and one per touched row
-  and block of parity, fitted to all answers to `overhead` and `compare`; they are measured on 4 ranks. With
-  more ranks, a commit costs as much, or more with the logarithm of their number. Copies are of a rank, in
-  processor time, from the stalls of saves in `compare`.
+  that is published. The cost of a step has a part per step, one per commit, one per touched row, and one per
+  touched row and block of parity, fitted to the answer to `overhead` with TorchRec's tables, on 4 ranks. They
+  are known together better than each by itself: at the ends of costs, above, their sum is at those of its
+  interval. With more ranks, a commit costs as much, or more with the logarithm of their number. In a window
+  fewer rows are touched, as in the setting in which they come again least. Live copies are sent in each step:
+  a rank that is lost within a window of copies alone would go back alone; with the transactions that prevent
+  it they are ecemb's `Code(2, 1)`. Copies to memory are of a rank, in processor time, from the stalls of
+  saves in `compare`.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ from bench.questions.simulate.faults import (
 )
 from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
 from bench.questions.simulate.picture import CANNOT_TELL, LOOKS, kind
+from bench.questions.simulate.step_cost import TERMS
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
@@ -95,8 +100,8 @@ MAP_FAULTS, QUICK_MAP_FAULTS = 1000, 30
 ENDS = ("value", "cheap", "dear")
 """Of the costs' intervals."""
 TURNED: dict[str, tuple[str, ...]] = {
-    "ecemb's cost of a step": ("ecemb: commit", "ecemb: row", "ecemb: row and parity"),
-    "copies' cost of a step": ("copies: commit", "copies: row", "copies: row and parity"),
+    "ecemb's cost of a step": tuple(f"ecemb: {name}" for name in TERMS),
+    "copies' cost of a step": tuple(f"copies: {name}" for name in TERMS),
     "Check-N-Run's volume and storage": ("Check-N-Run's volume", "Check-N-Run's storage"),
     "storage": ("storage",),
     "copy to memory": ("copy", "snapshots' copy", "Check-N-Run's copy"),
