@@ -117,6 +117,15 @@ def of_rebuild(documents: Documents) -> str:
     )
 
 
+def of_elastic(documents: Documents) -> str:
+    moves = [
+        f"{row['from']} to {row['to']} ranks in {row['value']:.1f} s{', a host lost' if row['lost'] else ''}"
+        for row in of(documents, "elastic")
+        if row["metric"] == "move_s"
+    ]
+    return f"tables move from {'; from '.join(moves)}" if moves else ""
+
+
 def of_kernels(documents: Documents) -> str:
     """Over ISA-L or, where its library was not there, over zfec."""
     rows = of(documents, "kernels")
@@ -223,6 +232,7 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "overhead": of_overhead,
     "recovery": of_recovery,
     "rebuild": of_rebuild,
+    "elastic": of_elastic,
     "memory": of_memory,
     "simulate": of_simulate,
     "quality": of_quality,

@@ -16,6 +16,11 @@ def test_a_real_job_moves_with_a_host_lost() -> None:
     assert rows["sent_over_rows"].value > 0 and rows["move_over_gloo"].value > 0
 
 
+def test_moves_are_told_apart_by_their_labels() -> None:
+    moves = [(len(case.before), len(case.after), len(case.lost)) for case in elastic.CASES]
+    assert len(set(moves)) == len(moves)
+
+
 def test_another_table_is_noticed() -> None:
     before = [{"step": 0, "next": 7}]
     with pytest.raises(WrongResult, match="other bits"):

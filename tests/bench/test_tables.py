@@ -63,6 +63,7 @@ def test_the_picture_of_the_readme_is_of_rows_that_its_table_has() -> None:
 
 
 def test_the_summary_is_one_screen_and_answers_each_question() -> None:
+    assert summary.ANSWERS.keys() == command.QUESTIONS.keys() - set(command.ON_GPUS)
     documents = tables.load(RESULTS)
     text = pages.render(documents)[pages.SUMMARY]
     assert len(text.splitlines()) < 50
