@@ -37,9 +37,8 @@ HEAD = f"""# Results
 {MARK}
 
 Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies its results
-before it measures them. A value is the median; in brackets are the smallest and the largest, if they differ.
-*Stale*: the code that was measured has changed since; its page says which.
-Where a page says so, a value is a mean with its 95 % interval.
+before it measures them. A value is the median, in brackets with the smallest and the largest; where a page
+says so, a mean with its 95 % interval. *Stale*: the code that was measured has changed since; see its page.
 """
 
 Draw = Callable[[Sequence[Mapping[str, Any]]], str]

@@ -284,7 +284,7 @@ def test_steps_are_of_several_launches_and_saves_of_the_first(monkeypatch: pytes
         return [one | {"idle": 0.0, "wall_s": 1.0} for one in answers()]
 
     monkeypatch.setattr(measured, "launched", launched)
-    scale = dataclasses.replace(FULL.costs, pairs=81, launches=2)
+    scale = dataclasses.replace(FULL.costs, pairs=81, launches=2, saves=8)
     for method in ("cpr vanilla", "full files", "cpr mfu"):
         measured.rival(scale, "sparse", BY_METHOD[method], 0, {})
     assert asked == [

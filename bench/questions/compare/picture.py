@@ -29,6 +29,8 @@ NAMES = 0.14
 """Of the width, for names on the right."""
 CLOSE = 0.3
 """Decades, and part of the width, within which a name could cover a mark."""
+TIGHT = 0.06
+"""Part of the width within which marks are a group, whose names stand on one side of all."""
 APART = 11.0
 """Points between two names."""
 Values = Mapping[str, Mapping[str, Any]]
@@ -54,6 +56,11 @@ def draw(rows: Rows) -> str:
             one(axes, found[family.shown], family)
         left, right = axes.get_xlim()
         left, right = left - NAMES * (right - left), right + NAMES * (right - left)
+        costs = {one.name: found[one.shown][COST] for one in shown}
+        marks = {one.name: (costs[one.name]["value"], found[one.shown][TAKES]["value"]) for one in shown}
+        lefts = leftmost(marks, right - left)
+        if any(marks[name][0] < left + 2 * NAMES * (right - left) for name in lefts):
+            left -= NAMES * (right - left)
         if reach < right:
             axes.axvspan(max(left, -reach), reach, color="0.94", zorder=0)
             axes.annotate(
@@ -73,12 +80,9 @@ def draw(rows: Rows) -> str:
         axes.set_xlabel("training takes longer by, %, steps and saves together; lines are 95 % intervals")
         axes.set_ylabel("training that a failure takes")
         plain(axes)
-        costs = {one.name: found[one.shown][COST] for one in shown}
-        marks = {one.name: (costs[one.name]["value"], found[one.shown][TAKES]["value"]) for one in shown}
-        lefts = leftmost(marks, right - left)
         for side, key, names in ((1, "high", [*(marks.keys() - lefts)]), (-1, "low", lefts)):
             reaches = {name: (costs[name][key], marks[name][1]) for name in names}
-            ends = beside(reaches, right - left) if side == 1 else reaches
+            ends = beside(reaches, right - left, side)
             label_ends(axes, {name: (*end, INK) for name, end in ends.items()}, APART, side)
         for text in axes.texts:
             if text.get_text() == FAMILIES[0].name:
@@ -100,7 +104,7 @@ def title(found: Mapping[str, Values]) -> str:
 
 
 def leftmost(marks: Mapping[str, tuple[float, float]], width: float) -> list[str]:
-    """Marks with others close by on the right alone: their names stand on the left."""
+    """Marks whose names stand on the left, as others are close by on the right alone, but for a group."""
     found: list[str] = []
     for name, (x, y) in marks.items():
         others = [
@@ -108,21 +112,25 @@ def leftmost(marks: Mapping[str, tuple[float, float]], width: float) -> list[str
             for one, (other, height) in marks.items()
             if one != name and abs(math.log10(height / y)) < CLOSE and abs(other - x) < CLOSE * width
         ]
-        if others and min(others) > 0:
+        is_in_group = others and min(others) > -TIGHT * width and max(others) > TIGHT * width
+        if others and (min(others) > 0 or is_in_group):
             found.append(name)
     return found
 
 
-def beside(marks: Mapping[str, tuple[float, float]], width: float) -> dict[str, tuple[float, float]]:
-    """Where names stand: right of all marks that are close by, so that they cover none."""
+def beside(
+    marks: Mapping[str, tuple[float, float]], width: float, side: int = 1
+) -> dict[str, tuple[float, float]]:
+    """Where names stand: on the right (1) of all marks close by, or on the left (-1) of a group's."""
+    reach, end = (CLOSE, max) if side == 1 else (TIGHT, min)
     found: dict[str, tuple[float, float]] = {}
     for name, (x, y) in marks.items():
         close = [
             other
             for other, height in marks.values()
-            if abs(math.log10(height / y)) < CLOSE and abs(other - x) < CLOSE * width
+            if abs(math.log10(height / y)) < CLOSE and abs(other - x) < reach * width
         ]
-        found[name] = max(close), y
+        found[name] = end(close), y
     return found
 
 

@@ -48,7 +48,7 @@ def draw(rows: Rows) -> str:
         line = figure.subplots(1, len(choices), squeeze=False, sharey=True)[0]
         for axes, among in zip(line, choices, strict=True):
             panel(axes, [row for row in cells if row["among"] == among])
-            axes.set_title(title(among, [row for row in cells if row["among"] == among]), fontsize=9)
+            axes.set_title(title(among, [row for row in cells if row["among"] == among]), fontsize=8)
         line[0].set_ylabel("tables, TB")
         kinds = [name for name in LOOKS if any(name in candidates(row) for row in cells)]
         marks = [Patch(facecolor=LOOKS[name], edgecolor=EDGE, label=name) for name in kinds]
@@ -80,9 +80,9 @@ def message(cells: Rows) -> str:
 def title(among: str, cells: Rows) -> str:
     """What a panel shows in one line: who is ahead for certain, and where, if one is."""
     certain = [verdict(row) for row in cells if verdict(row) != CANNOT_TELL]
-    leads = [f"{name} leads {certain.count(name)}" for name in LOOKS if name in certain]
+    leads = [f"{name} {certain.count(name)}" for name in LOOKS if name in certain]
     named = "Samples may be lost" if among == "all" else "No sample may be lost"
-    return f"{named}: {', '.join(leads) or 'no method leads any'} of {len(cells)} cells"
+    return f"{named}: {', '.join(leads) or 'no method ahead in any'} of {len(cells)} cells"
 
 
 def verdict(row: Mapping[str, Any]) -> str:
