@@ -338,6 +338,15 @@ def compared() -> list[dict[str, Any]]:
     return [row.to_json() for row in rows]
 
 
+def test_names_of_a_group_of_marks_stand_on_its_left_if_another_mark_is_on_its_right() -> None:
+    group = {"a": (0.2, 100.0), "b": (0.3, 150.0), "c": (0.4, 190.0)}
+    marks = {**group, "right of them": (2.0, 120.0), "far": (9.0, 120.0), "above": (0.5, 1e5)}
+    assert compare_picture.leftmost(marks, 10.0) == [*group]
+    assert compare_picture.beside(group, 10.0, -1) == {name: (0.2, y) for name, (_, y) in group.items()}
+    (x, y) = compare_picture.beside({"low": (1.0, 120.0), "high": (2.0, 120.0)}, 10.0, 1)["low"]
+    assert (x, y) == (2.0, 120.0)
+
+
 def test_the_picture_names_the_families_of_the_quietest_engine() -> None:
     rows = compared()
     assert families.quiet_engine(rows) == "sparse" and families.reach_pct(rows, "sparse") == 1.0

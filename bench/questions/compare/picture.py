@@ -104,7 +104,10 @@ def title(found: Mapping[str, Values]) -> str:
 
 
 def leftmost(marks: Mapping[str, tuple[float, float]], width: float) -> list[str]:
-    """Marks whose names stand on the left, as others are close by on the right alone, but for a group."""
+    """Marks with others close by on the right, and on the left none but those of their group.
+
+    Their names stand on the left.
+    """
     found: list[str] = []
     for name, (x, y) in marks.items():
         others = [
@@ -112,14 +115,13 @@ def leftmost(marks: Mapping[str, tuple[float, float]], width: float) -> list[str
             for one, (other, height) in marks.items()
             if one != name and abs(math.log10(height / y)) < CLOSE and abs(other - x) < CLOSE * width
         ]
-        is_in_group = others and min(others) > -TIGHT * width and max(others) > TIGHT * width
-        if others and (min(others) > 0 or is_in_group):
+        if others and max(others) > 0 and min(others) > -TIGHT * width:
             found.append(name)
     return found
 
 
 def beside(
-    marks: Mapping[str, tuple[float, float]], width: float, side: int = 1
+    marks: Mapping[str, tuple[float, float]], width: float, side: int
 ) -> dict[str, tuple[float, float]]:
     """Where names stand: on the right (1) of all marks close by, or on the left (-1) of a group's."""
     reach, end = (CLOSE, max) if side == 1 else (TIGHT, min)
