@@ -27,7 +27,7 @@ PLANNED: Mapping[str, float] = {
     "kernels": 3,
     "memory": 1,
     "overhead": 29,
-    "overhead-managed-collision": 5,
+    "overhead-managed-collision": 7,
     "overhead-sparse": 17,
     "profile": 1,
     "publish": 2,

@@ -36,9 +36,9 @@ HEAD = f"""# Results
 
 {MARK}
 
-Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies its results
-before it measures them. A value is the median, in brackets with the smallest and the largest; where a page
-says so, a mean with its 95 % interval. *Stale*: the code that was measured has changed since; see its page.
+Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies, then measures.
+A value is the median, in brackets the smallest and the largest, if they differ; where a page says so, a mean
+with its 95 % interval. *Stale*: the code that was measured has changed since; its page says which.
 """
 
 Draw = Callable[[Sequence[Mapping[str, Any]]], str]
