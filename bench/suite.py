@@ -33,7 +33,7 @@ PLANNED: Mapping[str, float] = {
     "publish": 2,
     "quality": 3,
     "quantization": 2,
-    "rebuild": 19,
+    "rebuild": 22,
     "recovery": 10,
     "scaling": 1,
     "simulate": 1,

@@ -9,7 +9,17 @@ import pytest
 
 from bench.harness.result import Arguments, WrongResult
 from bench.questions.rebuild import question as rebuild
-from bench.questions.rebuild.question import ACCELERATOR, BACKGROUND, BLOCKING, PROCESSORS, QUICK, Life
+from bench.questions.rebuild.question import (
+    ACCELERATOR,
+    BACKGROUND,
+    BLOCKING,
+    DLRM,
+    PROCESSORS,
+    QUICK,
+    UNIFORM,
+    Case,
+    Life,
+)
 
 
 def told(**change: Any) -> dict[str, Any]:
@@ -38,7 +48,8 @@ def test_processor_time_is_that_of_all_ranks_without_the_steps() -> None:
 
 
 def test_each_metric_has_a_row() -> None:
-    rows = rebuild.rows_of(QUICK, 64, BACKGROUND, ACCELERATOR, [LIFE, LIFE])
+    case = Case(DLRM, ACCELERATOR, 64)
+    rows = rebuild.rows_of(QUICK, case, BACKGROUND, [LIFE, LIFE])
     assert {row.metric for row in rows} == {
         "kill_to_step_s",
         "time_to_full_protection_s",
@@ -47,8 +58,9 @@ def test_each_metric_has_a_row() -> None:
         "waited_for_rows_s",
         "throughput_while_rebuilding",
     }
-    assert all(row.labels["rebuild"] == BACKGROUND and row.repeats == 2 for row in rows)
-    assert len(rebuild.rows_of(QUICK, 64, BLOCKING, PROCESSORS, [LIFE])) == 3
+    wanted = {"rebuild": BACKGROUND, "setting": DLRM, "dense": ACCELERATOR, "table_bytes": 64}
+    assert all(row.repeats == 2 and wanted.items() <= row.labels.items() for row in rows)
+    assert len(rebuild.rows_of(QUICK, case, BLOCKING, [LIFE])) == 3
 
 
 @pytest.mark.parametrize("change", [{"lost": []}, {"lost": [2]}, {"kind": "process"}])
@@ -63,11 +75,11 @@ def test_a_recovery_of_something_else(change: dict[str, Any]) -> None:
 def test_a_killed_rank_is_rebuilt_before_training_and_beside_it() -> None:
     rows = rebuild.run(Arguments(quick=True, seed=3))
     for metric in ("kill_to_step_s", "time_to_full_protection_s"):
-        assert [row.labels["rebuild"] for row in rows if row.metric == metric] == [BLOCKING, BACKGROUND] * 2
+        assert [row.labels["rebuild"] for row in rows if row.metric == metric] == [BLOCKING, BACKGROUND]
 
 
 def test_another_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([["a", "b"], ["a", "c"]])
     monkeypatch.setattr(rebuild, "trained", lambda *_: ([LIFE], 11, next(ends)))
     with pytest.raises(WrongResult, match=r"ranks \[1\] ended with other bytes"):
-        rebuild.launch(QUICK, 64, BACKGROUND, PROCESSORS, seed=0)
+        rebuild.launch(QUICK, Case(UNIFORM, PROCESSORS, 64), BACKGROUND, seed=0)

@@ -1,8 +1,11 @@
 """How soon does training go on when memory was lost, and how fast, if the rebuild goes on beside it?
 
 One of four ranks is killed with its memory in the middle of a step, under stock torchrun, which starts all
-ranks again, by `ecemb-run`. The script is that of the question `recovery`, with `rebuild="blocking"` or
-`"background"`: `rebuild` says which, and `table_bytes` is weights and optimizer state of a rank.
+ranks again, by `ecemb-run`, with `rebuild="blocking"` or `"background"`: `rebuild` says which, and
+`table_bytes` is weights and optimizer state of a rank. In the setting `uniform`, the model of the question
+`recovery`, a step looks up rows that are drawn uniformly, and does hardly anything else: this is the worst
+case, since each step needs rows that nothing has needed before. `dlrm` is that of the question `overhead`:
+TorchRec's tables, few of whose rows are popular.
 
 - `kill_to_step_s`: from the kill to the end of the first step of all ranks. The lost memory itself is freed
   later: a lost machine leaves the others nothing to free.
@@ -15,9 +18,9 @@ ranks again, by `ecemb-run`. The script is that of the question `recovery`, with
   of as many steps after it, for each GB of rows and parity that was lost.
 - `waited_for_rows_s`: in which the replacement rank waited for rows that a batch needs.
 
-`dense` says what a step does besides its lookups and its commit: on `processors` nothing, so that ranks keep
-all processors busy; with an `accelerator` each rank waits for `WAIT_S` seconds, as for a device that
-computes, and leaves the processors idle.
+`dense` says what a step does besides its lookups and its commit. On `processors` ranks keep all processors
+busy: `dlrm` with its dense part. With an `accelerator` each rank waits for `WAIT_S` seconds, as for a device
+that computes, and leaves the processors idle; what stands for the dense part of `dlrm` is small.
 
 Ranks share one machine, and so do the rebuild and the steps beside it. In the end every rank's tables and
 dense parameters have to be those of an undisturbed run of as many steps.
@@ -30,7 +33,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from bench.harness.torchrun import Torchrun
 from bench.questions.rebuild.rank import Order
 from bench.questions.recovery.question import MIB, RANKS, Observer
 from bench.questions.recovery.question import Life as Restart
-from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
+from bench.questions.recovery.rank import DIM, PROTECTED, RECORD_BYTES
 from ecemb.arena.scan import arenas
 from ecemb.coding.code import Code
 
@@ -53,29 +56,81 @@ LEAST_STEPS = 5
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Attributes:
+        script: Of a rank.
+        record_bytes: Of a row: its weights, and the optimizer's state.
+        batch: Samples that a rank takes in a step.
+        steps: Of each life, once no rank lacks anything.
+        tables: See `Order`, as for all that follow.
+        skew: Of the rows' popularity.
+        dense: What is above the tables, by what does the dense work.
+    """
+
+    script: str
+    record_bytes: int
+    batch: int
+    steps: int
+    tables: int = 0
+    skew: float = 0.0
+    dense: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+UNIFORM, DLRM = "uniform", "dlrm"
+SETTINGS: Mapping[str, Setting] = {
+    UNIFORM: Setting("bench.questions.rebuild.rank", RECORD_BYTES, batch=256, steps=60),
+    DLRM: Setting(
+        "bench.questions.rebuild.dlrm_rank",
+        4 * DIM + 8,  # row-wise Adagrad's sum, padded to a word
+        batch=1024,
+        steps=20,
+        tables=26,
+        skew=1.2,
+        dense={PROCESSORS: "dlrm", ACCELERATOR: "small"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is lost, and beside which steps.
+
+    Attributes:
+        setting: One of `SETTINGS`.
+        dense: What does a step's dense work.
+        table_bytes: Of a rank's tables.
+    """
+
+    setting: str
+    dense: str
+    table_bytes: int
+
+
+@dataclass(frozen=True)
 class Scale:
     """How much is measured.
 
     Attributes:
-        cases: What does a step's dense work, and the bytes of a rank's tables; one after the other.
+        cases: One after the other.
         kills: In a launch of each kind, and launches of each kind, taking turns.
-        steps: Of each life, once no rank lacks anything.
-        batch: Samples that a rank takes in a step.
+        most_steps: Of each life, once no rank lacks anything, at most.
         code: Of the parity.
         arena_dir: Where arenas lie.
         timeout_s: Of one launch.
     """
 
-    cases: tuple[tuple[str, int], ...] = (
-        (PROCESSORS, 256 * MIB),
-        (PROCESSORS, 1024 * MIB),
-        (PROCESSORS, 2048 * MIB),
-        (ACCELERATOR, 1024 * MIB),
+    cases: tuple[Case, ...] = (
+        Case(UNIFORM, PROCESSORS, 256 * MIB),
+        Case(UNIFORM, PROCESSORS, 1024 * MIB),
+        Case(UNIFORM, PROCESSORS, 2048 * MIB),
+        Case(DLRM, PROCESSORS, 327 * MIB),
+        Case(DLRM, ACCELERATOR, 327 * MIB),
     )
     kills: int = 3
     launches: int = 1
-    steps: int = 60
-    batch: int = 256
+    most_steps: int = 60
     code: Code = CODE
     arena_dir: str = "/dev/shm"
     timeout_s: float = 900.0
@@ -83,7 +138,11 @@ class Scale:
 
 FULL = Scale()
 QUICK = dataclasses.replace(
-    FULL, cases=((PROCESSORS, 8 * MIB), (ACCELERATOR, 8 * MIB)), kills=1, launches=1, steps=8
+    FULL,
+    cases=(Case(DLRM, ACCELERATOR, 8 * MIB),),
+    kills=1,
+    launches=1,
+    most_steps=8,
 )
 
 
@@ -137,26 +196,28 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale = QUICK if arguments.quick else FULL
     rows: list[Row] = []
-    for dense, size in scale.cases:
+    for case in scale.cases:
         lives: dict[str, list[Life]] = {BLOCKING: [], BACKGROUND: []}
         for _ in range(scale.launches):
             for rebuild, found in lives.items():
-                found += launch(scale, size, rebuild, dense, arguments.seed)
+                found += launch(scale, case, rebuild, arguments.seed)
         for rebuild, found in lives.items():
-            rows += rows_of(scale, size, rebuild, dense, found)
+            rows += rows_of(scale, case, rebuild, found)
     return by_metric(rows)
 
 
-def launch(scale: Scale, size: int, rebuild: str, dense: str, seed: int) -> list[Life]:
+def launch(scale: Scale, case: Case, rebuild: str, seed: int) -> list[Life]:
     """Kills a rank, time and again, and compares the end with that of an undisturbed training.
 
     Raises:
         WrongResult: It ended with other bytes, or something else was recovered than was lost.
         LaunchFailed: torchrun did.
     """
-    lives, steps, digests = trained(scale, size, rebuild, dense, scale.kills, scale.steps, seed)
+    wait_s = WAIT_S if case.dense == ACCELERATOR else 0.0
+    few = min(SETTINGS[case.setting].steps, scale.most_steps)
+    lives, steps, digests = trained(scale, case, rebuild, scale.kills, few, wait_s, seed)
     check(lives)
-    _, _, expected = trained(scale, size, rebuild, PROCESSORS, 0, steps, seed)
+    _, _, expected = trained(scale, case, rebuild, 0, steps, 0.0, seed)
     if digests != expected:
         ranks = [rank for rank, pair in enumerate(zip(digests, expected, strict=True)) if len(set(pair)) > 1]
         raise WrongResult(f"ranks {ranks} ended with other bytes than without a kill")
@@ -164,9 +225,10 @@ def launch(scale: Scale, size: int, rebuild: str, dense: str, seed: int) -> list
 
 
 def trained(
-    scale: Scale, size: int, rebuild: str, dense: str, kills: int, steps: int, seed: int
+    scale: Scale, case: Case, rebuild: str, kills: int, steps: int, wait_s: float, seed: int
 ) -> tuple[list[Life], int, list[str]]:
     """One launch of torchrun: its restarts, all its steps, and the digests that the ranks ended with."""
+    setting = SETTINGS[case.setting]
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
         order = Order(
             method=PROTECTED,
@@ -175,8 +237,8 @@ def trained(
             arena_dir=scale.arena_dir,
             n=scale.code.n,
             k=scale.code.k,
-            rows=size // RECORD_BYTES,
-            batch=scale.batch,
+            rows=case.table_bytes // setting.record_bytes,
+            batch=setting.batch,
             steps=steps,
             kills=kills,
             victims=(VICTIM,),
@@ -184,14 +246,17 @@ def trained(
             seed=seed,
             timeout_s=scale.timeout_s,
             rebuild=rebuild,
-            wait_s=WAIT_S if dense == ACCELERATOR else 0.0,
+            tables=setting.tables,
+            skew=setting.skew,
+            dense=setting.dense.get(case.dense, ""),
+            wait_s=wait_s,
         )
         with (
             order.leaving_nothing(),
             Torchrun(
                 RANKS,
                 kills,
-                "bench.questions.rebuild.rank",
+                setting.script,
                 str(order.write()),
                 folder=Path(folder),
                 name=rebuild,
@@ -241,10 +306,10 @@ def check(lives: Sequence[Life]) -> None:
                 )
 
 
-def rows_of(scale: Scale, size: int, rebuild: str, dense: str, lives: Sequence[Life]) -> list[Row]:
+def rows_of(scale: Scale, case: Case, rebuild: str, lives: Sequence[Life]) -> list[Row]:
     """Returns the rows of the restarts of one kind."""
     code = f"({scale.code.n}, {scale.code.k})"
-    labels = {"rebuild": rebuild, "code": code, "dense": dense, "table_bytes": size}
+    labels = {"rebuild": rebuild, "code": code, **dataclasses.asdict(case)}
     rows = [
         summary("kill_to_step_s", "s", [life.to_step_s for life in lives], **labels),
         summary("time_to_full_protection_s", "s", [life.to_whole_s for life in lives], **labels),

@@ -1,4 +1,4 @@
-"""One rank whose memory, or a peer's, is rebuilt before training goes on, or beside it.
+"""One rank whose memory, or a peer's, is rebuilt before training goes on, or beside it; rows drawn uniformly.
 
 Marks, kills and files are those of `bench.questions.recovery.rank`. A life ends, by a kill or as the last
 one, some steps after no rank lacks anything: all ranks hear that in the same step.
@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bench.questions.recovery.rank import Bags, digest, process_began
+from bench.questions.recovery.rank import DIM as DIM
+from bench.questions.recovery.rank import Bags, Training, digest, process_began
 from bench.questions.recovery.rank import Order as RecoveryOrder
 
 
@@ -23,10 +24,16 @@ class Order(RecoveryOrder):
     Attributes:
         steps: Of each life, once no rank lacks anything.
         rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
+        tables: Number of tables, where the model leaves it open.
+        skew: Of the rows' popularity, where they are not drawn uniformly.
+        dense: What is above the tables, one of `DENSE`, where the model leaves it open.
         wait_s: In which a step waits for dense work of an accelerator, and leaves the processors idle.
     """
 
     rebuild: str = "blocking"
+    tables: int = 0
+    skew: float = 0.0
+    dense: str = ""
     wait_s: float = 0.0
 
 
@@ -39,12 +46,12 @@ def main(path: str) -> None:
     import ecemb
 
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
-    Rebuilt(order, marks).run()
+    Uniform(order, marks).run()
     torch.distributed.destroy_process_group()
 
 
-class Rebuilt(Bags):
-    """The model of the question `recovery`."""
+class Rebuilding(Training):
+    """Lives that end some steps after no rank lacks anything."""
 
     order: Order
 
@@ -77,10 +84,10 @@ class Rebuilt(Bags):
         )
         guard.close()
 
-    def train(self, number: int, *, dies: bool) -> None:
+    def wait_for_device(self) -> None:
+        """In each step: what an accelerator computes meanwhile takes no processor."""
         if self.order.wait_s:
             time.sleep(self.order.wait_s)
-        super().train(number, dies=dies)
 
     def _leave(self, ends: list[float], whole_at: float, whole_before: int) -> None:
         """Before the last step of a life, which may be the process's end."""
@@ -104,6 +111,14 @@ class Rebuilt(Bags):
                 "waited_s": guard.stats()["rebuild"].get("waited_s", 0.0),
             },
         )
+
+
+class Uniform(Rebuilding, Bags):
+    """The model of the question `recovery`."""
+
+    def train(self, number: int, *, dies: bool) -> None:
+        self.wait_for_device()
+        super().train(number, dies=dies)
 
 
 def _lost_bytes(guard: Any) -> int:
