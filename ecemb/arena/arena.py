@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from . import capacity, private_files, record_lock
 from . import header as headers
 from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
 from .private_files import Folder
-from .shared_mapping import map_shared, populated
+from .shared_mapping import map_shared, unpopulated
 
 _SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20
@@ -314,15 +314,20 @@ class Arena:
             break
         return self.reserved(name)
 
-    def back(self, name: str, start: int, stop: int) -> None:
-        """Backs bytes start..stop-1 of a region by memory, whatever else of it is backed; see `Backing`.
+    def back(self, name: str, runs: Iterable[tuple[int, int]]) -> None:
+        """Backs runs of a region's bytes by memory, whatever else of it is backed; see `Backing`.
+
+        Args:
+            name: of the region.
+            runs: start and end of each, in bytes.
 
         Raises:
             NotEnoughSpace: the kernel refuses.
         """
-        if not populated(self.region(name)[start:stop]):
+        offset, _ = self._span(name)
+        for start, stop in unpopulated(self.region(name), runs):
             with capacity.refusals(self.path, stop - start):
-                os.posix_fallocate(self._fd, self._span(name)[0] + start, stop - start)
+                os.posix_fallocate(self._fd, offset + start, stop - start)
 
     def mark_backed(self, name: str) -> None:
         """Says that all of a region is backed."""

@@ -114,10 +114,11 @@ class Backing:
         backed, first = self._backed[name], starts // PAGE_BYTES
         counts = (starts + size_bytes - 1) // PAGE_BYTES - first + 1
         ends = np.cumsum(counts)
-        pages = np.unique(np.repeat(first - ends + counts, counts) + np.arange(counts.sum()))
-        if not backed[pages].all():
+        pages = np.repeat(first - ends + counts, counts) + np.arange(counts.sum())
+        if len(lacking := pages[~backed[pages]]):
             with self._lock:
-                self._back(name, pages[~backed[pages]])
+                lacking = np.unique(lacking)
+                self._back(name, lacking[~backed[lacking]])
 
     def ensure_all(self) -> None:
         """Backs all that is left, and says in the arena that the regions are reserved.
@@ -138,11 +139,11 @@ class Backing:
         """Backs pages that are not (int64 [m], ascending, distinct); with the lock held."""
         if not len(pages):
             return
-        capacity_bytes, cuts = len(self._arena.region(name)), np.flatnonzero(np.diff(pages) > 1) + 1
+        apart = np.diff(pages, prepend=-2, append=-2) != 1  # before each page, and behind the last one
+        starts = pages[apart[:-1]] * PAGE_BYTES
+        stops = np.minimum((pages[apart[1:]] + 1) * PAGE_BYTES, len(self._arena.region(name)))
         self._promise.take(len(pages) * PAGE_BYTES)
-        for run in np.split(pages, cuts):
-            start, stop = int(run[0]) * PAGE_BYTES, (int(run[-1]) + 1) * PAGE_BYTES
-            self._arena.back(name, start, min(stop, capacity_bytes))
+        self._arena.back(name, zip(starts.tolist(), stops.tolist(), strict=True))
         self._backed[name][pages] = True
 
 

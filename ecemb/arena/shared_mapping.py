@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MOST_LOCKED_BYTES = 1 << 16
+"""So few are backed with the interpreter's lock held: to wait for the lock again takes longer."""
+_with_lock = ctypes.PyDLL(None, use_errno=True)
+_with_lock.madvise.argtypes = _libc.madvise.argtypes
 
 
 class _Mapping:
@@ -75,11 +80,24 @@ def populated(mapped: NDArray[np.uint8]) -> bool:
     Returns:
         Whether the kernel has done it: it has the call, and the memory. If not, any of them may be backed.
     """
-    if not mapped.size:
-        return True
-    address = mapped.__array_interface__["data"][0]
-    first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return _libc.madvise(first, address + mapped.size - first, _MADV_POPULATE_WRITE) == 0
+    return not mapped.size or not unpopulated(mapped, [(0, mapped.size)])
+
+
+def unpopulated(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Does the same for runs of bytes of a mapping, each given by its start and its end.
+
+    Returns:
+        The runs for which the kernel has not done it.
+    """
+    address, page = mapped.__array_interface__["data"][0], mmap.PAGESIZE
+    left: list[tuple[int, int]] = []
+    for start, stop in runs:
+        first = (address + start) // page * page
+        size_bytes = address + stop - first
+        madvise = (_with_lock if size_bytes <= _MOST_LOCKED_BYTES else _libc).madvise
+        if madvise(first, size_bytes, _MADV_POPULATE_WRITE) != 0:
+            left.append((start, stop))
+    return left
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:

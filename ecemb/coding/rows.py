@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class TableLayout:
     columns: tuple[Column, ...]
     group: str = ""
 
-    @property
+    @cached_property
     def record_words(self) -> int:
         """8-byte words of one row's record."""
         return -(-sum(column.row_bytes for column in self.columns) // WORD_BYTES)

@@ -118,16 +118,23 @@ class AsOf:
         return self._memory.committed <= of  # or a journal that was read may have been armed again
 
     def _read_run(self, start: int, stop: int, of: int, out: Words) -> bool:
-        """Copies words start..stop-1 of the row space, if they are all of `out`, and a table's whole rows."""
+        """Copies words start..stop-1 of the row space, if they are all of `out`, and of one table."""
         space = self._memory.space
         if stop - start != len(out) or not len(out):
             return False
         index = bisect.bisect_right(space.bases, start) - 1
-        record, base = space.finest[index].layout.record_words, space.bases[index]
-        if stop > space.bases[index + 1] or (start - base) % record or len(out) % record:
+        layout, base = space.finest[index].layout, space.bases[index]
+        if stop > base + layout.words:
             return False
-        rows = np.arange((start - base) // record, (stop - base) // record)
-        self._gather(index, rows, of, out.reshape(len(rows), record))
+        record = layout.record_words
+        rows = np.arange((start - base) // record, -(-(stop - base) // record))
+        if len(rows) * record == len(out):
+            self._gather(index, rows, of, out.reshape(len(rows), record))
+            return True
+        records = np.empty((len(rows), record), np.uint64)
+        self._gather(index, rows, of, records)
+        skipped = (start - base) % record
+        out[:] = records.reshape(-1)[skipped : skipped + len(out)]
         return True
 
     def _gather(self, index: int, rows: Ids, of: int, out: Words) -> None:

@@ -46,7 +46,7 @@ def trained(root: Path, job: Job, kernel: str = "reference") -> Generator[tuple[
 
 
 def check(ranks: Ranks, i: int, of: int) -> tuple[bool, bool]:
-    """Reads all blocks of a rank in runs of some widths. Returns whether it gives rows, and parity."""
+    """Reads all blocks of a rank in runs, some also one by one. Returns whether it gives rows, and parity."""
     placement, memory = ranks.job.placement, ranks.memories[i]
     given: dict[bool, set[bool]] = {False: set(), True: set()}
     for c in range(placement.world_size):
@@ -61,6 +61,12 @@ def check(ranks: Ranks, i: int, of: int) -> tuple[bool, bool]:
                 given[block >= placement.k].add(is_given)
                 if is_given:
                     assert np.array_equal(out, runs(ranks.block(i, c, block, of), at, width))
+                for one in range(0, len(at), 1 + len(at) // 2):
+                    alone = np.full((1, width), 77, np.uint64)
+                    given[block >= placement.k].add(
+                        AsOf(memory).read(c, block, at[one : one + 1], width, of, alone)
+                    )
+                    assert not is_given or np.array_equal(alone, out[one : one + 1])
     (rows,), (parity,) = given[False], given[True]
     return rows, parity
 
