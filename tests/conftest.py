@@ -30,6 +30,7 @@ BY_PATH = {
         "bench/test_cpr.py",
         "bench/test_drift.py",
     ),
+    "long": ("failures/test_moves.py",),  # scenarios move jobs as well
 }
 """Marker -> parts of paths below tests/. All tests there run scripts or commands, or take long."""
 
