@@ -181,17 +181,17 @@ class Sources:
         return total, delay_ns
 
     def _answer(self, head: Words, rank: int) -> Answer:
-        told = int(head[0])
-        if told == Answer.REFUSED:
+        answer = int(head[0])
+        if answer == Answer.REFUSED:
             text = f"rank {rank} refuses to give rank {self._rank} what it lacks: see the log of rank {rank}"
             raise follows(PeerFailure(text))
-        if told > Answer.REFUSED:
+        if answer > Answer.REFUSED:
             raise PeerFailure(
-                f"rank {rank} answers {told} to a request of rank {self._rank}, and answers are 0 to "
+                f"rank {rank} answers {answer} to a request of rank {self._rank}, and answers are 0 to "
                 f"{int(Answer.REFUSED)}: the network is damaged, or the ranks run different versions of "
                 f"ecemb; restart the job"
             )
-        return Answer(told)
+        return Answer(answer)
 
     def _say(self, words: Words, rank: int, what: str) -> Callable[[], None]:
         tag = self._transport.tag(Kind.REQUEST, 0)
