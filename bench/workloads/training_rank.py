@@ -171,16 +171,22 @@ class Clicks(Protocol):
 def draw(order: Clicks, rank: int, count: int) -> list[Batch]:
     """A rank's batches: each table has a popularity of its own, the same on all ranks."""
     weights, popular = popularity(order)
-    heaped = np.cumsum(weights)
-    own = np.random.default_rng([order.seed, rank])
-    batches: list[Batch] = []
-    for _ in range(count):
-        place = np.searchsorted(heaped, own.random((order.tables, order.batch, order.lookups)))
-        ids = np.stack([rows[np.minimum(p, order.rows - 1)] for rows, p in zip(popular, place, strict=True)])
-        integers = own.random((order.batch, INTEGERS), np.float32)
-        clicks = own.integers(0, 2, (order.batch, 1)).astype(np.float32)
-        batches.append(Batch(*map(torch.from_numpy, (integers, ids, clicks))))
-    return batches
+    heaped, own = np.cumsum(weights), np.random.default_rng([order.seed, rank])
+    return [drawn(order, heaped, popular, own) for _ in range(count)]
+
+
+def drawn(
+    order: Clicks,
+    heaped: NDArray[np.float64],
+    popular: Sequence[NDArray[np.int64]],
+    random: np.random.Generator,
+) -> Batch:
+    """One batch; the popularity of rows is given as `popularity` does, but summed up."""
+    place = np.searchsorted(heaped, random.random((order.tables, order.batch, order.lookups)))
+    ids = np.stack([rows[np.minimum(p, order.rows - 1)] for rows, p in zip(popular, place, strict=True)])
+    integers = random.random((order.batch, INTEGERS), np.float32)
+    clicks = random.integers(0, 2, (order.batch, 1)).astype(np.float32)
+    return Batch(*map(torch.from_numpy, (integers, ids, clicks)))
 
 
 def popularity(order: Clicks) -> tuple[NDArray[np.float64], list[NDArray[np.int64]]]:

@@ -5,38 +5,22 @@ It imports at its top, as users' scripts do: `ecemb-run` finds there what it imp
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from bench.questions.rebuild.rank import DIM, Order, Rebuilding, process_began
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchrec.distributed.model_parallel  # noqa: F401 - the model imports it when it is built
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
 
-MARKS = {"process": process_began(), "interpreter": time.monotonic()}
-
-import numpy as np  # noqa: E402 - imports are measured one by one
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torchrec.distributed.model_parallel  # noqa: E402, F401 - `torchrec_twin` needs it
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
-
-import ecemb  # noqa: E402
-from bench.workloads.models import INTEGERS, Batch, torchrec_twin  # noqa: E402
-from bench.workloads.training_rank import popularity  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What batches are drawn by, see `Clicks`; `rows` are those of a table, over all ranks."""
-
-    tables: int
-    rows: int
-    lookups: int
-    batch: int
-    skew: float
-    seed: int
+import ecemb
+from bench.questions.rebuild.rank import Order, Rebuilding
+from bench.workloads.models import torchrec_twin
+from bench.workloads.training_rank import drawn, popularity
 
 
 def main(path: str) -> None:
@@ -44,7 +28,7 @@ def main(path: str) -> None:
     order = Order.read(path)
     torch.set_num_threads(1)
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
-    Dlrm(order, MARKS).run()
+    Dlrm(order, {}).run()
     dist.destroy_process_group()
 
 
@@ -55,16 +39,17 @@ class Dlrm(Rebuilding):
         order = self.order
         torch.manual_seed(order.seed)
         rows = order.rows * self.ranks // order.tables
-        self.by = Drawn(order.tables, rows, 1, order.batch, order.skew, order.seed)
-        self.twin = torchrec_twin(order.tables, rows, DIM, order.dense)
-        weights, self.popular = popularity(self.by)
+        self.drawn_by = dataclasses.replace(order, rows=rows)
+        self.twin = torchrec_twin(order.tables, rows, order.dim, order.dense)
+        weights, self.popular = popularity(self.drawn_by)
         self.heaped = np.cumsum(weights)
 
     def protected(self) -> tuple[nn.Module, Sequence[Optimizer]]:
         return self.twin.model, self.twin.optimizers
 
     def train(self, number: int, *, dies: bool) -> None:
-        batch, twin = self.drawn(number), self.twin
+        random, twin = np.random.default_rng([self.order.seed, self.rank, number]), self.twin
+        batch = drawn(self.drawn_by, self.heaped, self.popular, random)
         for optimizer in twin.optimizers:
             optimizer.zero_grad()
         self.wait_for_device()
@@ -73,17 +58,6 @@ class Dlrm(Rebuilding):
             self.perish()
         for optimizer in twin.optimizers:
             optimizer.step()
-
-    def drawn(self, number: int) -> Batch:
-        """This rank's batch in a step."""
-        by = self.by
-        random = np.random.default_rng([by.seed, self.rank, number])
-        places = np.searchsorted(self.heaped, random.random((by.tables, by.batch, by.lookups)))
-        places = np.minimum(places, by.rows - 1)
-        ids = np.stack([rows[place] for rows, place in zip(self.popular, places, strict=True)])
-        integers = random.random((by.batch, INTEGERS), np.float32)
-        clicks = random.integers(0, 2, (by.batch, 1)).astype(np.float32)
-        return Batch(*map(torch.from_numpy, (integers, ids, clicks)))
 
     def tensors(self) -> list[Tensor]:
         return [tensor.detach().contiguous() for tensor in self.twin.tensors()]

@@ -39,10 +39,11 @@ from typing import Any
 
 from bench.harness.result import Arguments, Row, WrongResult, by_metric, summary
 from bench.harness.torchrun import Torchrun
+from bench.questions.overhead.question import FULL as OVERHEAD
 from bench.questions.rebuild.rank import Order
 from bench.questions.recovery.question import MIB, RANKS, Observer
 from bench.questions.recovery.question import Life as Restart
-from bench.questions.recovery.rank import DIM, PROTECTED, RECORD_BYTES
+from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
 from ecemb.arena.scan import arenas
 from ecemb.coding.code import Code
 
@@ -65,6 +66,7 @@ class Setting:
         batch: Samples that a rank takes in a step.
         steps: Of each life, once no rank lacks anything.
         tables: See `Order`, as for all that follow.
+        dim: Of each row.
         skew: Of the rows' popularity.
         dense: What is above the tables, by what does the dense work.
     """
@@ -74,6 +76,7 @@ class Setting:
     batch: int
     steps: int
     tables: int = 0
+    dim: int = 0
     skew: float = 0.0
     dense: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -83,14 +86,16 @@ SETTINGS: Mapping[str, Setting] = {
     UNIFORM: Setting("bench.questions.rebuild.rank", RECORD_BYTES, batch=256, steps=60),
     DLRM: Setting(
         "bench.questions.rebuild.dlrm_rank",
-        4 * DIM + 8,  # row-wise Adagrad's sum, padded to a word
-        batch=1024,
+        4 * OVERHEAD.dim + 8,  # row-wise Adagrad's sum, padded to a word
+        batch=OVERHEAD.batch,
         steps=20,
-        tables=26,
-        skew=1.2,
-        dense={PROCESSORS: "dlrm", ACCELERATOR: "small"},
+        tables=OVERHEAD.tables,
+        dim=OVERHEAD.dim,
+        skew=OVERHEAD.skew,
+        dense={PROCESSORS: OVERHEAD.dense, ACCELERATOR: "small"},
     ),
 }
+DLRM_BYTES = OVERHEAD.tables * OVERHEAD.rows // RANKS * SETTINGS[DLRM].record_bytes
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ class Scale:
         Case(UNIFORM, PROCESSORS, 256 * MIB),
         Case(UNIFORM, PROCESSORS, 1024 * MIB),
         Case(UNIFORM, PROCESSORS, 2048 * MIB),
-        Case(DLRM, PROCESSORS, 327 * MIB),
-        Case(DLRM, ACCELERATOR, 327 * MIB),
+        Case(DLRM, PROCESSORS, DLRM_BYTES),
+        Case(DLRM, ACCELERATOR, DLRM_BYTES),
     )
     kills: int = 3
     launches: int = 1
@@ -247,6 +252,7 @@ def trained(
             timeout_s=scale.timeout_s,
             rebuild=rebuild,
             tables=setting.tables,
+            dim=setting.dim,
             skew=setting.skew,
             dense=setting.dense.get(case.dense, ""),
             wait_s=wait_s,

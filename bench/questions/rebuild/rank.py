@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bench.questions.recovery.rank import DIM as DIM
 from bench.questions.recovery.rank import Bags, Training, digest, process_began
 from bench.questions.recovery.rank import Order as RecoveryOrder
 
@@ -25,13 +24,17 @@ class Order(RecoveryOrder):
         steps: Of each life, once no rank lacks anything.
         rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
         tables: Number of tables, where the model leaves it open.
-        skew: Of the rows' popularity, where they are not drawn uniformly.
-        dense: What is above the tables, one of `DENSE`, where the model leaves it open.
+        dim: Of each row, there as well, as all that follows.
+        lookups: Rows of each table that a sample looks up.
+        skew: Of the rows' popularity.
+        dense: What is above the tables, one of `DENSE`.
         wait_s: In which a step waits for dense work of an accelerator, and leaves the processors idle.
     """
 
     rebuild: str = "blocking"
     tables: int = 0
+    dim: int = 0
+    lookups: int = 1
     skew: float = 0.0
     dense: str = ""
     wait_s: float = 0.0
