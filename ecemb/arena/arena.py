@@ -377,10 +377,6 @@ class Arena:
         self.set(Word.PID, os.getpid())
         _attached.add(self)
 
-    def _forget(self) -> None:
-        """Closes the arena in a forked child, which has neither mapping nor lock."""
-        self._data = self._words = None
-
     def _write(self, offset: int, content: bytes) -> None:
         if self._data is None:
             raise self._closed()
@@ -445,8 +441,9 @@ def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]]) -> None:
 
 
 def _after_fork_in_child() -> None:
+    """Closes the arenas in a forked child, which has neither mappings nor locks."""
     for arena in list(_attached):
-        arena._forget()  # pyright: ignore[reportPrivateUsage]
+        arena._data = arena._words = None  # pyright: ignore[reportPrivateUsage]
     _attached.clear()
 
 

@@ -33,6 +33,7 @@ from ecemb.group.failure_detector import (
 )
 from ecemb.group.handshake import Listener, Peer, connect
 from ecemb.group.links import Link, drop, pair
+from support import holdings
 from support.failure_detector_worker import Worker, watched
 
 DEADLINE_S = 300.0
@@ -422,7 +423,7 @@ def start(size: int) -> list[FailureDetector]:
 
 
 def test_fifty_starts_and_stops_leave_nothing() -> None:
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    descriptors, threads = holdings.descriptors(), holdings.threads()
     for _ in range(50):
         watches = start(2)
         closing = [threading.Thread(target=watch.say_goodbye) for watch in watches]
@@ -431,8 +432,8 @@ def test_fifty_starts_and_stops_leave_nothing() -> None:
         for thread in closing:
             thread.join(DEADLINE_S)
         watches[0].say_goodbye()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.active_count() == threads
+    assert not holdings.descriptors() - descriptors
+    assert not holdings.threads() - threads
 
 
 def test_half_an_error_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

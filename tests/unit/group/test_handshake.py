@@ -18,6 +18,7 @@ from ecemb.errors import RendezvousError
 from ecemb.group import handshake
 from ecemb.group.handshake import Listener, Peer, connect
 from ecemb.group.links import Link, calls, keep, neighbours
+from support import holdings
 
 SECRET = b"of this start"
 DEADLINE_S = 300.0
@@ -80,14 +81,14 @@ class Workers:
 
 @contextmanager
 def workers(size: int, addresses: Sequence[str] = (HERE,)) -> Iterator[Workers]:
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    descriptors, threads = holdings.descriptors(), holdings.threads()
     found = Workers(size, addresses)
     try:
         yield found
     finally:
         found.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.active_count() == threads
+    assert not holdings.descriptors() - descriptors
+    assert not holdings.threads() - threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 17])

@@ -18,6 +18,7 @@ import pytest
 
 from ecemb.group import heartbeat
 from ecemb.group.heartbeat import Beats
+from support import holdings
 
 Ends: TypeAlias = tuple[socket.socket, socket.socket]
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,17 +92,15 @@ def test_it_takes_no_signal_from_python(ends: Ends) -> None:
 
 
 def test_starts_and_stops_leave_nothing(ends: Ends) -> None:
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     Beats([], 1.0, b"\7").stop()
-    before = held()
+    descriptors, tasks = holdings.descriptors(), holdings.tasks()
     for _ in range(100):
         Beats([ends[0].fileno()], 1.0, b"\7").stop()
     deadline = time.monotonic() + DEADLINE_S
-    while held() != before:  # a thread that was joined may still end in the kernel
-        assert time.monotonic() < deadline, (held(), before)
+    while holdings.tasks() - tasks:  # a thread that was joined may still end in the kernel
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert not holdings.descriptors() - descriptors
 
 
 def test_a_thread_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
