@@ -193,8 +193,8 @@ class Table:
         parts: list[tuple[NDArray[np.unsignedinteger], int]] = []
         offset = 0
         for column, start in zip(layout.columns, starts, strict=True):
-            size = layout.rows * column.row_bytes
-            rows = memory[start : start + size].reshape(layout.rows, column.row_bytes)
+            # Without rows it is at its start as well: an empty slice would be at the memory's.
+            rows = np.ndarray((layout.rows, column.row_bytes), np.uint8, memory.data, start)
             self.columns.append(rows)
             if column.row_bytes:
                 width = math.gcd(WORD_BYTES, column.row_bytes, offset, start)

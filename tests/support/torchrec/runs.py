@@ -24,6 +24,8 @@ SHARDINGS = (
     "grid_shard",
     "data_parallel",
 )
+FEW = "few_row_wise"
+"""By rows, of which the last rank has none; another table of the batch has some there, as FBGEMM needs."""
 SEQUENCE_SHARDINGS = ("row_wise", "table_wise", "column_wise")  # FBGEMM pools data-parallel ones on CPU
 OFFERED = {
     "bags": SHARDINGS,

@@ -40,6 +40,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from support.torchrec.runs import FEW
 from support.torchrec.stand_ins import HashZchManagedCollisionModule, hash_mc_evictions
 
 HashZchEvictionConfig = hash_mc_evictions.HashZchEvictionConfig
@@ -59,6 +60,7 @@ def shardings(number: int, ranks: int) -> dict[str, Any]:
     hosts = max(1, ranks // 2)
     return {
         "row_wise": plans.row_wise(),
+        FEW: plans.row_wise(),
         "table_wise": plans.table_wise(rank=number % ranks),
         "column_wise": plans.column_wise(ranks=[number % ranks, (number + 1) % ranks]),
         "table_row_wise": plans.table_row_wise(host_index=number % hosts),
@@ -127,7 +129,9 @@ class Collections:
         configs: list[Any] = []
         per_table: dict[str, Any] = {}
         for number, name in enumerate(names):
-            self.rows[name] = 37 + len(self.rows) % 5  # not too few: FBGEMM needs rows on every rank
+            self.rows[name] = 37 + len(self.rows) % 5  # FBGEMM needs rows on every rank
+            if name.endswith(FEW):
+                self.rows[name] = ranks - 1
             if kind == "hashed":
                 self.rows[name] = 5 * ranks  # of equally many slots
             self.ids[name] = 300 if kind in MANAGED else self.rows[name]
@@ -203,9 +207,10 @@ def _collection(kind: str, configs: list[Any], names: list[str]) -> Any:
         weighted = kind in ("weighted", "processed")
         module = EmbeddingBagCollection(device=meta, tables=configs, is_weighted=weighted)
         inner = module.embedding_bags
-    for number, (one, optimizer) in enumerate(zip(configs, optimizers, strict=True)):
+    for name, one, optimizer in zip(names, configs, optimizers, strict=True):
         if optimizer is None:
             continue
+        number = names.index(name.replace(FEW, "row_wise"))  # of equal rates, so that they are in one batch
         lr = 0.1 if kind == "variable" else 0.1 + 0.01 * number  # FBGEMM looks the former up at once
         apply_optimizer_in_backward(optimizer, inner[one.name].parameters(), {"lr": lr})
     if kind in MANAGED:

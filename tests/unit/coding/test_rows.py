@@ -363,6 +363,22 @@ def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) ->
     assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 3))
+@settings(deadline=None)
+def test_a_column_is_at_its_place_also_without_rows(rows: list[int], more: int) -> None:
+    """An engine takes a batch of tables from the first one's place on."""
+    columns = (Column("weight", "float32", 12), Column("momentum1", "float32", 4))
+    layouts = [TableLayout("alone", more, columns)]
+    layouts += [TableLayout(f"g{i}", count, columns, "g") for i, count in enumerate(rows)]
+    starts, size = arrange(layouts)
+    memory = np.zeros(size, np.uint8)
+    kernels = contract.get_kernels("reference")
+    for layout, at in zip(layouts, starts, strict=True):
+        for column, start in zip(Table(layout, memory, at, kernels).columns, at, strict=True):
+            assert column.ctypes.data - memory.ctypes.data == start
+            assert column.reshape(-1).ctypes.data - memory.ctypes.data == start
+
+
 def test_a_long_record_is_captured_in_parts() -> None:
     """One of another size, and any other table, is captured as it is."""
     long = TableLayout("state", 1, (Column("state", "uint8", 4 * SPLIT_BYTES),))
