@@ -154,7 +154,8 @@ class Claim:
 
     def __init__(self, turn: int, path: Path) -> None:
         self._turn, self._path = turn, path
-        self._name = _CLAIM + secrets.token_hex(8)
+        number = secrets.token_hex(8)
+        self._name, self._new = f"{_CLAIM}{number}", f".new-{number}"
         self._fd: int | None = None
         _claims.add(self)
 
@@ -200,20 +201,20 @@ class Claim:
         data = _CLAIMED.pack(promised_bytes, waiting)
         with refusals(self._path, len(data)):
             if self._fd is None:
-                new = f".new-{self._name[len(_CLAIM) :]}"
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._fd = os.open(new, flags, 0o600, dir_fd=self._turn)
+                self._fd = os.open(self._new, flags, 0o600, dir_fd=self._turn)
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
                 os.pwrite(self._fd, data, 0)
-                os.rename(new, self._name, src_dir_fd=self._turn, dst_dir_fd=self._turn)
+                os.rename(self._new, self._name, src_dir_fd=self._turn, dst_dir_fd=self._turn)
             else:
                 os.pwrite(self._fd, data, 0)
 
     def drop(self) -> None:
         """Removes the claim."""
         if self._fd is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._turn)
+            for name in (self._name, self._new):  # the latter, if its bytes did not fit
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._turn)
             self.forget()
 
     def forget(self) -> None:

@@ -196,8 +196,12 @@ class Constants(Identity):
         _require(regions, "regions", self.regions, rule)
 
     def encode(self) -> bytes:
-        """Canonical JSON: equal constants give equal bytes."""
-        return _canonical(dataclasses.asdict(self)).encode("ascii")
+        """Canonical JSON: equal constants give equal bytes. ConfigurationError: no arena can hold it."""
+        payload = _canonical(dataclasses.asdict(self)).encode("ascii")
+        if (size := len(payload)) > MAX_CONSTANTS_BYTES:
+            what = f"the tables' description takes {size} bytes of at most {MAX_CONSTANTS_BYTES}"
+            raise ConfigurationError(f"{what}: protect fewer tables, or leave elastic=True out")
+        return payload
 
     @classmethod
     def decode(cls, payload: bytes) -> Constants:

@@ -77,5 +77,5 @@ class Ahead:
                 self._arena.reserve(region, size_bytes, spare_bytes=0)
                 populate(self._arena.region(region)[self.ready(region) : size_bytes])
                 self._ready[region] = size_bytes
-            except EcembError as error:
+            except (EcembError, OSError) as error:
                 logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)

@@ -91,6 +91,6 @@ def journal_bytes(used: Sequence[int], steps: int) -> float:
 
 def free_bytes(arena: Arena) -> int:
     """Bytes that can still be stored where an arena is: the least that a limit leaves, but for promises."""
-    with private_files.opened(private_files.locate(arena.path).arena_dir) as folder:
+    with private_files.opened(private_files.locate(arena.path).arena_dir, create=True) as folder:
         free = min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
         return max(0, free - capacity.promised_elsewhere(folder))

@@ -41,6 +41,8 @@ BUSY_NS = 200_000
 """A wait of training for a processor, during one chunk, from which on processors count as busy."""
 _AHEAD = 2
 """Chunks under way at a time: while one is added up, the next ones arrive."""
+_MOST_DROPS = 4
+"""After so many chunks of parity in a row that came too late, a step waits for those under way."""
 _GONE_S, _LONGEST_GONE_S = 0.001, 0.05
 """First and longest rest after an answer that the words are gone."""
 
@@ -115,7 +117,8 @@ class Arrivals:
         self._urgent: list[int | None] = []
         self._waited_for = Counter[int]()
         self._waited_by_table_s: dict[str, float] = {}
-        self._pauses, self._is_paused = 0, False
+        self._pauses, self._is_paused, self._is_settling = 0, False, False
+        self._parity_flights = self._drops = 0
         self._delays = Delays()
         self._is_closing = self._is_over = self._is_whole = False
         self._error: BaseException | None = None
@@ -209,14 +212,23 @@ class Arrivals:
     def pause(self) -> None:
         """Drops parity that is under way: before this rank stores `prepared`. None is stored until `resume`.
 
+        Where steps are shorter than a chunk takes, each would be dropped: some of them are waited for.
+
         Raises:
             EcembError: nothing arrives any more, because a holder refused, or has ended.
         """
         with self._changed:
+            self._is_paused = True
+            while self._drops >= _MOST_DROPS and self._parity_flights and not self._comes_no_more:
+                self._changed.wait()
             if self._error is not None:
                 raise self._error
-            self._is_paused = True
             self._pauses += 1
+
+    @property
+    def _comes_no_more(self) -> bool:
+        """Whether the thread stores nothing before `resume`."""
+        return self._is_settling or self._is_over
 
     def resume(self) -> None:
         """Lets parity arrive again: after this rank has stored `committed`."""
@@ -318,9 +330,13 @@ class Arrivals:
         """Waits while this rank is between `prepared` and `committed`; how often it has prepared."""
         with self._changed:
             while self._is_paused and not self._is_closing:
+                self._is_settling = True
+                self._changed.notify_all()
                 self._changed.wait()
+            self._is_settling = False
             if self._is_closing:
                 raise _Closed
+            self._parity_flights += 1
             return self._pauses
 
     def _hottest(self) -> list[int]:
@@ -348,6 +364,8 @@ class Arrivals:
         """Asks for chunks, and stores the first that was asked for; says when the next is due."""
         may_ask = self._urgent or time.monotonic() >= self._due_s
         while may_ask and len(self._flights) < (_AHEAD if self._is_free or self._urgent else 1):
+            if self._is_paused and self._flights:
+                break  # `pause` may wait for these
             chunk = self._missing.next_chunk(self._hottest())
             if chunk is None:
                 break
@@ -399,14 +417,19 @@ class Arrivals:
         """Waits for words, and stores them; False if they are gone, or if parity has come too late."""
         words = flight.asked.wait()
         with self._changed:
+            self._parity_flights -= flight.is_parity
+            self._changed.notify_all()
             if words is None:
                 self._gone_s = min(max(_GONE_S, 2 * self._gone_s), _LONGEST_GONE_S)
                 self._changed.wait(self._gone_s)
                 return False
             self._gone_s = 0.0
             if flight.is_parity and flight.pauses != self._pauses:
+                self._drops += 1
                 return False
             stored = flight.store(words) if flight.is_parity else None
+            if flight.is_parity:
+                self._drops = 0
         if stored is None:
             stored = flight.store(words)  # a row may come at any moment, and `pause` waits for none
         with self._changed:

@@ -25,6 +25,8 @@ from .request import ParityBackend
 
 _ON_DEVICE = "ecemb_gloo"
 """The name in torch of gloo groups on a device that another group has made."""
+_WHOLE_REBUILD_S = 30 * 86400.0
+"""How long a holder waits for a request."""
 
 
 def control_group(session: Session) -> Transport:
@@ -70,7 +72,9 @@ def rebuild_group(session: Session, plan: RecoveryPlan) -> Transport | None:
     group = cast("dist.ProcessGroup", dist.new_group(ranks=ranks, backend="gloo", timeout=patience))
     if session.rank not in ranks:
         return None
-    transport = Transport(group, session.patience_s)
+    # Nobody may ask a holder for as long as others rebuild: who has gone, the failure detector knows.
+    patience_s = session.patience_s if session.rank in plan.lost else _WHOLE_REBUILD_S
+    transport = Transport(group, patience_s)
     transport.whereabouts = session.whereabouts
     return transport
 

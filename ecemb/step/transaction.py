@@ -403,7 +403,7 @@ class Transactions:
             wait([pending])  # it owes rounds of the vote
         if self._is_undecided:
             undecided.end_process(transaction, error)
-        if isinstance(error, NotEnoughSpace):
+        if isinstance(error, (NotEnoughSpace, MemoryError)):
             self._window.run_out()
         self._agreement.leave(transaction)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -339,6 +341,16 @@ class TestAllocate:
             process.join()
         assert codes == [0, 0]
         assert (tmp_path / "order").read_text().split() == ["grown", "last"]
+
+    def test_a_claim_that_does_not_fit_leaves_nothing(self, tmp_path: Path) -> None:
+        turn = os.open(tmp_path, os.O_RDONLY)
+        claim = capacity.Claim(turn, tmp_path / "job" / "host" / "one.arena")
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(NotEnoughSpace):
+            claim.store(1 << 20, waiting=False)
+        claim.drop()
+        assert not os.listdir(tmp_path)
+        os.close(turn)
 
     def test_other_errors_stay_what_they_are(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Bad file"), capacity.refusals(tmp_path, 1):

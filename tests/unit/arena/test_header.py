@@ -32,6 +32,17 @@ class TestConstants:
         again = Constants(**dict(reversed(fields.items())))
         assert one.encode() == again.encode()
 
+    def test_no_more_than_a_start_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        one = constants()
+        size = len(one.encode())
+        monkeypatch.setattr(header, "MAX_CONSTANTS_BYTES", size)
+        assert Constants.decode(one.encode()) == one
+        monkeypatch.setattr(header, "MAX_CONSTANTS_BYTES", size - 1)
+        with pytest.raises(
+            ConfigurationError, match=f"{size} bytes of at most {size - 1}: protect fewer"
+        ):
+            one.encode()
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [

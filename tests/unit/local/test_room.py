@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from ecemb.arena import private_files
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.local import room
 from ecemb.local.rank_memory import RankMemory
@@ -82,6 +84,14 @@ def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
     limits = mock.patch("ecemb.arena.capacity.limits", return_value=[])
     with limits:
         assert room.free_bytes(memory.arena) > before, "a file system without limits"
+
+
+def test_a_swept_folder_is_no_error(memory: RankMemory) -> None:
+    """Training goes on without its name in /dev/shm, and so do windows."""
+    memory.arena.remove()
+    shutil.rmtree(private_files.home(memory.arena.path.parents[3]), ignore_errors=True)
+    assert not memory.arena.is_named()
+    assert Room(memory.arena, {"row_journal": 1}).steps(3, [memory.arena.reserved("row_journal")], 0) > 0
 
 
 def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:

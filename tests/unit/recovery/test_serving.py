@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,53 @@ def test_a_holder_refuses_to_read_what_it_does_not_have(
     """Whichever class's block 0 it is: rank 1 has block 0 of one class, and block 1 of the other."""
     answer, _ = run_ranks(2, misbehave, tmp_path, two(seed), head, offsets)
     assert answer == Answer.REFUSED
+
+
+def commit_often(folder: Path, job: Job) -> bool:
+    """Every answer with parity is later than the next commit of rank 0, unless that waits for it."""
+    made, asked_at = list[Arrivals](), dict[int, int]()
+    begun, ended = [0], [0]
+    init, ask, wait = Arrivals.__init__, sources.Sources.ask, sources.Asked.wait
+
+    def noted(self: Arrivals, *arguments: Any) -> None:
+        made.append(self)
+        init(self, *arguments)
+
+    def asked(self: sources.Sources, block: int, *arguments: Any) -> sources.Asked:
+        found = ask(self, block, *arguments)
+        if block >= job.placement.k:
+            asked_at[id(found)] = ended[0]
+        return found
+
+    def waited(self: sources.Asked) -> Words | None:
+        words, then = wait(self), asked_at.pop(id(self), -1)
+        while then >= 0 and begun[0] <= then:
+            time.sleep(0.001)
+        seen = time.monotonic()
+        while then >= 0 and ended[0] <= then and time.monotonic() - seen < 0.2:  # longer: it is waited for
+            time.sleep(0.001)
+        return words
+
+    with (
+        mock.patch.object(Arrivals, "__init__", noted),
+        mock.patch.object(sources.Sources, "ask", asked),
+        mock.patch.object(sources.Asked, "wait", waited),
+        mock.patch.object(missing, "CHUNK_WORDS", 8),
+    ):
+        worker = Worker(folder, job, (0,))
+        deadline = time.monotonic() + DEADLINE_S
+        while made and not made[0].is_whole and time.monotonic() < deadline:
+            begun[0] += 1
+            made[0].pause()
+            ended[0] += 1
+            made[0].resume()
+        whole = not made or made[0].is_whole
+        worker.close()
+    return whole
+
+
+def test_parity_comes_although_steps_are_shorter_than_a_chunk_takes(tmp_path: Path, seed: int) -> None:
+    assert run_ranks(2, commit_often, tmp_path, two(seed)) == [True, True]
 
 
 def mislead(folder: Path, job: Job, answer: int | None) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ecemb.group.whereabouts import Whereabouts
+from ecemb.recovery.plan import Rebuild, RecoveryPlan
 from ecemb.startup import connections
 from support.processes import run_ranks
 
@@ -52,6 +53,24 @@ def test_the_control_group_uses_the_gloo_thread_of_the_training() -> None:
 def test_a_device_of_its_own_where_the_training_has_none() -> None:
     said = [b"0", b"1"]
     assert run_ranks(2, has_its_own) == [(1, said)] * 2
+
+
+def deadlines() -> float | None:
+    """Of this rank's messages in a rebuild; None where it does not concern the rank."""
+    session: Any = SimpleNamespace(patience_s=60.0, whereabouts=Whereabouts(), rank=dist.get_rank())
+    task = Rebuild(0, 0, 1, ((1, 0),))
+    plan = RecoveryPlan("memory", 3, (0, 2), (1,), rebuild=(task,))
+    transport = connections.rebuild_group(session, plan)
+    if transport is None:
+        return None
+    transport.barrier("a test")
+    transport.close()
+    return transport._timeout_s
+
+
+def test_a_holder_waits_for_requests_as_long_as_a_rebuild_may_last() -> None:
+    holder, replacement, other = run_ranks(3, deadlines)
+    assert holder >= 7 * 86400 and replacement == 60 and other is None
 
 
 def test_a_group_without_gloo() -> None:

@@ -345,7 +345,9 @@ def test_all_ranks_have_shorter_windows_when_one_has_little_room(tmp_path: Path)
     assert ends[True] == ends[False]
 
 
-def runs_out(folder: Path, meet: Barrier, steps: int, full_at: int | None) -> dict[str, Any]:
+def runs_out(
+    folder: Path, meet: Barrier, steps: int, full_at: int | None, error: type[Exception]
+) -> dict[str, Any]:
     """Rank 1's journal can't grow in step `full_at`."""
     initialise(folder)
     training = bags(users=12)
@@ -355,13 +357,16 @@ def runs_out(folder: Path, meet: Barrier, steps: int, full_at: int | None) -> di
         with guard.step() as step:
             training.body()
             if step.number == full_at and dist.get_rank() == 1:
-                raise NotEnoughSpace("the row journal is full")
+                raise error("the row journal is full")
     guard.close()
     return {"size": size, "began": began, "rank": dist.get_rank()}
 
 
-def test_a_window_that_runs_out_fails_and_the_next_start_has_shorter_ones(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"NotEnoughSpace|failed on ranks \[1\]"):  # whichever is heard first
-        launch(4, runs_out, tmp_path, 6, 8)
-    ends = launch(4, runs_out, tmp_path, 6, None)
+@pytest.mark.parametrize("error", [NotEnoughSpace, MemoryError])  # of the arena, of the process
+def test_a_window_that_runs_out_fails_and_the_next_start_has_shorter_ones(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailed, match=rf"{error.__name__}|failed on ranks \[1\]"):  # the first one heard
+        launch(4, runs_out, tmp_path, 6, 8, error)
+    ends = launch(4, runs_out, tmp_path, 6, None, error)
     assert {(end["size"], end["began"]) for end in ends} == {(3, 6)}
