@@ -38,9 +38,7 @@ class TestConstants:
         monkeypatch.setattr(header, "MAX_CONSTANTS_BYTES", size)
         assert Constants.decode(one.encode()) == one
         monkeypatch.setattr(header, "MAX_CONSTANTS_BYTES", size - 1)
-        with pytest.raises(
-            ConfigurationError, match=f"{size} bytes of at most {size - 1}: protect fewer"
-        ):
+        with pytest.raises(ConfigurationError, match=f"{size} bytes of at most {size - 1}: protect fewer"):
             one.encode()
 
     @pytest.mark.parametrize(
