@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import uuid
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def test_a_killed_training_ends_as_an_unprotected_one(tmp_path: Path, seed: int)
     options = ["--data", data, "--steps", STEPS, "--batch", BATCH, "--rows", 500]
     plain = tmp_path / "unprotected.py"
     plain.write_text(unprotected())
-    job = f"test-torchrec-{os.getpid()}"
+    job = f"test-torchrec-{uuid.uuid4().hex}"
 
     dies, died, victim = tmp_path / "dies.py", tmp_path / "died", random_.randrange(4)
     dies.write_text(DIES)

@@ -28,7 +28,6 @@ from support.torchrec.runs import (
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchrec") is None, reason="needs torchrec (CONTRIBUTING.md)"),
-    pytest.mark.timeout(900),
 ]
 
 WITH_FEW = [f"{kind}/fp32/rowwise-adagrad/{FEW}" for kind in KILLED["plain"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from ecemb.errors import NotEnoughSpace, PeerFailure
 from ecemb.group.collectives import Fabric, Transport
-from support.processes import run_ranks
+from support.processes import DEADLINE_S, run_ranks
 
 
 def new_group() -> dist.ProcessGroup:
@@ -23,13 +24,20 @@ def new_group() -> dist.ProcessGroup:
 def opened(timeout_s: float, *, fabric: bool = False) -> Transport:
     transport = Transport(new_group(), timeout_s)
     if fabric:
-        transport.fabric = Fabric(new_group(), torch.device("cpu"), timeout_s)
+        transport.fabric = fabric_of(timeout_s)
     return transport
+
+
+def fabric_of(timeout_s: float) -> Fabric:
+    """One whose exchanges have a deadline. To connect takes as long as it takes."""
+    fabric = Fabric(new_group(), torch.device("cpu"), DEADLINE_S)
+    fabric._timeout_s, fabric._deadline = timeout_s, datetime.timedelta(seconds=timeout_s)
+    return fabric
 
 
 def pass_on(fabric: bool) -> list[list[int]]:
     """Each rank sends runs of the same words to the next two, again and again; no rank hears from all."""
-    transport = opened(30, fabric=fabric)
+    transport = opened(DEADLINE_S, fabric=fabric)
     size, rank = transport.world_size, transport.rank
     words = np.arange(6, dtype=np.uint64) + 10 * rank
     got: list[list[int]] = []
@@ -81,7 +89,7 @@ def test_what_is_left_of_an_exchange_is_not_taken_for_anothers() -> None:
 
 def grow() -> list[int]:
     """Messages of other sizes in each exchange: what is left of a long one is not taken for a short one."""
-    transport = opened(30, fabric=True)
+    transport = opened(DEADLINE_S, fabric=True)
     peer, got = 1 - transport.rank, []
     for size in (3, 50, 2, 60):
         room = np.zeros(size, np.uint64)
@@ -113,7 +121,7 @@ def test_a_peer_that_sends_nothing_over_a_fabric_is_named_with_the_deadline() ->
 
 def pretend() -> str:
     """A backend whose wait returns though nothing has come, as NCCL's may, whose works end elsewhere."""
-    fabric = Fabric(new_group(), torch.device("cpu"), 1)
+    fabric = fabric_of(1)
     work = mock.Mock(is_completed=mock.Mock(return_value=False))
     with (
         mock.patch.object(dist, "batch_isend_irecv", return_value=[work]),
@@ -128,7 +136,7 @@ def test_what_has_not_arrived_over_a_fabric_is_no_exchange() -> None:
 
 
 def lack_room() -> str:
-    fabric = Fabric(new_group(), torch.device("cpu"), 30)
+    fabric = Fabric(new_group(), torch.device("cpu"), DEADLINE_S)
     with (
         mock.patch.object(torch.Tensor, "new_empty", side_effect=[fabric._room, torch.OutOfMemoryError]),
         pytest.raises(NotEnoughSpace) as raised,

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,7 +151,7 @@ def test_something_else_answers_at_an_address(
         thread.start()
         start.begin(0, 1)
         start.met()
-        assert begun.is_set()
+        assert begun.wait(DEADLINE_S)
         for links in start.links.values():
             for link in links:
                 link.close()
@@ -176,16 +176,19 @@ def ended(connection: socket.socket) -> bool:
 
 
 def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PROOF_S", 0.3)
+    monkeypatch.setattr(handshake, "_PROOF_S", DEADLINE_S)
     with workers(4) as start:
         start.begin(2)
-        garbage, too_short, slow, silent = (call(start, 2) for _ in range(4))
+        garbage, too_short = (call(start, 2) for _ in range(2))
         garbage.sendall(os.urandom(1 << 16))
         too_short.sendall(b"x")
         too_short.shutdown(socket.SHUT_WR)
         assert ended(garbage) and ended(too_short)
-        slow.sendall(b"a")
-        slow.recv(1)
+        monkeypatch.setattr(handshake, "_PROOF_S", 0.3)
+        slow, silent = (call(start, 2) for _ in range(2))
+        with suppress(ConnectionError):  # it may have been sent away by now
+            slow.sendall(b"a")
+            slow.recv(1)
         assert ended(slow) and ended(silent)
         start.begin(0, 1, 3)
         start.met()

@@ -222,7 +222,7 @@ def test_replaced_ranks_train_with_the_rows_and_the_parity_of_all_others(
     for rank in lost:
         facts = found[rank][2]
         assert facts["rows_left"] == {} and facts["bytes_left"] == 0 and facts["bytes_per_s"] > 0
-        assert facts["waited_s"] > 0
+        assert facts["waited_s"] >= 0
 
 
 # --- answers -------------------------------------------------------------------------------------

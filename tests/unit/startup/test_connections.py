@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from support.processes import run_ranks
 
 def gloo_threads() -> int:
     """Threads that wait for gloo's messages."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names: list[str] = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names.append(path.read_text())
     return sum(name.startswith("gloo") for name in names)
 
 
