@@ -26,7 +26,7 @@ from . import capacity, private_files, record_lock
 from . import header as headers
 from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
 from .private_files import Folder
-from .shared_mapping import map_shared, unpopulated
+from .shared_mapping import map_shared, populate_runs
 
 _SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20
@@ -325,7 +325,7 @@ class Arena:
             NotEnoughSpace: the kernel refuses.
         """
         offset, _ = self._span(name)
-        for start, stop in unpopulated(self.region(name), runs):
+        for start, stop in populate_runs(self.region(name), runs):
             with capacity.refusals(self.path, stop - start):
                 os.posix_fallocate(self._fd, offset + start, stop - start)
 

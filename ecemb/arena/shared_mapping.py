@@ -70,24 +70,19 @@ def populate(mapped: NDArray[np.uint8]) -> None:
 
     All of it must be backed by memory. Other threads may write to it meanwhile.
     """
-    if not populated(mapped):
+    if mapped.size and populate_runs(mapped, [(0, mapped.size)]):
         np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
 
 
-def populated(mapped: NDArray[np.uint8]) -> bool:
-    """Backs the pages of a part of a mapping (uint8 [m]) by memory, and maps them: no content changes.
+def populate_runs(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Backs runs of bytes of a mapping by memory, and maps their pages: no content changes.
+
+    Args:
+        mapped: uint8 [m], a part of a mapping.
+        runs: start and end of each, in bytes.
 
     Returns:
-        Whether the kernel has done it: it has the call, and the memory. If not, any of them may be backed.
-    """
-    return not mapped.size or not unpopulated(mapped, [(0, mapped.size)])
-
-
-def unpopulated(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Does the same for runs of bytes of a mapping, each given by its start and its end.
-
-    Returns:
-        The runs for which the kernel has not done it.
+        The runs for which the kernel has not done it, as it lacks the call or the memory.
     """
     address, page = mapped.__array_interface__["data"][0], mmap.PAGESIZE
     left: list[tuple[int, int]] = []
