@@ -68,6 +68,7 @@ the same disk:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -122,7 +123,7 @@ def run(arguments: Arguments) -> list[Row]:
         RankFailed: A rank of the times did.
     """
     scale = QUICK if arguments.quick else FULL
-    each = map if arguments.quick else side_by_side
+    each = partial(side_by_side, quick=arguments.quick)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # operators of the trainings are too small to be shared
     try:

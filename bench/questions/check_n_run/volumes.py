@@ -214,10 +214,10 @@ def volumes(scale: Scale, seed: int, each: Each = map) -> list[Row]:
     Raises:
         WrongResult: Something else was restored than was stored, or the store has something else.
     """
-    numbers = range(len(patterns()[: scale.patterns]))
-    parts = [(number, state, dim) for number in numbers for state, dim in scale.jobs()]
+    chosen = patterns()[: scale.patterns]
+    parts = [(number, state, dim) for number in range(len(chosen)) for state, dim in scale.jobs()]
     found = list(each(partial(of_part, scale, seed), parts))
-    described = [row for number in numbers for row in shares(patterns()[number])]
+    described = [row for pattern in chosen for row in shares(pattern)]
     by_policy = [row for rows, _ in found for row in rows]
     return [*described, *by_policy, *published(), *(row for _, rows in found for row in rows)]
 

@@ -41,6 +41,7 @@ Means, and in brackets confidence intervals of 95 %: over jobs or, by Student's 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -89,7 +90,7 @@ def run(arguments: Arguments) -> list[Row]:
             *of_production_jobs(runs, arguments.seed),
             *pls(failures, jobs, arguments.seed),
             *memory(),
-            *quality(size, arguments.seed, map if arguments.quick else side_by_side),
+            *quality(size, arguments.seed, partial(side_by_side, quick=arguments.quick)),
         ]
     finally:
         torch.set_num_threads(threads)

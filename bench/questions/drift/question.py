@@ -120,7 +120,7 @@ def run(arguments: Arguments) -> list[Row]:
         for optimizer in OPTIMIZERS
         for seed in range(arguments.seed, arguments.seed + seeds)
     ]
-    found = list(map(drift, trainings)) if arguments.quick else side_by_side(drift, trainings)
+    found = side_by_side(drift, trainings, quick=arguments.quick)
     rows = rows_of(trainings, found)
     for code in CODES:
         rows += one_nan(code, arguments.seed)

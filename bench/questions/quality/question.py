@@ -102,8 +102,7 @@ def run(arguments: Arguments) -> list[Row]:
         data, tally = take(path, FORMATS[kind], size.steps, size.batch, size.held_out)
         source, name = partial(given, data), f"{kind}, {path.name}"
     seeds = range(arguments.seed, arguments.seed + size.seeds)
-    each = partial(of_seed, source)
-    found = list(map(each, seeds)) if arguments.quick else side_by_side(each, seeds)
+    found = side_by_side(partial(of_seed, source), seeds, quick=arguments.quick)
     ended: dict[str, list[Ended]] = {}
     for one in found:
         for method, end in one.ended.items():

@@ -121,7 +121,7 @@ class Scale:
 
     cases: tuple[Case, ...] = (
         Case("process", Code(4, 3), 64 * MIB, 1),
-        Case("process", Code(4, 3), 2048 * MIB, 1, launches=1),
+        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=1),
         Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
         Case("memory", Code(4, 3), 1024 * MIB, 1, launches=1, starts=(WARM,)),
         Case("memory", Code(4, 2), 256 * MIB, 2, launches=1, starts=(WARM,)),
