@@ -30,11 +30,12 @@ _CHUNK_BYTES = 16 << 20
 def all_rows(layout: TableLayout) -> Iterator[Ids]:
     """The numbers of all rows of a table, for capture: int64, in chunks of at most 16 MiB of records.
 
-    So a write of a whole table needs a chunk's memory, besides the journal's, which is the table once and 8
-    bytes for each row.
+    There is one at least: a write of a table is declared on the ranks that have no rows of it as well. So a
+    write of a whole table needs a chunk's memory, besides the journal's, which is the table once and 8 bytes
+    for each row.
     """
     step = max(1, _CHUNK_BYTES // (layout.record_words * WORD_BYTES))
-    for first in range(0, layout.rows, step):
+    for first in range(0, max(layout.rows, 1), step):
         yield np.arange(first, min(first + step, layout.rows))
 
 

@@ -2,7 +2,7 @@
 
 FBGEMM keeps the tables of a *batch* (a SplitTableBatchedEmbeddingBagsCodegen module) in one buffer of
 weights and one of optimizer state, and changes rows inside backward, without a hook. `Batch` moves both
-buffers into the arena, and reports the rows of a lookup; `repoint` moves every tensor that views them.
+buffers into the arena, and reports the rows of a lookup.
 
 Nothing here imports fbgemm_gpu: the code that built the model did. Private attributes of FBGEMM are checked
 when a batch is made.
@@ -13,10 +13,10 @@ Must not know: TorchRec's modules, journals, parity, other ranks.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import importlib.metadata
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, joined
-from ..errors import UndeclaredWrite, UnsupportedTable
+from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..state.composition import options
 from .engine import Hooks, Ids
 from .host_mirror import is_apart
-from .residence import Places
+from .residence import Move, Places
 from .table_optimizers import Rule, rule_of
+
+logger: logging.Logger = logging.getLogger("ecemb")
 
 TESTED = "1.8.0"
 INSTALL = (
@@ -130,19 +132,6 @@ class FusedTable:
         return [], {"num_embeddings": self.rows, "name, type and bytes of a row's parts": columns}
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """A storage that a buffer has left; kept alive, so that no other storage gets its address meanwhile.
-
-    Attributes:
-        left: the storage.
-        span: the arena's tensor, one-dimensional, in its place.
-    """
-
-    left: torch.UntypedStorage
-    span: torch.Tensor
-
-
 class Batch:
     """The tables of one FBGEMM module, which share their buffers.
 
@@ -170,6 +159,8 @@ class Batch:
         self.tables: list[FusedTable] = [
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
+        self.names: str = "\n".join(dict.fromkeys(whole(table.name) for table in self.tables))
+        self._check_empty(where)
         self.base = 0
         self.spans: list[
             torch.Tensor
@@ -184,6 +175,20 @@ class Batch:
             own(self.module, self.rule.mode)
         self._has_max_counter: bool = "prev_iter" in self.rule.states
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
+
+    def _check_empty(self, where: str) -> None:
+        """Refuses a table without rows before one of another width: on CPUs, FBGEMM takes them for one."""
+        behind: Any = None
+        for config in reversed(self.configs if where == "host" else []):
+            if config.local_rows:
+                behind = config
+            elif behind is not None and behind.local_cols != config.local_cols:
+                raise UnsupportedTable(
+                    f"table {config.name!r} of {config.local_cols} columns has no rows on this rank, and is "
+                    f"in one batch with {behind.name!r} of {behind.local_cols}: on CPUs FBGEMM trains wrong "
+                    f"rows of {behind.name!r} then. Shard {config.name!r} table_wise, or give both the same "
+                    f"embedding_dim"
+                )
 
     def _check_buffers(self, kinds: Sequence[str], where: str) -> None:
         for kind in kinds:
@@ -309,10 +314,13 @@ class Batch:
             numbers += values
         else:  # FBGEMM looks up row 0 instead, and warns
             rows = np.repeat(self._feature_rows, counts)
+            if not rows.all():
+                raise UsageError(
+                    f"an id is beyond a table of {self.what} of which this rank has no rows: FBGEMM would "
+                    f"train row 0 of another one. Look up ids below num_embeddings. No row was written"
+                )
             numbers += np.where((values < 0) | (values >= rows), 0, values)
-            numbers = numbers[rows > 0]
-        if len(numbers):
-            yield from self.named(numbers)
+        yield from self.named(numbers)
 
     @property
     def overwrites_next(self) -> bool:
@@ -378,8 +386,24 @@ class Batch:
             "groups": [options(group) for group in self.kernel.fused_optimizer.param_groups],
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores them."""
+    def set_state(self, kept: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restores them.
+
+        Args:
+            kept: whole table -> the state of the batch that it was in. Without one, the script's stays.
+            renamed: see `Engine.set_state`.
+        """
+        names = self.names.split("\n")
+        found = {one: state for one in names if (state := kept.get(one, kept.get(renamed.get(one, ""))))}
+        if not found:
+            return
+        (first, state), *others = found.items()
+        if differing := [name for name, other in others if other != state]:
+            logger.warning(
+                "table %s had another learning rate, other options or another number of steps than %s, whose "
+                "batch it is in now: those of %s count for both",
+                *(differing[0], first, first),
+            )
         with torch.no_grad():
             self.module.learning_rate_tensor.fill_(float(state["lr"]))
             self.module.iter.fill_(state["iter"])
@@ -389,6 +413,11 @@ class Batch:
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
         for group, kept in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
             group.update(kept)
+
+
+def whole(name: str) -> str:
+    """The name of a table, of one that is a shard of some columns."""
+    return name.partition("[:, ")[0]
 
 
 def local(value: Any) -> list[torch.Tensor]:
@@ -412,25 +441,3 @@ def check_inside(what: str, shown: Sequence[torch.Tensor], spans: Sequence[torch
                 f"used, this is a version of TorchRec that ecemb doesn't know ({version('torchrec')}; "
                 f"tested with {TESTED})"
             )
-
-
-def repoint(moves: Sequence[Move]) -> None:
-    """Points every tensor of this process in an abandoned storage to the arena instead.
-
-    TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
-    parameters that the model shows. The user may have taken more views. The garbage collector knows them all.
-    """
-    if not moves:
-        return
-    places = {move.left.data_ptr(): move.span for move in moves}
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor):
-                continue
-            try:
-                span = places.get(thing.untyped_storage().data_ptr())
-            except (RuntimeError, NotImplementedError):  # a tensor without its own storage
-                continue
-            if span is not None:
-                values = span.view(thing.dtype)  # a view may read the bytes as another type
-                thing.data = values.as_strided(thing.size(), thing.stride(), thing.storage_offset())

@@ -21,9 +21,9 @@ from torch import nn
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import UnsupportedTable
 from .engine import Ids
-from .fbgemm import Move, check_inside, local, own
+from .fbgemm import check_inside, local, own
 from .remap_table import After, Before, RemapTable
-from .residence import Places
+from .residence import Move, Places
 
 _PARTS = ("_hash_zch_identities", "_hash_zch_metadata", "_hash_zch_runtime_meta")
 _SIZES = {torch.int64: 8, torch.int32: 4}

@@ -22,11 +22,11 @@ from torch import nn
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import UndeclaredWrite, UnsupportedTable
 from .engine import Hooks, Ids, Tied, all_rows
-from .fbgemm import Move, check_inside, local, own, repoint
+from .fbgemm import check_inside, local, own
 from .hashed_collision import HashedRemap
 from .members import HASHED, POLICIES, REMAPPING
 from .remap_table import Before, Map, RemapTable
-from .residence import Places
+from .residence import Move, Places, repoint
 
 _BYTES = 8  # of an entry: all buffers are int64
 _COUNTERS = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset")

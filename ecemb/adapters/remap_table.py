@@ -14,7 +14,8 @@ from torch import nn
 
 from ..coding.rows import Table, TableLayout
 from .engine import Ids
-from .fbgemm import Move, own
+from .fbgemm import own
+from .residence import Move
 
 
 class Before:

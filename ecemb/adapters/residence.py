@@ -1,4 +1,4 @@
-"""The addresses of protected tensors: whether a tensor is still in its place in the arena.
+"""The places of protected tensors: their move into the arena, and whether they are still there.
 
 torch moves memory under a tensor without a trace. `share_memory_()` swaps the memory of a storage, and all
 views of the storage move along, even a view that was kept for comparison. So an address is kept as a number,
@@ -10,6 +10,7 @@ Must not know: engines, journals, other ranks.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -143,3 +144,38 @@ def _is_shared(tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.is_shared()
     except (RuntimeError, NotImplementedError):  # see `_address`
         return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A storage that a buffer has left; kept alive, so that no other storage gets its address meanwhile.
+
+    Attributes:
+        left: the storage.
+        span: the arena's tensor, one-dimensional, in its place.
+    """
+
+    left: torch.UntypedStorage
+    span: torch.Tensor
+
+
+def repoint(moves: Sequence[Move]) -> None:
+    """Points every tensor of this process in an abandoned storage to the arena instead.
+
+    TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
+    parameters that the model shows. The user may have taken more views. The garbage collector knows them all.
+    """
+    if not moves:
+        return
+    places = {move.left.data_ptr(): move.span for move in moves}
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            try:
+                span = places.get(thing.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # a tensor without its own storage
+                continue
+            if span is not None:
+                values = span.view(thing.dtype)  # a view may read the bytes as another type
+                thing.data = values.as_strided(thing.size(), thing.stride(), thing.storage_offset())

@@ -23,11 +23,11 @@ from torch import nn
 from ..coding.rows import Table
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .engine import Hooks, Ids, Tied, all_rows
-from .fbgemm import REPLACED, Batch, FusedTable, Move, check_inside, held, local, need, own, repoint
+from .fbgemm import REPLACED, Batch, FusedTable, check_inside, held, local, need, own, whole
 from .managed_collision import Remaps
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 from .remap_table import Before
-from .residence import Places
+from .residence import Move, Places, repoint
 from .table_replicas import TableReplicas
 
 Optimizer = torch.optim.Optimizer
@@ -355,14 +355,14 @@ class FusedTables:
 
     def state(self) -> dict[str, Any]:
         """The state that differs by rank and is not per row: learning rates, options, counters, by batch."""
-        return {batch.tables[0].name: batch.state() for batch in self._batches}
+        return {batch.names: batch.state() for batch in self._batches}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """See `Engine.set_state`; batches that are not in it (of another number of ranks) keep theirs."""
+        """See `Engine.set_state`; the tables of a batch may have been in others."""
+        last_first = [*state.items()][::-1]
+        kept = {whole(name): one for names, one in last_first for name in names.split("\n")}
         for batch in self._batches:
-            name = batch.tables[0].name
-            if (kept := state.get(name, state.get(renamed.get(name, "")))) is not None:
-                batch.set_state(kept)
+            batch.set_state(kept, renamed)
 
     def _number(self, index: int) -> int:
         """Finds the batch of table `index`."""

@@ -30,7 +30,7 @@ from ..local.rank_memory import RankMemory
 from ..local.state_slots import StateStore
 from ..state import rank_state as rank_states
 from ..state.flatten import blank, in_front, outline_of, unpacked
-from ..state.rank_state import RankState
+from ..state.rank_state import RankState, scalars_in
 from ..state.replicated import ReplicatedState
 from .interface import CheckpointReader, Piece, Stored
 from .matching import Match, Sources, base, by_hand
@@ -331,7 +331,7 @@ def restore(
         world_size: number of ranks now.
 
     Returns:
-        The rank state for this rank's record.
+        The tables' scalars in the states that were read here, for `RankState.take_scalars` on all ranks.
 
     Raises:
         CheckpointError: the checkpoint can't be read, or doesn't fit.
@@ -363,7 +363,7 @@ def restore_state(
         rank_state: its objects and generators are overwritten.
 
     Returns:
-        The rank state for this rank's record.
+        The tables' scalars in the states that were read here, for `RankState.take_scalars` on all ranks.
 
     Raises:
         CheckpointError: the checkpoint can't be read, or doesn't fit.
@@ -379,16 +379,21 @@ def restore_state(
     replicated.restore(plain, tensors)
 
     sizes = facts["rank_state_bytes"]
-    ranks = [rank] if rank < len(sizes) else range(len(sizes))
+    ranks = states_of(len(sizes), rank, world_size)
     packed = [torch.empty(sizes[one], dtype=torch.uint8) for one in ranks]
     pieces = zip(ranks, packed, strict=True)
     reader.read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
     states = [tensor.numpy().tobytes() for tensor in packed]
-    if len(sizes) == world_size:
-        rank_state.unpack(states[0])
-        return states[0]
     if rank < len(sizes):
-        rank_state.unpack(states[0], positions=False)
+        rank_state.unpack(states[0], positions=len(sizes) == world_size)
     else:
         rank_state.unpack_common(states)
-    return rank_state.pack()
+    return scalars_in(states)
+
+
+def states_of(former: int, rank: int, world_size: int) -> Sequence[int]:
+    """The ranks, of `former`, whose states a rank reads: its own first, or all if there was none.
+
+    Each is read by one rank at least: tables whose scalars are in it may be anywhere now.
+    """
+    return range(rank, former, world_size) if rank < former else range(former)

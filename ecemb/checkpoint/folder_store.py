@@ -100,7 +100,8 @@ class CheckpointFolder:
         with _told(folder, "written"):
             dcp.write_index(folder, receipts)
             _close_to_others(folder / dcp.INDEX)
-            _write_text(folder / FACTS, json.dumps(facts, sort_keys=True))
+            save = {"save": token.rpartition(".")[2]}  # the same step may be saved again, in its place
+            _write_text(folder / FACTS, json.dumps({**facts, **save}, sort_keys=True))
             _sync(folder)
             os.rename(folder, self.path / f"step-{facts['step']:012d}")  # makes it visible
             _sync(self.path)
@@ -157,9 +158,11 @@ class CheckpointFolder:
                 return None
             folder = self.path / names[-1]
             _check_ours(folder, folder=True)
-            _check_ours(folder / FACTS, folder=False)
+            with _complete(folder):
+                _check_ours(folder / FACTS, folder=False)
+                text = (folder / FACTS).read_text()
             try:
-                facts = json.loads((folder / FACTS).read_text())
+                facts = json.loads(text)
                 return Stored(names[-1], int(facts["step"]), facts)
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(folder, f"{FACTS}: {error!r}") from error
@@ -175,7 +178,8 @@ class CheckpointFolder:
             for entry in sorted(os.listdir(folder)):
                 _check_ours(folder / entry, folder=False)
             try:
-                dcp.read(folder, pieces)
+                with _complete(folder):
+                    dcp.read(folder, pieces)
             except (EcembError, OSError):
                 raise
             except Exception as error:  # on damaged bytes, torch and pickle raise errors of any class
@@ -233,10 +237,24 @@ def _told(path: Path, what: str) -> Generator[None]:
         raise
     except (OSError, RuntimeError) as error:  # torch.save hides a full disk behind a RuntimeError
         reason = error.strerror if isinstance(error, OSError) else None
+        way_out = "make room on the file system or mend its permissions, or pass another folder"
+        if what == "read":
+            way_out = "mend the file system, or its permissions"
         raise CheckpointFailed(
-            f"{path} can't be {what}: {reason or error}. Checkpoints that were complete are untouched; make "
-            f"room on the file system or mend its permissions, or pass another folder"
+            f"{path} can't be {what}: {reason or error}. Checkpoints that were complete are untouched; "
+            f"{way_out}"
         ) from error
+
+
+@contextmanager
+def _complete(folder: Path) -> Generator[None]:
+    """Turns a missing file of a checkpoint that is there into an error that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not folder.is_dir():  # removed meanwhile
+            raise
+        raise _damaged(folder, f"{os.path.basename(error.filename or 'a file')} is missing") from error
 
 
 def _damaged(folder: Path, what: str) -> CheckpointFailed:

@@ -42,10 +42,12 @@ class Link:
     Attributes:
         name: distinguishes it from all other checkpoints of its store.
         tables: keys of the tables that it has rows of.
+        save: distinguishes it from an earlier one of that name, in a store that may have one.
     """
 
     name: str
     tables: frozenset[str]
+    save: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ class FullReader:
         if self._stored is None:
             return None
         facts, tables = self._stored.facts, tables_of(self._stored.facts)
-        link = Link(self._stored.name, frozenset(tables))
+        link = Link(self._stored.name, frozenset(tables), str(facts.get("save", "")))
         return Chain(
             (link,), self._stored.step, str(facts.get("lineage", "")), str(facts.get("job", "")), tables
         )

@@ -164,8 +164,9 @@ def assign(
         if len(kept) > len(here):
             raise RendezvousError(
                 f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and the number of "
-                f"workers that this launch starts there is {len(here)}: start {len(kept)}, or end the "
-                f"launch and remove the arenas to count as lost (python -m ecemb arenas rm)"
+                f"workers that this launch starts there is {len(here)}: start {len(kept)}; or, in a job with "
+                f"elastic=True, launch another number of ranks; or end the launch and remove the arenas to "
+                f"count as lost (python -m ecemb arenas rm)"
             )
         assignments.update({i: Assignment(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
         homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}

@@ -184,12 +184,6 @@ def plan_relayout(
     return Relayout(recovery, tuple(holders), _slices(recovery, old, abortable), tuple(moves), needed)
 
 
-def state_wants(world_size: int, rank: int) -> tuple[Want, ...]:
-    """The rank states of `world_size` old ranks that a new rank needs: its own, or all if there was none."""
-    ranks = [rank] if rank < world_size else range(world_size)
-    return tuple(Want(f"rank_state/{one}", range(1)) for one in ranks)
-
-
 def chunks(moves: Iterable[Move], chunk_words: int) -> Iterator[Move]:
     """Cuts moves at rows, and lets the targets take turns, so that all links are busy.
 

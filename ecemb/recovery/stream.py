@@ -42,7 +42,7 @@ BUSY_NS = 200_000
 _AHEAD = 2
 """Chunks under way at a time: while one is added up, the next ones arrive."""
 _MOST_DROPS = 4
-"""After so many chunks of parity in a row that came too late, a step waits for those under way."""
+"""After this many chunks of parity in a row that came too late, a step waits for those under way."""
 _GONE_S, _LONGEST_GONE_S = 0.001, 0.05
 """First and longest rest after an answer that the words are gone."""
 

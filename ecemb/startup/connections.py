@@ -72,7 +72,7 @@ def rebuild_group(session: Session, plan: RecoveryPlan) -> Transport | None:
     group = cast("dist.ProcessGroup", dist.new_group(ranks=ranks, backend="gloo", timeout=patience))
     if session.rank not in ranks:
         return None
-    # Nobody may ask a holder for as long as others rebuild: who has gone, the failure detector knows.
+    # A holder may get no request while other blocks are rebuilt; the failure detector knows which rank died.
     patience_s = session.patience_s if session.rank in plan.lost else _WHOLE_REBUILD_S
     transport = Transport(group, patience_s)
     transport.whereabouts = session.whereabouts

@@ -33,6 +33,7 @@ from ..recovery.execute import RecoveryReport, Stopwatch, fill
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from ..state import rank_state as rank_states
+from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from ..step import replica_check
 from ..step.parcel import MOST
@@ -287,7 +288,20 @@ class InitialContent:
             return ""
 
         shared(start.transport, f"reading {stored.name}", act)
-        return read[0]
+        return share_scalars(start.transport, training.rank_state, read[0])
+
+
+def share_scalars(transport: Transport, rank_state: RankState, own: bytes) -> bytes:
+    """The rank state, with the scalars of tables that were on other ranks. All ranks.
+
+    Args:
+        transport: the control group.
+        rank_state: restored.
+        own: the result of `contents.restore`.
+    """
+    told = transport.gather(own, "sharing the tables' scalars")
+    transport.together("restoring the tables' scalars", lambda: rank_state.take_scalars(own, told))
+    return rank_state.pack()
 
 
 def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None:

@@ -35,11 +35,11 @@ from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory
 from ..recovery.execute import RecoveryReport
-from ..recovery.relayout import Move, Relayout, Want, plan_relayout, state_wants
+from ..recovery.relayout import Move, Relayout, Want, plan_relayout
 from ..recovery.relocate import PROCESS_BYTES, carry, compare_state, gather_state
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
-from .create import InitialContent, Start, new_arena_bytes
+from .create import InitialContent, Start, new_arena_bytes, share_scalars
 from .former import Former
 from .leftovers import make_room, room_to_make_bytes
 
@@ -124,7 +124,8 @@ def _wants(start: Start, former: Former) -> list[Want]:
         for column in shard.layout.columns if rows else ():
             for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
                 wants[Want(source.table, rows)] = None
-    return [*wants, *state_wants(former.history.world_size, rank)]
+    states = contents.states_of(former.history.world_size, rank, start.transport.world_size)
+    return [*wants, *(Want(f"rank_state/{one}", range(1)) for one in states)]
 
 
 def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
@@ -395,4 +396,4 @@ class MovedContent(InitialContent):
             return ""
 
         shared(transport, "restoring what moved", act)
-        return read[0]
+        return share_scalars(transport, training.rank_state, read[0])

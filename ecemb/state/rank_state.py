@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
+from . import scalars as together
 from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked
 
 NAME = "<rank state>"
@@ -269,6 +270,15 @@ class RankState:
         """Restores only the tables' scalars."""
         self._set_scalars(_taken_apart(data)[1]["scalars"])
 
+    def take_scalars(self, own: bytes, told: Sequence[bytes]) -> None:
+        """Restores the tables' scalars, those that this rank's state doesn't have from other ranks' states.
+
+        Args:
+            own: the result of `scalars_in` of what this rank read.
+            told: those of all ranks.
+        """
+        self._set_scalars(together.joined(own, told))
+
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
 
@@ -346,6 +356,11 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
         return load(sections[0]), load(sections[1])
     scalars, rest, drawn = map(unpacked, sections)
     return drawn, {"scalars": scalars, **rest}
+
+
+def scalars_in(states: Sequence[bytes]) -> bytes:
+    """The tables' scalars in results of `RankState.pack`, together, for `RankState.take_scalars`."""
+    return together.packed([_taken_apart(data)[1]["scalars"] for data in states])
 
 
 def layout(size_bytes: int) -> TableLayout:

@@ -102,6 +102,7 @@ def build(
     fused: bool = True,
     fused_params: Mapping[str, Any] | None = None,
     parallel: Any = DistributedModelParallel,
+    widths: Mapping[str, int] | None = None,
     **options: Any,
 ) -> DistributedModelParallel:
     """A model; tables are rows and features by name. Of the kind "averaging", each second lookup averages.
@@ -111,7 +112,11 @@ def build(
     config = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
     configs = [
         config(
-            name=name, embedding_dim=WIDTH, num_embeddings=rows, feature_names=list(names), data_type=dtype
+            name=name,
+            embedding_dim=(widths or {}).get(name, WIDTH),
+            num_embeddings=rows,
+            feature_names=list(names),
+            data_type=dtype,
         )
         for name, (rows, names) in tables.items()
     ]
@@ -124,8 +129,9 @@ def build(
     of_sharder = None if fused_params is None else dict(fused_params)
     sharder: Any = (EmbeddingCollectionSharder if sequence else EmbeddingBagCollectionSharder)(of_sharder)
     kinds = {name: plans.table_wise(rank=0) for name in tables} | dict(sharding or {})
+    ranks = dist.get_world_size()
     plan = plans.construct_module_sharding_plan(
-        collection, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+        collection, kinds, sharder=sharder, local_size=ranks, world_size=ranks, device_type="cpu"
     )
     for one in plan.values() if fused_params is not None else ():
         one.compute_kernel = "fused"

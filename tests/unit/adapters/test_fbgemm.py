@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ecemb.adapters import fbgemm, torchrec
-from ecemb.adapters.fbgemm import Move, check_inside, local, own, repoint, version
+from ecemb.adapters.fbgemm import check_inside, local, own, version
+from ecemb.adapters.residence import Move, repoint
 from ecemb.errors import UnsupportedTable
 
 

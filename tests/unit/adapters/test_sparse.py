@@ -776,6 +776,17 @@ def test_a_shard_without_rows_has_none_to_touch() -> None:
             watched.tables.touch("user", torch.tensor([0]))
 
 
+def test_a_write_of_a_whole_table_is_declared_where_it_has_no_rows() -> None:
+    """torch counts a write of no rows as one, too."""
+    module = embedding(0)
+    watched = Watched({"user": module}, [])
+    with watched.step(), torch.no_grad():
+        watched.tables.touch("user")
+        module.weight.mul_(0.5)
+    with watched.step():
+        module.load_state_dict(module.state_dict())
+
+
 def test_touching_an_unknown_table_or_outside_of_a_step() -> None:
     watched, _, _ = watch()
     with refused(UsageError, "'user'", "with guard.step():"):

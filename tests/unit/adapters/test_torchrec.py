@@ -605,6 +605,21 @@ def test_state_that_is_not_per_row_comes_back(kind: str) -> None:
     assert float(module_of(other).learning_rate_tensor) == pytest.approx(0.25 / 3)
 
 
+def test_tables_take_their_state_along_to_another_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """As with another number of ranks, or another plan."""
+    state = Watched(build(TABLES)).tables.state()
+    fewer = {name: TABLES[name] for name in ("item", "one")}
+    other = Watched(build({"new": (3, ("n",)), **fewer}, lr=0.25))
+    other.tables.set_state(state)
+    assert float(module_of(other).learning_rate_tensor) == 0.5 and not caplog.messages
+    slower = Watched(build({"new": (3, ("n",))}, lr=0.125)).tables.state()
+    other.tables.set_state({"torchrec": {**slower["torchrec"], **state["torchrec"]}})
+    assert float(module_of(other).learning_rate_tensor) == 0.125
+    assert f"table {BAGS}.item had another learning rate" in caplog.text
+    other.tables.set_state({"torchrec": {f"{BAGS}.one[:, 2:4]": next(iter(state["torchrec"].values()))}})
+    assert float(module_of(other).learning_rate_tensor) == 0.5
+
+
 def test_batches_without_state_stay_as_they_are() -> None:
     one, other = Watched(build(TABLES)), Watched(build(TABLES, lr=0.25))
     state = one.tables.state()

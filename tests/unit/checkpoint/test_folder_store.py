@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,3 +147,30 @@ def test_a_folder_is_of_one_training(tmp_path: Path) -> None:
     (folder.path / "step-000000000003" / "ecemb.json").write_text("{")
     with pytest.raises(CheckpointFailed, match="is damaged.*move this folder away"):
         folder.newest()
+
+
+@pytest.mark.parametrize("gone", ["ecemb.json", ".metadata", "__0_0.distcp"])
+def test_a_checkpoint_that_lacks_a_file_is_named_with_the_file(gone: str, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    save(folder, 1)
+    save(folder, 2)
+    whole = tmp_path / "checkpoints" / "step-000000000002"
+    missing = next(one for one in whole.iterdir() if one.name == gone or one.name.endswith(gone))
+    missing.unlink()
+    with pytest.raises(
+        CheckpointFailed, match=rf"{whole.name} is damaged \({re.escape(missing.name)} is missing"
+    ):
+        load(folder)
+    whole.rename(tmp_path / "away")
+    assert load(folder)[0] == 1
+
+
+def test_a_step_that_is_saved_again_is_another_checkpoint(tmp_path: Path) -> None:
+    saves: set[str] = set()
+    for number in range(2):
+        folder = CheckpointFolder(tmp_path / f"{number}")
+        save(folder, 1)
+        stored = folder.newest()
+        assert stored is not None
+        saves.add(stored.facts["save"])
+    assert len(saves) == 2

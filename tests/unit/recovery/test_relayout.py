@@ -15,13 +15,14 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.arena.header import Constants, Header, State
+from ecemb.checkpoint.contents import states_of
 from ecemb.coding.code import Code, multiply
 from ecemb.coding.parity import class_words
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Addresses, Column, TableLayout
 from ecemb.errors import InconsistentArenas, LayoutMismatch, StateLost, TooManyErasures
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.recovery.relayout import Layout, Move, Relayout, Shard, Want, chunks, plan_relayout, state_wants
+from ecemb.recovery.relayout import Layout, Move, Relayout, Shard, Want, chunks, plan_relayout
 
 Words = NDArray[np.uint64]
 ROWS = {"user": (23, 2), "item": (9, 3), "tiny": (1, 1)}  # rows, and words of a record
@@ -58,7 +59,7 @@ def wants(old: int, new: int) -> list[list[Want]]:
     return [
         [
             *(Want(one.key, range(one.start, one.start + one.layout.rows)) for one in of_rank[:-1]),
-            *state_wants(old, rank),
+            *(Want(f"rank_state/{one}", range(1)) for one in states_of(old, rank, new)),
         ]
         for rank, of_rank in enumerate(shards(new))
     ]
@@ -251,11 +252,6 @@ def test_all_slices_of_replicated_state_have_a_sender_that_holds_them() -> None:
             assert rank in placement.slice_holders(c)
             assert rank not in lost
         assert plan_relayout(*given, abortable=True).slices == (recovery.donor,)
-
-
-def test_new_ranks_beyond_the_old_ones_want_all_rank_states() -> None:
-    assert state_wants(2, 1) == (Want("rank_state/1", range(1)),)
-    assert [want.key for want in state_wants(2, 2)] == ["rank_state/0", "rank_state/1"]
 
 
 def test_targets_take_turns() -> None:

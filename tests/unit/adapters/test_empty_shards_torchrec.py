@@ -1,0 +1,75 @@
+"""Tables of which a rank has no rows, as those with fewer rows than ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.processes import run_ranks
+
+pytest.importorskip("torchrec", reason="needs torchrec (CONTRIBUTING.md)")
+
+
+def built(**options: Any) -> Any:
+    """On the second of two ranks, "few" has no rows, and is the first of its batch."""
+    from support.torchrec.models import build, plans
+
+    by_row = {name: plans.row_wise() for name in ("few", "many")}
+    return build({"few": (1, ("f",)), "many": (6, ("m",))}, "rowwise-adagrad", sharding=by_row, **options)
+
+
+def refused() -> str:
+    """The error for tables of two widths."""
+    from ecemb.errors import UnsupportedTable
+    from support.torchrec.models import Watched
+
+    try:
+        Watched(built(widths={"many": 8}))
+    except UnsupportedTable as error:
+        return str(error)
+    return ""
+
+
+def test_an_empty_shard_before_one_of_another_width_is_refused() -> None:
+    first, second = run_ranks(2, refused)
+    assert not first
+    assert "'few' of 4 columns has no rows on this rank, and is in one batch with 'many' of 8" in second
+
+
+def trained() -> bool:
+    """Whether exactly the captured rows have changed."""
+    from support.torchrec.models import Watched, batch
+
+    watched = Watched(model := built())
+    before = watched.rows()
+    with watched.step():
+        loss, _ = model(batch({"f": [[0]], "m": [[1, 5]]}))
+        loss.backward()
+    return watched.captured == watched.changed(before)
+
+
+def test_the_rows_of_other_tables_are_captured() -> None:
+    assert run_ranks(2, trained) == [True, True]
+
+
+def beyond() -> str:
+    """The error for row 0 of each table."""
+    from ecemb.adapters import torchrec as adapter
+    from ecemb.errors import UsageError
+
+    engine: Any = adapter.find(built())
+    [of_both] = engine._batches
+    try:
+        assert list(of_both.touched(torch.tensor([0, 0]), torch.tensor([0, 1, 2]), None))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_id_beyond_a_table_without_rows_raises_before_a_row_changes() -> None:
+    """FBGEMM would make it row 0, which is another table's there."""
+    first, second = run_ranks(2, beyond)
+    assert not first
+    assert "of which this rank has no rows" in second and "No row was written" in second
