@@ -154,7 +154,9 @@ def negotiate(
     proposals = _exchange_proposals(request, transport, tables, state_bytes, shards)
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
-    plan, stored, lost = _decide(session, request, transport, placement)
+    plan, stored, lost = _decide(
+        session, request, transport, placement, "" if history is None else history.lineage
+    )
     former, recovery = None, plan
     if history is not None and is_former(history, session) and not plan.begins:
         former, plan = Former.of(history, plan), plan_move(plan)
@@ -286,9 +288,12 @@ def _placement_of(
 
 
 def _decide(
-    session: Session, request: Request, transport: Transport, placement: Placement | None
+    session: Session, request: Request, transport: Transport, placement: Placement | None, lineage: str
 ) -> tuple[RecoveryPlan, Stored | None, str | None]:
     """Chooses where the job goes on: in memory if it can, else at a checkpoint, else at step 0. All ranks.
+
+    A host that was cut off may come back beside new ones, when the job has gone on without it and left: a
+    checkpoint of the same training that is newer than what memory can be recovered to shows that.
 
     Returns:
         The plan; the checkpoint that it begins with, if any; and why memory can't be recovered, if it can't.
@@ -320,6 +325,11 @@ def _decide(
     if plan.kind == "fresh" and request.reader is not None:
         stored = saver.find(request.reader, transport, session.job)
         plan = plan if stored is None else plan_resume(stored.step)
+    if plan.kind == "memory" and not roster.started and request.reader is not None:
+        newest = saver.find(request.reader, transport, session.job)
+        if newest and newest.step > plan.transaction and newest.facts.get("lineage") == lineage:
+            lost = f"what is left of it is of step {plan.transaction}, and the job went on without it"
+            stored, plan = newest, plan_resume(newest.step)
     if plan.kind == "fresh":
         _check_nothing_is_damaged(session, damaged)
     for report in damaged:

@@ -275,6 +275,33 @@ def more_is_lost_than_the_code_survives(place: Place) -> None:
             assert training.bits() == expected
 
 
+def memory_from_before_the_job_went_on(place: Place) -> None:
+    """Hosts that were cut off come back beside a new one, after the job has gone on without them and left."""
+    if place.index < WORLD:
+        with life(place):
+            training = Training()
+            training.run(training.protect(), 2)
+        [arena] = place.arenas()
+        before = arena.read_bytes()
+        with life(place):
+            training = Training()
+            guard = training.protect()
+            training.run(guard, 4)
+            guard.save(place.checkpoints)
+            last = training.bits()
+    place.lose()
+    if place.index < WORLD:
+        if place.index != 3:
+            arena.touch(0o600)
+            arena.write_bytes(before)
+        with life(place, launch=1):
+            training = Training()
+            with logged("WARNING", "is of step 2, and the job went on without it", "no step is lost"):
+                guard = training.protect(resume=place.checkpoints)
+            assert (guard.recovery.kind, guard.next_step) == ("checkpoint", 4)
+            assert training.bits() == last
+
+
 def all_memory_is_lost(place: Place) -> None:
     """The `started` mark stands in torchrun's store, or in the folder."""
     if place.index < WORLD:
@@ -667,6 +694,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
     for scenario in (
         a_planned_move_changes_no_bit,
         more_is_lost_than_the_code_survives,
+        memory_from_before_the_job_went_on,
         all_memory_is_lost,
         another_number_of_ranks,
         tables_by_hand_come_back_to_as_many_ranks,
