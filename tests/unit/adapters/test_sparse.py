@@ -777,7 +777,7 @@ def test_a_shard_without_rows_has_none_to_touch() -> None:
 
 
 def test_a_write_of_a_whole_table_is_declared_where_it_has_no_rows() -> None:
-    """torch counts a write of no rows as one, too."""
+    """torch counts a write of no rows as well."""
     module = embedding(0)
     watched = Watched({"user": module}, [])
     with watched.step(), torch.no_grad():
