@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..coding.rows import Column, Table, TableLayout, joined
+from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
 from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
 from ..state.composition import options
 from .engine import Hooks, Ids
@@ -159,7 +159,7 @@ class Batch:
         self.tables: list[FusedTable] = [
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
-        self.names: str = "\n".join(dict.fromkeys(whole(table.name) for table in self.tables))
+        self.names: str = "\n".join(dict.fromkeys(base(table.name) for table in self.tables))
         self._check_empty(where)
         self.base = 0
         self.spans: list[
@@ -215,7 +215,7 @@ class Batch:
         first_row, first_column = metadata.shard_offsets if metadata is not None else (0, 0)
         name = f"{path}.{config.name}"
         if width != config.embedding_dim:
-            name += f"[:, {first_column}:{first_column + width}]"
+            name = part_of(name, first_column, first_column + width)
         columns: list[Column] = []
         for buffer in self.buffers:
             kind = buffer.rpartition("_")[0]
@@ -390,7 +390,7 @@ class Batch:
         """Restores them.
 
         Args:
-            kept: whole table -> the state of the batch that it was in. Without one, the script's stays.
+            kept: base name of a table -> state of the batch that it was in. Without one, the script's stays.
             renamed: see `Engine.set_state`.
         """
         names = self.names.split("\n")
@@ -411,13 +411,8 @@ class Batch:
             if self._has_max_counter:
                 self.module.max_counter.fill_(state["max_counter"])
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
-        for group, kept in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
-            group.update(kept)
-
-
-def whole(name: str) -> str:
-    """The name of a table, of one that is a shard of some columns."""
-    return name.partition("[:, ")[0]
+        for group, then in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
+            group.update(then)
 
 
 def local(value: Any) -> list[torch.Tensor]:

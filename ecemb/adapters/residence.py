@@ -162,8 +162,8 @@ class Move:
 def repoint(moves: Sequence[Move]) -> None:
     """Points every tensor of this process in an abandoned storage to the arena instead.
 
-    TorchRec keeps views in many places: the local shards of state_dict(), the states of fused optimizers, the
-    parameters that the model shows. The user may have taken more views. The garbage collector knows them all.
+    There are views in many places: the local shards of state_dict(), the states of fused optimizers, the
+    parameters that the model shows. The user may have taken more of them. The garbage collector knows all.
     """
     if not moves:
         return

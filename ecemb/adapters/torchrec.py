@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..coding.rows import Table
+from ..coding.rows import Table, base
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .engine import Hooks, Ids, Tied, all_rows
-from .fbgemm import REPLACED, Batch, FusedTable, check_inside, held, local, need, own, whole
+from .fbgemm import REPLACED, Batch, FusedTable, check_inside, held, local, need, own
 from .managed_collision import Remaps
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 from .remap_table import Before
@@ -360,7 +360,7 @@ class FusedTables:
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """See `Engine.set_state`; the tables of a batch may have been in others."""
         last_first = [*state.items()][::-1]
-        kept = {whole(name): one for names, one in last_first for name in names.split("\n")}
+        kept = {base(name): one for names, one in last_first for name in names.split("\n")}
         for batch in self._batches:
             batch.set_state(kept, renamed)
 

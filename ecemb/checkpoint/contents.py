@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..coding.rows import Column, TableLayout
+from ..coding.rows import Column, TableLayout, base
 from ..errors import CheckpointMismatch, ConfigurationError
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import StateStore
@@ -33,7 +33,7 @@ from ..state.flatten import blank, in_front, outline_of, unpacked
 from ..state.rank_state import RankState, scalars_in
 from ..state.replicated import ReplicatedState
 from .interface import CheckpointReader, Piece, Stored
-from .matching import Match, Sources, base, by_hand
+from .matching import Match, Sources, by_hand
 from .transfer import Taking, read_ids, read_pieces
 
 FORMAT = 2

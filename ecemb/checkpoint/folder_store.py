@@ -158,7 +158,7 @@ class CheckpointFolder:
                 return None
             folder = self.path / names[-1]
             _check_ours(folder, folder=True)
-            with _complete(folder):
+            with _missing_named(folder):
                 _check_ours(folder / FACTS, folder=False)
                 text = (folder / FACTS).read_text()
             try:
@@ -178,7 +178,7 @@ class CheckpointFolder:
             for entry in sorted(os.listdir(folder)):
                 _check_ours(folder / entry, folder=False)
             try:
-                with _complete(folder):
+                with _missing_named(folder):
                     dcp.read(folder, pieces)
             except (EcembError, OSError):
                 raise
@@ -247,7 +247,7 @@ def _told(path: Path, what: str) -> Generator[None]:
 
 
 @contextmanager
-def _complete(folder: Path) -> Generator[None]:
+def _missing_named(folder: Path) -> Generator[None]:
     """Turns a missing file of a checkpoint that is there into an error that names it."""
     try:
         yield

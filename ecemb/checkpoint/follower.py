@@ -220,7 +220,7 @@ class Follower:
                 return True
             except CheckpointFailed as error:
                 newer = self._newest()
-                if newer is not None and newer.name == chain.name:
+                if newer is not None and newer.links[-1] == chain.links[-1]:
                     raise
                 self._behind += 1
                 logger.warning(

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from ..coding.rows import PART, base
 
 Described = Sequence[Any]
 """A table, as the facts of a checkpoint describe it."""
 
 WEIGHT = "weight"
-_PART = re.compile(r"(.*)\[:, (\d+):(\d+)\]", re.DOTALL)
 _SAME_STATE = {"sum": "momentum1", "momentum1": "sum"}
 """Adagrad's sum of squares, one for each value of the row, in torch.optim and in FBGEMM."""
 
@@ -78,14 +78,8 @@ class Stored:
         return ", ".join(f"{name} ({width} x {dtype})" for name, (dtype, width) in self.columns.items())
 
 
-def base(name: str) -> str:
-    """The name of a table whose columns may be sharded: without their range."""
-    found = _PART.fullmatch(name)
-    return name if found is None else found[1]
-
-
 def _range(name: str, width: int) -> range:
-    found = _PART.fullmatch(name)
+    found = PART.fullmatch(name)
     return range(width) if found is None else range(int(found[2]), int(found[3]))
 
 
@@ -137,7 +131,7 @@ class Match:
         """Values of a row, by base name, of tables of this training that are sharded by columns."""
         found: dict[str, int] = {}
         for name in self.everywhere:
-            if part := _PART.fullmatch(name):
+            if part := PART.fullmatch(name):
                 found[part[1]] = max(found.get(part[1], 0), int(part[3]))
         return found
 

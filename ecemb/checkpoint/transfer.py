@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..coding.rows import base
 from ..errors import CheckpointMismatch, ConfigurationError
 from .interface import CheckpointReader, Piece, Stored
-from .matching import Match, Source, Sources, base
+from .matching import Match, Source, Sources
 
 Ids = NDArray[np.int64]
 FRESH = -1

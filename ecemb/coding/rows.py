@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,8 @@ WORD_BYTES = 8
 ALIGN_BYTES = 64
 SPLIT_BYTES = 512
 """Size of the parts in which a single long record is captured (`split`)."""
+PART = re.compile(r"(.*)\[:, (\d+):(\d+)\]", re.DOTALL)
+"""A table's name, and the range of its columns, in the name of a shard that lacks some (`part_of`)."""
 _NONE = np.empty(0, np.uint64)
 
 
@@ -94,6 +97,17 @@ class TableLayout:
 
 def _listed(columns: Sequence[Column]) -> str:
     return " and ".join(f"{one.name} ({one.dtype}, {one.row_bytes} bytes)" for one in columns)
+
+
+def part_of(name: str, start: int, stop: int) -> str:
+    """The name of a table's shard that has only these of its columns."""
+    return f"{name}[:, {start}:{stop}]"
+
+
+def base(name: str) -> str:
+    """The name of a table whose columns may be sharded: without their range."""
+    found = PART.fullmatch(name)
+    return name if found is None else found[1]
 
 
 def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:

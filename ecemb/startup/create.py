@@ -300,8 +300,12 @@ def share_scalars(transport: Transport, rank_state: RankState, own: bytes) -> by
         own: the result of `contents.restore`.
     """
     told = transport.gather(own, "sharing the tables' scalars")
-    transport.together("restoring the tables' scalars", lambda: rank_state.take_scalars(own, told))
-    return rank_state.pack()
+
+    def act() -> bytes:
+        rank_state.take_scalars(own, told)
+        return rank_state.pack()
+
+    return transport.together("restoring the tables' scalars", act)
 
 
 def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None:

@@ -28,6 +28,7 @@ from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
 from ..errors import (
     ArenaDamaged,
+    CheckpointError,
     ConfigurationError,
     InconsistentArenas,
     JobFinished,
@@ -326,7 +327,11 @@ def _decide(
         stored = saver.find(request.reader, transport, session.job)
         plan = plan if stored is None else plan_resume(stored.step)
     if plan.kind == "memory" and not roster.started and request.reader is not None:
-        newest = saver.find(request.reader, transport, session.job)
+        newest = None
+        try:
+            newest = saver.find(request.reader, transport, session.job)
+        except CheckpointError as error:  # memory is enough without it
+            logger.warning("no checkpoint is compared with memory, which the job goes on from: %s", error)
         if newest and newest.step > plan.transaction and newest.facts.get("lineage") == lineage:
             lost = f"what is left of it is of step {plan.transaction}, and the job went on without it"
             stored, plan = newest, plan_resume(newest.step)

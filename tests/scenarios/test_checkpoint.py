@@ -302,6 +302,28 @@ def memory_from_before_the_job_went_on(place: Place) -> None:
             assert training.bits() == last
 
 
+def a_checkpoint_that_cannot_be_read_stops_no_recovery(place: Place) -> None:
+    """Memory is enough; only a start that is another launch's looks whether the checkpoint is newer."""
+    if place.index < WORLD:
+        with life(place):
+            training = Training()
+            guard = training.protect()
+            training.run(guard, 2)
+            guard.save(place.checkpoints)
+            training.run(guard, 3)
+            last = training.bits()
+    place.lose(3)
+    if place.index < WORLD:
+        [saved] = place.checkpoints.glob("step-*")
+        (saved / "ecemb.json").unlink(missing_ok=True)
+        with life(place, launch=1):
+            training = Training()
+            with logged("WARNING", "no checkpoint is compared with memory", "ecemb.json is missing"):
+                guard = training.protect(resume=place.checkpoints)
+            assert (guard.recovery.kind, guard.next_step) == ("memory", 3)
+            assert training.bits() == last
+
+
 def all_memory_is_lost(place: Place) -> None:
     """The `started` mark stands in torchrun's store, or in the folder."""
     if place.index < WORLD:
@@ -695,6 +717,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         a_planned_move_changes_no_bit,
         more_is_lost_than_the_code_survives,
         memory_from_before_the_job_went_on,
+        a_checkpoint_that_cannot_be_read_stops_no_recovery,
         all_memory_is_lost,
         another_number_of_ranks,
         tables_by_hand_come_back_to_as_many_ranks,

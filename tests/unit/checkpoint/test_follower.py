@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -380,6 +381,16 @@ def test_full_saves(tmp_path: Path) -> None:
     assert Follower(folder).refresh()  # any CheckpointReader
     with refused(CheckpointMismatch, "no tensor 'tail'"):
         Follower(folder, dense={"tail": torch.empty(2)}).refresh()
+
+
+def test_a_step_that_is_saved_again_is_shown(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    follower = Follower(folder.path)
+    for _ in range(2):
+        save(folder, 3)
+        assert follower.refresh() and not follower.refresh()
+        (folder.path / "step-000000000003").rename(tmp_path / "away")
+        shutil.rmtree(tmp_path / "away")
 
 
 def test_bad_folders_of_full_saves(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ecemb.checkpoint.matching import Match, Source, base, stored_tables
+from ecemb.checkpoint.matching import Match, Source, stored_tables
+from ecemb.coding.rows import base
 
 F32 = "float32"
 

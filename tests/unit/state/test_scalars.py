@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ecemb.checkpoint.contents import states_of
 from ecemb.state import scalars
 
 
@@ -21,12 +20,3 @@ def test_what_only_others_have_is_added_down_to_the_batches_of_an_engine() -> No
     }
     assert scalars.joined(second, told)["tables"]["fused"]["a"] == {"lr": 9.0, "more": 1}
     assert scalars.packed(of_ranks) == scalars.packed([of_ranks[0], of_ranks[1], of_ranks[1]])
-
-
-def test_every_state_is_read_by_a_rank_and_by_all_new_ones() -> None:
-    for former in range(1, 9):
-        for now in range(1, 9):
-            read = [states_of(former, rank, now) for rank in range(now)]
-            assert sorted(one for of_rank in read[:former] for one in of_rank) == [*range(former)]
-            assert all(of_rank[0] == rank for rank, of_rank in enumerate(read[:former]))
-            assert all([*of_rank] == [*range(former)] for of_rank in read[former:])
