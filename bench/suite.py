@@ -20,7 +20,7 @@ _TAIL_LINES = 15
 PLANNED: Mapping[str, float] = {
     "agreement": 2,
     "check_n_run": 5,
-    "compare": 29,
+    "compare": 38,
     "cpr": 5,
     "drift": 5,
     "elastic": 3,
