@@ -56,6 +56,7 @@ class Session:
         rank: the logical rank.
         world_size: number of ranks.
         hosts: rank -> host of its worker now.
+        addresses: rank -> addresses of that host, the likeliest first.
         roster: what all workers agreed on.
         arena: this rank's arena, locked; None for a replacement rank.
         held: arenas, locked, that another number of ranks made, until they have moved.
@@ -75,6 +76,7 @@ class Session:
     rank: int
     world_size: int
     hosts: tuple[str, ...]
+    addresses: tuple[tuple[str, ...], ...]
     roster: Roster
     arena: Arena | None
     job_flags: dist.Store
@@ -178,6 +180,7 @@ def init_process_group(
         rank=workers.own.rank,
         world_size=world_size,
         hosts=workers.hosts,
+        addresses=workers.addresses,
         roster=workers.roster,
         arena=arena,
         job_flags=job_flags,

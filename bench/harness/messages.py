@@ -6,7 +6,7 @@ Collectives are counted where torch.distributed is called, on groups other than 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +101,17 @@ def counting() -> Iterator[Sent]:
             patches.enter_context(
                 mock.patch.object(Transport, name, _counted(sent, getattr(Transport, name)))
             )
+        patches.enter_context(mock.patch.object(Transport, "swap", _swapped(sent, Transport.swap)))
         yield sent
+
+
+def _swapped(sent: Sent, original: Callable[..., Any]) -> Callable[..., Any]:
+    def swap(self: Transport, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Any:
+        for to, words in send.items():
+            sent.add(to, words.nbytes)
+        return original(self, send, heads)
+
+    return swap
 
 
 def _counted(sent: Sent, original: Callable[..., Any]) -> Callable[..., Any]:

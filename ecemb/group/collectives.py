@@ -9,12 +9,11 @@ A `PeerFailure` allows no conclusion about what other ranks received.
 
 from __future__ import annotations
 
-import datetime
 import enum
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +21,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..errors import EcembError, NotEnoughSpace, PeerFailure
+from ..errors import PeerFailure
 from ..kernels.contract import Words
 from .dissemination import MOST_ROUNDS, Rounds, Wait
 from .error_file import follows
-from .whereabouts import Whereabouts
+from .fabric import Fabric, Waits
+from .lines import Lines
+from .streams import Streams, Swap
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
@@ -42,137 +43,17 @@ class Kind(enum.IntEnum):
     """What messages are about, beside their number and round."""
 
     STATUS = 0
-    SIZE = 1
-    DELTAS = 2
-    VOTE = 3
-    BARRIER = 4
-    REQUEST = 5
-    ANSWER = 6
+    VOTE = 1
+    BARRIER = 2
+    REQUEST = 3
+    ANSWER = 4
 
 
-class _Waits:
-    """Waits for the work of a group, each time with a name and a deadline."""
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
-        self._group = group
-        self._timeout_s = timeout_s
-        self._deadline = datetime.timedelta(seconds=timeout_s)
-        self.whereabouts = Whereabouts()
-
-    def close(self) -> None:
-        """Ends the group. All ranks, each for itself."""
-        dist.destroy_process_group(self._group)
-
-    def _started(self, start: Callable[[], T | None], what: str) -> T:
-        try:
-            work = start()
-        except RuntimeError as error:
-            raise self._failure(what, 0.0, error) from error
-        if work is None:
-            raise EcembError(f"rank {self.rank} is not in the group that it uses for {what}")
-        return work
-
-    def _finish(self, work: dist.Work, what: str) -> None:
-        """Waits for `work`; again, if a signal's handler raised when it had just ended."""
-        if work.is_completed():
-            return
-        began = time.monotonic()
-        try:
-            with self.whereabouts.waiting():
-                work.wait(self._deadline)  # with it NCCL's wait blocks the host
-            if not work.is_completed():
-                raise RuntimeError("the wait has ended before it")
-        except RuntimeError as error:
-            raise self._failure(what, time.monotonic() - began, error) from error
-
-    def _failure(self, what: str, waited_s: float, error: RuntimeError) -> PeerFailure:
-        text = (
-            f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
-            f"(deadline {self._timeout_s:.0f} s): {str(error).splitlines()[0]}; end this process, so "
-            f"that torchrun restarts the job from its arenas (or raise timeout=, if the peer is only slow)"
-        )
-        return follows(PeerFailure(text))
+_NOTES = frozenset((Kind.STATUS, Kind.VOTE, Kind.BARRIER))
+"""Kinds of the rounds of a dissemination: they go over lines, where there are some."""
 
 
-class Fabric(_Waits):
-    """Messages from one device's memory to another's, over a group with a backend such as NCCL.
-
-    All ranks, once: the constructor makes the group's connections, because point-to-point messages between
-    some of the ranks may not be a group's first messages (`torch.distributed.batch_isend_irecv`).
-
-    Args:
-        group: a process group of all ranks, for this object alone.
-        device: a device of this rank alone, for sending and receiving.
-        timeout_s: deadline of every exchange.
-
-    Raises:
-        PeerFailure: the ranks can't reach each other.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group, timeout_s)
-        self.device = device
-        self._room = torch.empty(0, dtype=torch.int64, device=device)
-        here = torch.zeros(1, device=device)
-        what = "connecting the devices"
-        with self._on_device():
-            self._finish(self._started(lambda: dist.all_reduce(here, group=group, async_op=True), what), what)
-
-    def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
-        """See `Transport.exchange`. The messages in `out` are in host memory when this returns.
-
-        The device's current stream is waited for.
-
-        Raises:
-            NotEnoughSpace: the device has no room for the messages; none was sent from here.
-            PeerFailure: as for `Transport.exchange`.
-        """
-        messages = [*send.values(), *out.values()]
-        if not messages:
-            return
-        sizes = [len(words) for words in messages]
-        parts = self._taken(sum(sizes), what).split(sizes)
-        held = [torch.from_numpy(words.view(np.int64)) for words in messages]
-        with self._on_device():
-            for part, words in zip(parts[: len(send)], held, strict=False):
-                part.copy_(words, non_blocking=True)  # not pinned, so that it is read before this returns
-            peers = [(dist.isend, rank) for rank in send] + [(dist.irecv, rank) for rank in out]
-            operations = [
-                dist.P2POp(start, part, group=self._group, group_peer=rank)
-                for (start, rank), part in zip(peers, parts, strict=True)
-            ]
-            for work in self._started(lambda: dist.batch_isend_irecv(operations), what):
-                self._finish(work, what)
-            for words, part in zip(held[len(send) :], parts[len(send) :], strict=True):
-                words.copy_(part)
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory for messages."""
-        return self._room.nbytes
-
-    def _taken(self, size: int, what: str) -> torch.Tensor:
-        """int64 [size] of the device's memory, of any content; the earlier content is lost."""
-        if size > len(self._room):
-            self._room = self._room.new_empty(0)  # free it first: both may not fit
-            try:
-                self._room = self._room.new_empty(size + size // 4)
-            except torch.OutOfMemoryError as error:
-                raise NotEnoughSpace(
-                    f"{what} needs {8 * (size + size // 4)} bytes of {self.device}'s memory, which are not "
-                    f"free: train with a smaller batch or window, or leave parity_backend out, so that "
-                    f"deltas go from host memory"
-                ) from error
-        return self._room[:size]
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Makes the device current, as NCCL requires."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-class Transport(_Waits):
+class Transport(Waits):
     """This rank's end of the control group.
 
     Args:
@@ -181,8 +62,13 @@ class Transport(_Waits):
 
     Attributes:
         fabric: carries exchanges; None: they use the control group.
-        sent_bytes: in exchanges, and point to point.
+        lines: carry the rounds of disseminations; None: they use the control group.
+        streams: carry swaps; None in a world of one rank.
+        sent_bytes: in exchanges and swaps, and point to point.
     """
+
+    lines: Lines | None = None
+    streams: Streams | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
@@ -238,6 +124,43 @@ class Transport(_Waits):
         sent = [self.send(words, to, what, tag) for to, words in send.items()]
         for wait in (*received, *sent):
             wait()
+
+    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Swap | None:
+        """The messages of a transaction to and from some ranks; `meet` and `finish` send and receive them.
+
+        Args:
+            send: rank -> uint64, contiguous, read until the swap is over.
+            heads: rank -> uint64, contiguous, overwritten with the first words of its message.
+        """
+        if self.streams is None:
+            return None
+        self.sent_bytes += sum(words.nbytes for words in send.values())
+        return self.streams.swap(send, heads)
+
+    def meet(self, swap: Swap | None, what: str) -> None:
+        """Returns when all heads are there. `what` names the wait in the error.
+
+        Raises:
+            PeerFailure: one of the ranks died or did not come before the deadline.
+        """
+        if swap is not None:
+            self._lasts(swap.meet, what)
+
+    def finish(self, swap: Swap, rests: Mapping[int, Words], what: str) -> None:
+        """Returns when all is sent, and what follows the heads is in `rests`; see `Swap.finish`.
+
+        Raises:
+            PeerFailure: one of the ranks died or did not come before the deadline.
+        """
+        self._lasts(functools.partial(swap.finish, rests), what)
+
+    def discard(self, swap: Swap, sizes: Mapping[int, int], what: str) -> None:
+        """`finish`, where what follows the heads is not wanted; see `Swap.discard`.
+
+        Raises:
+            PeerFailure: as for `finish`.
+        """
+        self._lasts(functools.partial(swap.discard, sizes), what)
 
     def tag(self, kind: Kind, number: int) -> int:
         """The tag of a message about something; with a round's number added, that of a message of this round.
@@ -309,19 +232,32 @@ class Transport(_Waits):
     def close(self) -> None:
         """Ends the control group, and the fabric. All ranks, each for itself."""
         self._last_words.clear()
+        self.hang_up()
         if self.fabric is not None:
             self.fabric.close()
         super().close()
 
+    def hang_up(self) -> None:
+        """Ends lines and streams alone. May be called twice."""
+        for own in (self.lines, self.streams):
+            if own is not None:
+                own.close()
+
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
+        if (lines := self._lines_for(tag)) is not None:
+            self._noted(lines, words, to, what, tag)
+            return _nothing
         work = self._sent(words, to, what, tag)
-        return lambda: self._finish(work, what)
+        return lambda: self.ended(work, what)
 
     def say(self, words: Words, to: int, tag: int) -> None:
         """Sends words to one rank, which may never receive them: waits for no receiver, raises no error."""
         try:
-            self._last_words.append((words, self._sent(words, to, "leaving", tag)))
+            if (lines := self._lines_for(tag)) is not None:
+                self._noted(lines, words, to, "leaving", tag)
+            else:
+                self._last_words.append((words, self._sent(words, to, "leaving", tag)))
         except PeerFailure as error:
             logger.debug("rank %d is not told: %s", to, error)
 
@@ -331,8 +267,19 @@ class Transport(_Waits):
         try:
             work: dist.Work = self._gloo.send([tensor], to, tag)
         except RuntimeError as error:
-            raise self._failure(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
         return work
+
+    def _lines_for(self, tag: int) -> Lines | None:
+        """What carries a message instead of the group."""
+        return self.lines if (tag - 1) // MOST_ROUNDS % len(Kind) in _NOTES and tag < _EXCHANGES else None
+
+    def _noted(self, lines: Lines, words: Words, to: int, what: str, tag: int) -> None:
+        self.sent_bytes += words.nbytes
+        try:
+            lines.send(words, to, tag)
+        except OSError as error:
+            raise self.failure(what, 0.0, error) from error
 
     def receive(self, out: Words, source: int, what: str) -> None:
         """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
@@ -344,16 +291,29 @@ class Transport(_Waits):
         gloo announces each message and waits for its receiver, unless that receives already. Receivers of
         small messages therefore start early.
         """
+        if (lines := self._lines_for(tag)) is not None:
+            return functools.partial(self._heard, lines, out, source, tag, what)
         tensor = torch.from_numpy(out.view(np.int64))
         try:
             work = self._gloo.recv([tensor], source, tag)
         except RuntimeError as error:
-            raise self._failure(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
 
         def wait(now: str = "") -> None:
-            self._finish(work, now or what)
+            self.ended(work, now or what)
 
         return wait
+
+    def _heard(self, lines: Lines, out: Words, source: int, tag: int, what: str, now: str = "") -> None:
+        self._lasts(functools.partial(lines.receive, out, source, tag), now or what)
+
+    def _lasts(self, wait: Callable[[], None], what: str) -> None:
+        began = time.monotonic()
+        try:
+            with self.whereabouts.waiting():
+                wait()
+        except OSError as error:
+            raise self.failure(what, time.monotonic() - began, error) from error
 
     def _all_to_all(
         self,
@@ -363,7 +323,7 @@ class Transport(_Waits):
         out_words: Sequence[int] | None,
         what: str,
     ) -> None:
-        work = self._started(
+        work = self.started(
             lambda: dist.all_to_all_single(
                 torch.from_numpy(out),
                 torch.from_numpy(send),
@@ -374,4 +334,8 @@ class Transport(_Waits):
             ),
             what,
         )
-        self._finish(work, what)
+        self.ended(work, what)
+
+
+def _nothing() -> None:
+    """A wait for what is done already."""

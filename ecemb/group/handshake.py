@@ -16,10 +16,10 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 
 from ..errors import RendezvousError
-from .links import Link, calls, drop, keep, listen, neighbours
+from .links import Link, calls, drop, keep, listen
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -66,24 +66,25 @@ class Listener:
 
 
 def connect(
-    listener: Listener, index: int, peers: Sequence[Peer], secret: bytes, deadline: float
+    listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes, deadline: float
 ) -> list[Link]:
     """Links this worker with its neighbours. All workers.
 
     Args:
-        listener: announced to all; closed when this returns or raises.
-        index: this worker's place in `peers`.
-        peers: all workers.
+        listener: announced to the neighbours; closed when this returns or raises.
+        index: this worker's, of 0 to `size` - 1.
+        size: number of workers.
+        peers: its neighbours, by their index; each of them has this worker among its own.
         secret: known to the workers of this start only.
         deadline: on time.monotonic().
 
     Returns:
-        A link with each neighbour. They may have received something already.
+        A link with each neighbour, in the order of `peers`. They may have received something already.
 
     Raises:
         RendezvousError: a neighbour ended, or was not linked before the deadline.
     """
-    meeting = _Meeting(listener, index, peers, secret)
+    meeting = _Meeting(listener, index, size, peers, secret)
     try:
         return meeting.hold(deadline)
     except BaseException:
@@ -131,14 +132,13 @@ class _Contact:
 class _Meeting:
     """One loop over all sockets, in which no connection waits for another."""
 
-    def __init__(self, listener: Listener, index: int, peers: Sequence[Peer], secret: bytes) -> None:
+    def __init__(
+        self, listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes
+    ) -> None:
         self.links: dict[int, Link] = {}
         self._listener, self._index, self._peers, self._secret = listener, index, peers, secret
-        self._near = neighbours(index, len(peers))
         self._calls = {
-            peer: _Call(peer, list(peers[peer].addresses))
-            for peer in self._near
-            if calls(index, peer, len(peers))
+            peer: _Call(peer, list(one.addresses)) for peer, one in peers.items() if calls(index, peer, size)
         }
         self._contacts: set[_Contact] = set()
         self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
@@ -146,7 +146,7 @@ class _Meeting:
 
     def hold(self, deadline: float) -> list[Link]:
         """Runs until all neighbours are linked."""
-        while missing := [peer for peer in self._near if peer not in self.links]:
+        while missing := [peer for peer in self._peers if peer not in self.links]:
             now = time.monotonic()
             for peer in missing:
                 if peer in self._calls:
@@ -161,9 +161,9 @@ class _Meeting:
                     raise RendezvousError(f"{name} ended while the workers were connecting: see its log")
             for contact in [one for one in self._contacts if one.until < now]:
                 self._end(contact, TimeoutError(errno.ETIMEDOUT, f"no proof came within {_PROOF_S:.0f} s"))
-            if now > deadline and len(self.links) < len(self._near):
+            if now > deadline and len(self.links) < len(self._peers):
                 raise RendezvousError(self._late())
-        return [self.links[peer] for peer in self._near]
+        return [self.links[peer] for peer in self._peers]
 
     def close(self) -> None:
         """Ends all connections that are not links."""
@@ -273,7 +273,7 @@ class _Meeting:
         caller, proof = _HELLO.unpack((yield from _read(connection, _HELLO.size)))
         if not hmac.compare_digest(proof, self._proof(b"calls", caller, self._index, nonce)):
             raise _NotOurs("it does not know the secret of this start")
-        if caller not in self._near or caller in self._calls or caller in self.links:
+        if caller not in self._peers or caller in self._calls or caller in self.links:
             raise _NotOurs(f"worker {caller} has no reason to call")
         _say(connection, _WELCOME)
         return Link(caller, connection)
@@ -283,7 +283,7 @@ class _Meeting:
 
     def _late(self) -> str:
         missing: list[str] = []
-        for peer in self._near:
+        for peer in self._peers:
             if peer not in self.links:
                 call = self._calls.get(peer)
                 errors = {} if call is None else call.errors

@@ -14,6 +14,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 _CHUNK_BYTES = 4096
 _SIOCGIFADDR = 0x8915
@@ -39,10 +40,13 @@ def calls(index: int, peer: int, size: int) -> bool:
 def own_addresses(towards: str) -> tuple[str, ...]:
     """Addresses under which other workers may reach this host, the likeliest first.
 
+    Those of the interfaces in GLOO_SOCKET_IFNAME, as for gloo; then the one that the route leads over; then
+    all others.
+
     Args:
         towards: a host that all workers reach, such as MASTER_ADDR.
     """
-    found: list[str] = []
+    found = _of_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for family, address in _resolved(towards):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -50,7 +54,8 @@ def own_addresses(towards: str) -> tuple[str, ...]:
             except OSError:
                 continue
             found.append(str(probe.getsockname()[0]))
-    local = [address for _, address in _resolved(socket.gethostname())] + _of_interfaces()
+    local = [address for _, address in _resolved(socket.gethostname())]
+    local += _of_interfaces([name for _, name in socket.if_nameindex()])
     found += [address for address in local if not address.startswith(("127.", "::1"))]
     return tuple(dict.fromkeys(one for one in found if not one.startswith("fe80:"))) or ("127.0.0.1",)
 
@@ -63,14 +68,14 @@ def _resolved(name: str) -> list[tuple[int, str]]:
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
-def _of_interfaces() -> list[str]:
-    """IPv4 addresses of this host's interfaces: its name may resolve to 127.0.1.1 only."""
+def _of_interfaces(names: Sequence[str]) -> list[str]:
+    """IPv4 addresses of some of this host's interfaces: its name may resolve to 127.0.1.1 only."""
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
+        for name in names:
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # the interface has no IPv4 address
+            except OSError:  # there is none of that name, or it has no IPv4 address
                 continue
             found.append(socket.inet_ntoa(answer[20:24]))
     return found
@@ -134,6 +139,10 @@ class Link:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:  # the peer was faster
             return
+
+    def release(self) -> socket.socket:
+        """The connection, which is the caller's now, before anything has come over it."""
+        return self._socket
 
     def close(self) -> None:
         """Ends the connection. May be called twice."""

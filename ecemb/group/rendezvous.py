@@ -35,7 +35,7 @@ from . import rollcall
 from .assignment import Assignment, Report, Roster, Worker, assign
 from .failure_detector import FailureDetector
 from .handshake import Listener, Peer, connect
-from .links import own_addresses
+from .links import neighbours, own_addresses
 from .whereabouts import Whereabouts
 from .worker_exit import hook
 
@@ -72,6 +72,13 @@ class Workers:
         """Rank -> host of its worker."""
         hosts = {one.rank: w.host for one, w in zip(self.assignments, self.roster.workers, strict=True)}
         return tuple(hosts[rank] for rank in range(len(hosts)))
+
+    @property
+    def addresses(self) -> tuple[tuple[str, ...], ...]:
+        """Rank -> addresses of its worker's host, the likeliest first."""
+        workers = zip(self.assignments, self.roster.workers, strict=True)
+        addresses = {one.rank: worker.addresses for one, worker in workers}
+        return tuple(addresses[rank] for rank in range(len(addresses)))
 
     @property
     def holders(self) -> Mapping[str, int]:
@@ -211,7 +218,8 @@ def _watch(
         Peer(f"rank {one.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
         for one, worker in zip(assignments, roster.workers, strict=True)
     ]
-    links = connect(listener, index, peers, bytes.fromhex(roster.secret), deadline)
+    near = {one: peers[one] for one in neighbours(index, len(peers))}
+    links = connect(listener, index, len(peers), near, bytes.fromhex(roster.secret), deadline)
     names = [peer.name for peer in peers]
     return FailureDetector(links, index, names, timeout_s, whereabouts=whereabouts) if links else None
 

@@ -1,15 +1,13 @@
 """The inbox: the deltas that other ranks sent for the parity of this keeper, which a redo needs.
 
 A growing region of the arena, which two words of the header guard (docs/protocol.md, 1.1): complete before
-`prepared` is stored. In front it has two words for each sender, its message's first word and its length. A
-message lies where its first words have arrived, if there was room for all of them, and else behind those.
+`prepared` is stored. In front it has two words for each sender, its message's first word and its length.
 
 Must not know: the network, the decision.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,58 +31,26 @@ class Inbox:
 
     def __init__(self, arena: Arena, senders: Sequence[int], r: int) -> None:
         self._arena, self._senders, self._r = arena, tuple(senders), r
-        self._rooms: dict[int, tuple[int, int]] = {}  # first word and length
-        self._end = self._front = 2 * len(self._senders)
+        self._front = 2 * len(self._senders)
 
-    def open(self, rooms: Mapping[int, int]) -> dict[int, Words]:
-        """Makes room for the first words of messages; the transaction before is void here from now on.
+    def receive(self, sizes: Mapping[int, int]) -> dict[int, Words]:
+        """Makes room for messages; the transaction before is void here from now on.
 
         Args:
-            rooms: sender -> words.
+            sizes: sender -> what it announces, in words; not negative.
 
         Returns:
-            Sender -> uint64 [words] in the arena, to be filled.
+            Sender -> uint64 [size] in the arena, to be filled.
 
         Raises:
             NotEnoughSpace: the inbox can't grow.
         """
         self._arena.set(Word.INBOX_LABEL, NONE)
-        ends = itertools.accumulate(rooms.values(), initial=self._front)
-        self._rooms = {sender: (at, room) for (sender, room), at in zip(rooms.items(), ends, strict=False)}
-        self._end = self._front + sum(rooms.values())
-        words = self._reserved(self._end)
-        return {sender: words[at : at + room] for sender, (at, room) in self._rooms.items()}
-
-    def receive(self, sizes: Mapping[int, int]) -> dict[int, Words]:
-        """Makes room for the rest of messages whose first words are here.
-
-        Args:
-            sizes: sender -> what it announces, in words.
-
-        Returns:
-            Sender -> uint64 [size] in the arena, with as many of its first words as `open` had room for.
-
-        Raises:
-            InconsistentArenas: a negative size.
-            NotEnoughSpace: there is no room; nothing was received.
-        """
-        if min(sizes.values(), default=0) < 0:
-            raise InconsistentArenas(
-                f"the ranks announce messages of {dict(sizes)} words: the network is damaged, or the ranks "
-                f"run different versions of ecemb; restart the job"
-            )
         places: dict[int, tuple[int, int]] = dict.fromkeys(self._senders, (self._front, 0))
-        end = self._end
-        moved: list[tuple[int, int, int]] = []
+        end = self._front
         for sender, size in sizes.items():
-            at, room = self._rooms.get(sender, (0, 0))
-            if size > room:
-                moved.append((at, end, room))
-                at, end = end, end + size
-            places[sender] = at, size
+            places[sender], end = (end, size), end + size
         words = self._reserved(end)
-        for source, to, count in moved:
-            words[to : to + count] = words[source : source + count]
         words.view(np.int64)[: self._front] = [number for place in places.values() for number in place]
         self._arena.set(Word.INBOX_BYTES, end * WORD_BYTES)
         return {sender: words[at : at + size] for sender, (at, size) in places.items() if size}

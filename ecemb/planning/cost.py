@@ -41,8 +41,6 @@ MOST_RANKS = 1 << 20
 """Of a job: the computation for more would take minutes."""
 SPARE = 1.25
 """Journals and inbox grow by a quarter at a time (`Arena.reserve`)."""
-ROOM = 1 + 1 / 16
-"""What the inbox keeps free for a message, over the size of the last one (`ecemb.step.parcel`)."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
     - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
-      times, with `ROOM` for what is received, and reserve up to `SPARE` times that; two copies of r + 1
+      times; they reserve up to `SPARE` times that; two copies of r + 1
       slices of replicated state, of as many as there are ranks (`abortable=True`, with two copies of all of
       it on each rank, is not considered).
     - bytes: each touched row goes to r keepers, with its number.
@@ -261,7 +259,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     touched = job.touched_rows * job.record_bytes
     named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
     step_bytes = code.r * named
-    buffers = SPARE * (1 + ROOM * code.r) * named
+    buffers = SPARE * (1 + code.r) * named
     dense_bytes = 2 * job.dense_bytes * (code.r + 1) / job.ranks
     memory_bytes = rank_bytes * code.r / code.k + buffers + dense_bytes
     step_s = (

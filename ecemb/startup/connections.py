@@ -10,14 +10,22 @@ control group uses that of the training, where there is one.
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..coding.placement import Placement
 from ..errors import ConfigurationError
-from ..group.collectives import Fabric, Transport
+from ..group.collectives import Transport
+from ..group.fabric import Fabric
+from ..group.handshake import Listener, Peer, connect
+from ..group.lines import Lines
+from ..group.links import Link, neighbours
+from ..group.streams import Streams
 from ..recovery.background import concerned
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
@@ -29,8 +37,13 @@ _WHOLE_REBUILD_S = 30 * 86400.0
 """How long a holder waits for a request."""
 
 
-def control_group(session: Session) -> Transport:
-    """A gloo group of all ranks, apart from the training's collectives. All ranks."""
+def control_group(session: Session, *, lines: bool = False) -> Transport:
+    """A gloo group of all ranks, apart from the training's collectives. All ranks.
+
+    Args:
+        session: This process's.
+        lines: Whether steps end in it: their rounds go over lines.
+    """
     patience = datetime.timedelta(seconds=session.patience_s)
     backend = "gloo"
     if training_devices():
@@ -40,7 +53,36 @@ def control_group(session: Session) -> Transport:
     group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
     transport = Transport(group, session.patience_s)
     transport.whereabouts = session.whereabouts
+    if lines and session.world_size > 1:
+        transport.lines = _lines(session, transport)
     return transport
+
+
+def _lines(session: Session, transport: Transport) -> Lines:
+    """This rank's lines. All ranks; none sends before all have called another collective."""
+    links = _links(session, transport, neighbours(session.rank, session.world_size), b"lines")
+    return Lines(links, session.world_size, session.patience_s)
+
+
+def streams(session: Session, transport: Transport, placement: Placement) -> Streams:
+    """This rank's streams. All ranks; none sends before all have called another collective."""
+    near = {*placement.recipients(session.rank), *placement.senders(session.rank)}
+    return Streams(_links(session, transport, sorted(near), b"streams"), session.patience_s)
+
+
+def _links(session: Session, transport: Transport, near: Sequence[int], purpose: bytes) -> list[Link]:
+    """Connects this rank with some others, each of which names this rank as well. All ranks."""
+    with Listener() as listener:
+        own = np.array([listener.port], np.uint64)
+        ports = {peer: np.zeros(1, np.uint64) for peer in near}
+        transport.exchange(dict.fromkeys(near, own), ports, "the ports of other ranks")
+        peers = {
+            peer: Peer(f"rank {peer} (host {session.hosts[peer]})", session.addresses[peer], int(port[0]))
+            for peer, port in ports.items()
+        }
+        secret = bytes.fromhex(session.roster.secret) + purpose
+        deadline = time.monotonic() + session.timeout_s
+        return connect(listener, session.rank, session.world_size, peers, secret, deadline)
 
 
 def training_devices() -> Sequence[Any]:

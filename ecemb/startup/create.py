@@ -36,7 +36,6 @@ from ..state import rank_state as rank_states
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from ..step import replica_check
-from ..step.parcel import MOST
 from .leftovers import make_room
 from .negotiate import World
 from .request import Request
@@ -215,7 +214,7 @@ def _sizes(
             members = placement.members(stripe_class)[: placement.k]
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
-        inbox += (placement.n - 1) * (2 + MOST + placement.r * (1 + placement.r)) * WORD_BYTES
+        inbox += (placement.n - 1) * (2 + placement.r * (1 + placement.r)) * WORD_BYTES
     share = Share.of(geometry.placement, session.rank, abortable=world.constants.abortable)
     dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot

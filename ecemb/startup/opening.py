@@ -18,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -42,7 +44,7 @@ from ..state import rank_state as rank_states
 from ..state.optimizers import NamedOptimizers
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
-from .connections import control_group, fabric, rebuild_group
+from .connections import control_group, fabric, rebuild_group, streams
 from .create import Start, begin, claim_or_create
 from .former import is_former
 from .history import shared_history
@@ -80,7 +82,14 @@ def open_memory(session: Session, request: Request) -> Opened:
     """
     session.whereabouts.place = "in ecemb.protect()"
     before_s = _before(session)
-    start = _agree(session, request)
+    with ExitStack() as if_it_fails:
+        opened = _open(_agree(session, request, if_it_fails), before_s)
+        if_it_fails.pop_all()
+    return opened
+
+
+def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
+    """Opens the memory of this rank, once all ranks hold the same plan. All ranks."""
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
     background = Background()
@@ -139,7 +148,7 @@ def _before(session: Session) -> dict[str, float]:
     return {**seconds, "rendezvous": session.joined_s}
 
 
-def _agree(session: Session, request: Request) -> Start:
+def _agree(session: Session, request: Request, if_it_fails: ExitStack) -> Start:
     """Examines the training and negotiates a plan; nothing is written. All ranks.
 
     Raises:
@@ -154,7 +163,8 @@ def _agree(session: Session, request: Request) -> Start:
             f"so: launch it again, with ecemb.protect(resume=)"
         )
     with watch.phase("agree"):
-        transport = control_group(session)
+        transport = control_group(session, lines=True)
+        if_it_fails.callback(transport.hang_up)
         training = transport.together("checking the model and its optimizers", lambda: examine(request))
         tables = training.tables
         history = shared_history(session, transport)
@@ -168,8 +178,11 @@ def _agree(session: Session, request: Request) -> Start:
 
 def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
     """Gives this rank its arena, and makes it a member of the generation. All ranks."""
-    session, backend = start.session, start.request.parity_backend
-    if backend != "gloo" and start.world.placement is not None:
+    session, backend, placement = start.session, start.request.parity_backend, start.world.placement
+    if placement is not None:
+        with start.watch.phase("connect"):
+            start.transport.streams = streams(session, start.transport, placement)
+    if backend != "gloo" and placement is not None:
         with start.watch.phase("fabric"):
             start.transport.fabric = fabric(session, backend, start.transport)
     with start.watch.phase("attach"):

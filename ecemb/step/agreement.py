@@ -1,12 +1,11 @@
 """What all ranks agree on in a transaction: how its last step ended, what is sent, and that all prepared.
 
 The rules are those of docs/protocol.md, 10.1 and 10.2: two disseminations, the status and the vote, and
-between them the deltas, to the n - 1 ranks that keep parity of this one. Messages carry their kind and the
-number of the status, counted on all ranks alike since the start.
+between them the deltas, to the n - 1 ranks that keep parity of this one. The rounds carry their kind and the
+number of the status, counted on all ranks alike since the start. Deltas begin with their size.
 
-A rank starts to receive before the others can send: the next status with this one, deltas and the vote with
-the status that they follow. Deltas begin with their size, in one `Parcel`; the rest, if there is any, is a
-message of its own.
+A rank that fails after a status, and before it has sent its deltas, sends `MARK` in their place, and receives
+what others send it: so no rank waits for it.
 
 Must not know what a step does, and what a rank restores when it has failed.
 """
@@ -14,23 +13,26 @@ Must not know what a step does, and what a rank restores when it has failed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..coding.placement import Placement
-from ..errors import StepFailed, UsageError
+from ..errors import InconsistentArenas, PeerFailure, StepFailed, UsageError
 from ..group.collectives import Kind, Transport
-from ..group.dissemination import Rounds, Wait, say
+from ..group.dissemination import Rounds, say
 from ..group.error_file import follows
+from ..group.streams import Swap
 from ..kernels.contract import Words
-from .parcel import MARK, Parcel
 
 Ints = NDArray[np.int64]
 
 FINE, ABORTED, FAILED = range(3)
+MARK = -1
+"""In the place of a size: there will be no deltas."""
 _YES, _NO = 1, 0
 
 _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
@@ -42,12 +44,8 @@ _MASK_BITS = 63  # of each word from _MARKED on
 class Rooms(Protocol):
     """Where deltas arrive, such as an `Inbox`."""
 
-    def open(self, rooms: Mapping[int, int], /) -> dict[int, Words]:
-        """Makes room for the first words of each sender's deltas."""
-        ...
-
     def receive(self, sizes: Mapping[int, int], /) -> dict[int, Words]:
-        """Makes room for the rest; returns the memory of all words of each sender."""
+        """Makes room for the words of each sender's deltas."""
         ...
 
 
@@ -57,22 +55,19 @@ class Turn:
 
     Attributes:
         number: statuses before it since the start.
-        firsts: memory for the first words of each rank whose parity this one keeps.
-        arrivals: wait for them.
         votes: the vote's rounds; None if there is no vote.
-        sized: the keepers that this rank has sent deltas and their size to.
         voted: whether this rank has begun to vote, or there is no vote.
-        sending: wait for what it has sent to keepers; called when all have voted, for a rank that has failed
-            before may never receive it.
+        heads: the first words of each rank's deltas, once they are asked for.
+        swap: the deltas on their way.
+        swapped: whether all deltas are sent and received, or there are none.
     """
 
     number: int
-    firsts: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
-    arrivals: dict[int, Wait] = dataclasses.field(default_factory=dict[int, Wait])
     votes: Rounds | None = None
-    sized: set[int] = dataclasses.field(default_factory=set[int])
     voted: bool = False
-    sending: list[Callable[[], None]] = dataclasses.field(default_factory=list[Callable[[], None]])
+    heads: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
+    swap: Swap | None = None
+    swapped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +99,13 @@ class Agreement:
     def __init__(self, transport: Transport, placement: Placement | None, rooms: Rooms) -> None:
         self._turn: Turn | None = None  # of the last verdict
         self._transport, self._rooms = transport, rooms
-        self._parcels: dict[int, Parcel] = {}  # by keeper
-        self._arriving: dict[int, Parcel] = {}  # by sender
-        self._sections: dict[int, int] = {}  # of what each sender sends
+        self._keepers: dict[int, int] = {}  # sections of what each gets
+        self._senders: dict[int, int] = {}  # of what each sends
         if placement is not None:
             rank = transport.rank
-            self._parcels = {keeper: Parcel() for keeper in placement.recipients(rank)}
-            self._arriving = {sender: Parcel() for sender in placement.senders(rank)}
-            self._sections = {one: len(placement.recipients(one)[rank]) for one in self._arriving}
+            self._keepers = {keeper: len(blocks) for keeper, blocks in placement.recipients(rank).items()}
+            self._senders = {one: len(placement.recipients(one)[rank]) for one in placement.senders(rank)}
         self._number = 0
-        self._ahead: Rounds | None = None  # of the next status
         self._is_between = False  # a round of the status is sent, and there is no verdict
 
     def conclude(
@@ -144,19 +136,20 @@ class Agreement:
             StepFailed: Another rank's step failed, the ranks are not in the same step, or their replicated
                 state differs.
             PeerFailure: A rank died.
-            NotEnoughSpace: There is no room for deltas; nothing was said.
         """
-        step, turn = transaction - 1, Turn(self._number, voted=not whole)
-        status = self._ahead or self._status_rounds(self._number)
-        self._ahead = None
+        step, turn = transaction - 1, Turn(self._number, voted=not whole, swapped=not whole)
+        status = self._status_rounds(self._number)
         if whole:
-            self._start_receiving(turn)
-        self._ahead, self._is_between = self._status_rounds(self._number + 1), True
+            tag = self._tag(Kind.VOTE, turn)
+            turn.votes = Rounds(self._transport, tag, 1, np.minimum, lambda told: int(told[0]) == _NO)
+        self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
             status.run(value, f"the status of step {step}")
         finally:
             if status.is_over and int(status.value[_FLAG]) != FAILED:
+                if _fails_on_all(status.value):  # no rank votes, or waits for deltas
+                    turn.voted = turn.swapped = True
                 self._turn, self._number, self._is_between = turn, self._number + 1, False
         return self._verdict(status.value, turn, step, committed, differs)
 
@@ -171,58 +164,63 @@ class Agreement:
             failed = self._status(transaction, FAILED, 0, 0)
             say(self._transport, self._tag(Kind.STATUS), failed)
 
-    def exchange(
-        self,
-        turn: Turn,
-        messages: Mapping[int, Words],
-        around: Words,
-        what: str,
-    ) -> None:
+    def exchange(self, turn: Turn, messages: Mapping[int, Words], what: str) -> None:
         """Sends deltas to the keepers, and receives those that are kept here.
 
-        All is sent before anything is waited for: a rank that fails meanwhile leaves none waiting. (Over a
-        fabric deltas are sent when all heads are there; then the end of its process tells the others.)
+        Over a fabric deltas are sent when all heads are there.
 
         Args:
             turn: That of the verdict.
             messages: The deltas, by keeper; each begins with the head of a section.
-            around: The memory that the messages are views of. It may be reused after the vote.
             what: Names the wait in errors.
 
         Raises:
             StepFailed: A rank has failed since the verdict.
             PeerFailure: A rank died.
         """
-        transport, head, rest = self._transport, self._tag(Kind.SIZE, turn), self._tag(Kind.DELTAS, turn)
-        for rank, parcel in self._parcels.items():
-            first, after = parcel.cut(messages[rank], around)
-            if len(after) and transport.fabric is None:  # before the head, which is waited for first
-                turn.sending.append(transport.send(after, rank, what, rest))
-            turn.sending.append(transport.send(first, rank, what, head))
-            turn.sized.add(rank)
-        sizes: dict[int, int] = {}
-        failed: list[int] = []
-        for rank, wait in turn.arrivals.items():
-            wait(what)
-            told = turn.firsts[rank][: self._sections[rank]].view(np.int64).tolist()
-            sizes[rank] = sum(told)
-            if told[0] == MARK:
-                failed.append(rank)
-        if failed:
+        fabric = self._transport.fabric
+        send = messages if fabric is None else {to: messages[to][:size] for to, size in self._keepers.items()}
+        self._meet(turn, send, what)
+        sizes = {rank: _size(head) for rank, head in turn.heads.items()}
+        if failed := [rank for rank, size in sizes.items() if size == MARK]:
             raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
+        if any(size < len(turn.heads[rank]) for rank, size in sizes.items()):
+            raise InconsistentArenas(
+                f"{what}: the ranks announce messages of {sizes} words: the network is damaged, or the ranks "
+                f"run different versions of ecemb; restart the job"
+            )
         inbox = self._rooms.receive(sizes)
-        if transport.fabric is not None:
-            transport.exchange(messages, inbox, what)
+        if fabric is not None:
+            self._finish(turn, {}, what)
+            self._transport.exchange(messages, inbox, what)
             return
-        afters = {rank: words[self._arriving[rank].room :] for rank, words in inbox.items()}
-        for wait in [
-            transport.expect(words, rank, what, rest) for rank, words in afters.items() if len(words)
-        ]:
-            wait()
-        for rank, parcel in self._parcels.items():
-            parcel.fit(len(messages[rank]))
-        for rank, parcel in self._arriving.items():
-            parcel.fit(sizes[rank])
+        rests: dict[int, Words] = {}
+        for rank, head in turn.heads.items():
+            inbox[rank][: len(head)], rests[rank] = head, inbox[rank][len(head) :]
+        self._finish(turn, rests, what)
+
+    def _meet(self, turn: Turn, send: Mapping[int, Words], what: str) -> None:
+        """Begins to send, and waits for the heads of all deltas that come here."""
+        if turn.swap is None:
+            turn.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
+            turn.swap = self._transport.swap(send, turn.heads)
+        with self._swapping(turn):
+            self._transport.meet(turn.swap, what)
+
+    def _finish(self, turn: Turn, rests: Mapping[int, Words], what: str) -> None:
+        if turn.swap is not None:
+            with self._swapping(turn):
+                self._transport.finish(turn.swap, rests, what)
+        turn.swapped = True
+
+    @contextmanager
+    def _swapping(self, turn: Turn) -> Generator[None]:
+        """A rank that has died ends the swap."""
+        try:
+            yield
+        except PeerFailure:
+            turn.swapped = True
+            raise
 
     def vote(self, turn: Turn, what: str) -> None:
         """Says that this rank has prepared; returns when all have. All ranks.
@@ -237,18 +235,25 @@ class Agreement:
         turn.votes.run(np.array([_YES], np.int64), what)
         if int(turn.votes.value[0]) == _NO:
             raise follows(StepFailed(f"{what}: another rank failed before it had prepared"), "StepFailed")
-        for wait in turn.sending:
-            wait()
 
     def withdraw(self, turn: Turn) -> None:
         """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
-        if turn.voted:
-            return
-        for rank, parcel in self._parcels.items():
-            if rank not in turn.sized:
-                self._transport.say(parcel.mark(), rank, self._tag(Kind.SIZE, turn))
-        say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
-        turn.voted = True  # if it was interrupted before, it is said again
+        if not turn.voted:
+            say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
+            turn.voted = True  # if it was interrupted before, it is said again
+        if not turn.swapped:
+            with suppress(PeerFailure):  # the next start has a say, and no rank waits for this one
+                self._end_swap(turn)
+
+    def _end_swap(self, turn: Turn) -> None:
+        """Sends a mark in the place of deltas, or the rest of them, and takes what comes, for nothing."""
+        what = "leaving"
+        self._meet(turn, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
+        sizes = {rank: _size(head) - len(head) for rank, head in turn.heads.items()}
+        if turn.swap is not None:
+            with self._swapping(turn):
+                self._transport.discard(turn.swap, sizes if self._transport.fabric is None else {}, what)
+        turn.swapped = True
 
     def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
         return self._transport.tag(kind, self._number if turn is None else turn.number)
@@ -261,14 +266,6 @@ class Agreement:
             _folded,
             lambda told: int(told[_FLAG]) == FAILED,
         )
-
-    def _start_receiving(self, turn: Turn) -> None:
-        """Starts to receive what follows a status."""
-        head, vote = self._tag(Kind.SIZE, turn), self._tag(Kind.VOTE, turn)
-        turn.firsts = self._rooms.open({rank: parcel.room for rank, parcel in self._arriving.items()})
-        for rank, first in turn.firsts.items():
-            turn.arrivals[rank] = self._transport.expect(first, rank, "deltas", head)
-        turn.votes = Rounds(self._transport, vote, 1, np.minimum, lambda told: int(told[0]) == _NO)
 
     def _status(
         self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False
@@ -313,6 +310,26 @@ class Agreement:
                 f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
             )
         return Verdict(turn, marked, told[_WINDOW], bool(told[_LACKING]))
+
+
+def _fails_on_all(value: Ints) -> bool:
+    """Whether the ranks are in different steps, or have different replicated state."""
+    told: list[int] = value.tolist()
+    (lowest, _), (highest, _) = _place(told[_LOWEST]), _place(told[_HIGHEST])
+    return lowest != highest or (told[_FLAG] == FINE and told[_LEAST_DIGEST] != told[_MOST_DIGEST])
+
+
+def _size(head: Words) -> int:
+    """Words of a message, by its first ones; negative for a mark."""
+    sizes: list[int] = head.view(np.int64).tolist()
+    return MARK if sizes[0] == MARK else sum(sizes)
+
+
+def _mark(sections: int) -> Words:
+    """In the place of deltas of some sections."""
+    words = np.zeros(sections, np.uint64)
+    words[:1].view(np.int64)[0] = MARK
+    return words
 
 
 def _folded(own: Ints, told: Ints) -> Ints:

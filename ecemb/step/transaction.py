@@ -362,7 +362,7 @@ class Transactions:
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
-                self._agreement.exchange(turn, messages, outbox.words, what)
+                self._agreement.exchange(turn, messages, what)
             self._background.pause()
             self._memory.prepare(transaction)
         except BaseException:

@@ -44,6 +44,10 @@ BODY = (
 """Where a thread is before the first round of the next status."""
 ABORTING = ("abort_undo", "abort_undo_end", "empty", "empty_slot", "empty_end")
 AFTER_FINE = ("sizes", "receive", "late_slot", "late_slot_end", "prepare")
+RECEIVES = {True: "receives", False: "receives_alone"}
+"""Where a rank that has failed after the verdict takes deltas for nothing: beside another thread or not."""
+SHUT = 1
+"""In the place of a round: who has failed takes no deltas."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,7 +371,7 @@ class Rounds(Overlapped):
             told = self._deltas(me, ranks, i)
             if any(one == MARK for one in told):
                 return self._fails_after_fine(me)
-            if any(one is None for one in told):
+            if any(one is None for one in told) or not self._are_taken(i, wave.number, ranks):
                 return None
             after = self._filled(me, told)
             if not self._own_slot:
@@ -378,6 +382,12 @@ class Rounds(Overlapped):
         if not self.rules.inbox_before_prepared:
             found.append(Move("prepares early", 0, None, me._replace(pc="prepare")))
         return found
+
+    def _are_taken(self, i: int, number: int, ranks: Sequence[Rank]) -> bool:
+        """Whether all keepers take the deltas of rank i: a connection holds a limited number."""
+        keepers = [ranks[k] for k in range(len(ranks)) if i in self.sources[k]]
+        said = [{name for name, _ in one.log} for one in keepers]
+        return all((DELTAS, number, 0) in one and (DELTAS, number, SHUT) not in one for one in said)
 
     def _deltas(self, me: Rank, ranks: Sequence[Rank], i: int) -> list[Any]:
         assert me.wave is not None
@@ -493,7 +503,25 @@ class Rounds(Overlapped):
             me = self._say(me, DELTAS, number, (0,), MARK)
         turns = range(self.rounds if self.rules.no_to_all_rounds else 1)
         me = self._say(me, VOTE, number, turns, NO)
+        if self.rules.failed_receives:
+            return me._replace(pc=RECEIVES[beside])
+        me = self._say(me, DELTAS, number, (SHUT,), MARK)
         return self._raises(me) if beside else me._replace(pc="failed", wave=None)
+
+    def do_receives(self, me: Rank, i: int, life: Life, *, beside: bool = True) -> list[Move]:
+        """It has failed after the verdict: takes what others send it, until its own is taken."""
+        wave = me.wave
+        assert wave is not None
+
+        def new(ranks: Sequence[Rank]) -> Rank | None:
+            if None in self._deltas(me, ranks, i) or not self._are_taken(i, wave.number, ranks):
+                return None
+            return self._raises(me) if beside else me._replace(pc="failed", wave=None)
+
+        return [Move("receives deltas for nothing", 0, None, new)]
+
+    def do_receives_alone(self, me: Rank, i: int, life: Life) -> list[Move]:
+        return self.do_receives(me, i, life, beside=False)
 
     def _raises(self, me: Rank) -> Rank:
         """In the thread behind, the main thread finds the error when it next waits for it."""

@@ -119,6 +119,13 @@ ROUNDS = (
         _two(fails=1),
     ),
     Entry(
+        "failed_receives",
+        "A rank that fails after the status receives the deltas that others send it, before it leaves.",
+        "A neighbour's deltas fill the connection, and it waits forever until they are taken.",
+        "deadlock",
+        _two(fails=1),
+    ),
+    Entry(
         "no_to_all_rounds",
         "A rank that fails between the status and `prepared` sends NO to the out-neighbours of all rounds of "
         "the vote at once.",

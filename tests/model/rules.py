@@ -83,6 +83,7 @@ class Rules:
     failed_at_once: bool = True
     owed_rounds_first: bool = True
     mark_for_sizes: bool = True
+    failed_receives: bool = True
     no_to_all_rounds: bool = True
     no_sent_on: bool = True
     undo_before_prepared: bool = True
@@ -133,6 +134,7 @@ HEARD = (
     "failed_at_once",
     "owed_rounds_first",
     "mark_for_sizes",
+    "failed_receives",
     "no_to_all_rounds",
     "no_sent_on",
     "count_not_label",

@@ -273,12 +273,6 @@ def test_a_message_from_a_peer_is_refused_before_it_can_be_prepared(
     assert refused > 30
 
 
-@pytest.mark.parametrize("sizes", [[-1, 0, 0], [5, -5, 0], [-(2**63)] * 3])
-def test_a_negative_size_is_refused(memories: list[RankMemory], sizes: list[int]) -> None:
-    with pytest.raises(InconsistentArenas, match="announce messages of"):
-        memories[0].inbox.receive(dict(enumerate(sizes, 1)))
-
-
 @pytest.mark.parametrize("sizes", [[2**50, 0, 0], [2**63 - 1] * 3])
 def test_a_size_of_petabytes_is_no_space(memories: list[RankMemory], sizes: list[int]) -> None:
     with pytest.raises(NotEnoughSpace, match="has a capacity of"):

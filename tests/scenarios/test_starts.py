@@ -42,7 +42,6 @@ from ecemb.errors import (
 from ecemb.startup import create, opening, spread
 from ecemb.startup.request import Request
 from ecemb.startup.training import examine
-from ecemb.step.parcel import MOST
 from ecemb.step.window import Window
 from support.processes import run_ranks
 from support.refusals import matching
@@ -485,5 +484,5 @@ def test_there_is_room_for_every_row_changed_alone(
             dense: Any = SimpleNamespace(size_bytes=0)
             _, most = create._sizes(session, world, job.geometry, dense)
             assert memory.arena.get("rows_bytes") <= most["row_journal"]
-            assert (2 * n + (n - 1) * MOST + sum(incoming)) * WORD_BYTES <= most["inbox"]
+            assert (2 * n + sum(incoming)) * WORD_BYTES <= most["inbox"]
             assert memory.arena.reserved("parity_journal") <= most["parity_journal"]

@@ -166,6 +166,7 @@ def main(index: int, size: int, timeout_s: float) -> None:
     from ecemb.group import failure_detector
     from ecemb.group.failure_detector import FailureDetector
     from ecemb.group.handshake import Listener, Peer, connect
+    from ecemb.group.links import neighbours
 
     failure_detector.REPORT_S = DEADLINE_S
     logging.getLogger("ecemb").addHandler(Telling())
@@ -173,7 +174,8 @@ def main(index: int, size: int, timeout_s: float) -> None:
         say(listener.port)
         ports = json.loads(sys.stdin.readline())
         peers = [Peer(f"rank {i} (host h{i})", ("127.0.0.1",), port) for i, port in enumerate(ports)]
-        links = connect(listener, index, peers, b"secret", time.monotonic() + DEADLINE_S)
+        near = {peer: peers[peer] for peer in neighbours(index, size)}
+        links = connect(listener, index, size, near, b"secret", time.monotonic() + DEADLINE_S)
     watch = FailureDetector(links, index, [peer.name for peer in peers], timeout_s)
     say("watching")
     commands: dict[str, Callable[..., object]] = {

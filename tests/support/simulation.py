@@ -203,6 +203,16 @@ class Hub:
             return self._messages[key].pop(0)
 
 
+_SWAP = -1  # in the place of a tag
+
+
+@dataclasses.dataclass
+class _Swap:
+    send: dict[int, Words]
+    heads: Mapping[int, Words]
+    received: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
+
+
 class Wires(Transport):
     """`Transport` over a hub. A message to each rank is sent by itself: some may get it, some not.
 
@@ -243,8 +253,28 @@ class Wires(Transport):
         self.sent_bytes, self.sent_messages = self.sent_bytes + words.nbytes, self.sent_messages + 1
         self._hub.put(tag, self.rank, to, words.copy())
 
-    def _finish(self, work: Any, what: str) -> None:
+    def ended(self, work: Any, what: str) -> None:
         """Waits for no receiver: it may have ended."""
+
+    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Any:
+        return _Swap(dict(send), heads)
+
+    def meet(self, swap: Any, what: str) -> None:
+        for to, words in swap.send.items():
+            self._sent(words, to, what, _SWAP)
+        swap.send.clear()
+        for source, head in swap.heads.items():
+            if source not in swap.received:
+                swap.received[source] = self._hub.take(_SWAP, source, self.rank)
+            head[:] = swap.received[source][: len(head)]
+
+    def finish(self, swap: Any, rests: Mapping[int, Words], what: str) -> None:
+        for source, rest in rests.items():
+            for part in halves(rest):
+                rest[part] = swap.received[source][len(swap.heads[source]) :][part]
+
+    def discard(self, swap: Any, sizes: Mapping[int, int], what: str) -> None:
+        """All that was sent is here."""
 
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[..., None]:
         taken: list[Words] = []
@@ -349,7 +379,6 @@ def message_of(*deltas: Delta) -> Words:
 
 def deliver(memory: RankMemory, messages: Mapping[int, Words]) -> None:
     """What each rank sends lies in the inbox of one."""
-    memory.inbox.open({})
     sizes = {sender: len(words) for sender, words in messages.items()}
     for sender, words in memory.inbox.receive(sizes).items():
         words[:] = messages[sender]

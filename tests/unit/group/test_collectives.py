@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ecemb.errors import NotEnoughSpace, PeerFailure
-from ecemb.group.collectives import Fabric, Transport
+from ecemb.group.collectives import Transport
+from ecemb.group.fabric import Fabric
 from support.processes import DEADLINE_S, run_ranks
 
 

@@ -32,7 +32,7 @@ from ecemb.group.failure_detector import (
     _Death,
 )
 from ecemb.group.handshake import Listener, Peer, connect
-from ecemb.group.links import Link, drop, pair
+from ecemb.group.links import Link, drop, neighbours, pair
 from support import holdings
 from support.failure_detector_worker import Worker, watched
 
@@ -409,7 +409,8 @@ def start(size: int) -> list[FailureDetector]:
     names = [peer.name for peer in peers]
 
     def run(index: int) -> None:
-        links = connect(listeners[index], index, peers, b"s", time.monotonic() + DEADLINE_S)
+        near = {peer: peers[peer] for peer in neighbours(index, size)}
+        links = connect(listeners[index], index, size, near, b"s", time.monotonic() + DEADLINE_S)
         watches.append(FailureDetector(links, index, names, LONG_S, errors.append))
 
     errors: list[str] = []

@@ -38,12 +38,17 @@ class Workers:
         self.errors: dict[int, BaseException] = {}
         self._threads: dict[int, threading.Thread] = {}
 
+    def near(self, index: int) -> dict[int, Peer]:
+        return {peer: self.peers[peer] for peer in neighbours(index, self.size)}
+
     def begin(self, *indices: int, secret: bytes = SECRET, deadline_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s
 
         def run(index: int) -> None:
             try:
-                self.links[index] = connect(self.listeners[index], index, self.peers, secret, deadline)
+                self.links[index] = connect(
+                    self.listeners[index], index, self.size, self.near(index), secret, deadline
+                )
             except BaseException as error:  # noqa: BLE001 - looked at by the test
                 self.errors[index] = error
 
@@ -235,7 +240,7 @@ def test_a_proof_is_good_for_one_connection_and_one_neighbour_only() -> None:
     caller, index = next((a, b) for a in range(3) for b in range(3) if a != b and calls(a, b, 3))
     third = ({0, 1, 2} - {caller, index}).pop()
     with workers(3) as start:
-        prover = handshake._Meeting(Listener(), caller, start.peers, SECRET)
+        prover = handshake._Meeting(Listener(), caller, 3, start.near(caller), SECRET)
         start.begin(index)
 
         def hello(nonce: bytes, who: int = caller, whom: int = index) -> bytes:
@@ -299,8 +304,7 @@ def test_a_worker_that_ends_after_it_was_linked_ends_the_meeting_at_once() -> No
     assert calls(2, 0, 3)
     with workers(3) as start:
         start.begin(0)
-        caller = handshake._Meeting(start.listeners[2], 2, start.peers, SECRET)
-        caller._near = [0]
+        caller = handshake._Meeting(start.listeners[2], 2, 3, {0: start.peers[0]}, SECRET)
         [link] = caller.hold(time.monotonic() + DEADLINE_S)
         caller.close()
         link.close()

@@ -65,8 +65,17 @@ def test_the_route_to_the_master_comes_first() -> None:
 def test_names_that_nobody_resolves_leave_the_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     found = own_addresses("no-such-host.invalid")
-    local = [address for address in links._of_interfaces() if not address.startswith("127.")]
+    names = [name for _, name in socket.if_nameindex()]
+    local = [address for address in links._of_interfaces(names) if not address.startswith("127.")]
     assert found == (tuple(local) or ("127.0.0.1",))
+
+
+def test_the_interface_that_gloo_is_told_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one,lo")
+    found = own_addresses("no-such-host.invalid")
+    assert found[0] == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
+    assert own_addresses("no-such-host.invalid")[1:] == found[2:]
 
 
 @pytest.fixture

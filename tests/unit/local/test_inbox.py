@@ -1,4 +1,4 @@
-"""The inbox: what is there when it is said to be, wherever its messages lie."""
+"""The inbox: what is there when it is said to be."""
 
 from __future__ import annotations
 
@@ -46,19 +46,12 @@ def message(*sections: Sequence[Delta]) -> Words:
     return words
 
 
-def fill(inbox: Inbox, sent: Mapping[int, Words], rooms: Mapping[int, int]) -> None:
-    """As messages arrive: first words before their size is known, then the rest."""
-    for sender, words in inbox.open(rooms).items():
-        first = sent[sender][: len(words)]
-        words[: len(first)], words[len(first) :] = first, 99
+def fill(inbox: Inbox, sent: Mapping[int, Words]) -> None:
     for sender, words in inbox.receive({sender: len(words) for sender, words in sent.items()}).items():
-        room = rooms.get(sender, 0)
-        assert np.array_equal(words[:room], sent[sender][:room])
-        words[room:] = sent[sender][room:]
+        words[:] = sent[sender]
 
 
 def test_every_senders_deltas_come_out_with_its_number(arena: Arena, inbox: Inbox, seed: int) -> None:
-    """Whether there was room for a whole message, for a part, or for nothing."""
     rng = random.Random(seed)
     for transaction in range(50):
         sent = {
@@ -70,8 +63,7 @@ def test_every_senders_deltas_come_out_with_its_number(arena: Arena, inbox: Inbo
             )
             for sender in SENDERS
         }
-        rooms = {sender: rng.choice([HEAD, rng.randint(HEAD, 80), 100]) for sender in SENDERS}
-        fill(inbox, sent, {} if rng.randrange(5) == 0 else rooms)
+        fill(inbox, sent)
         inbox.seal(transaction)
         got = Inbox(arena, SENDERS, HEAD).deltas(transaction)  # as another process reads it
         for sender in SENDERS:
@@ -85,15 +77,7 @@ def test_every_senders_deltas_come_out_with_its_number(arena: Arena, inbox: Inbo
             assert np.array_equal(again, words[~heads])
 
 
-def test_messages_that_fit_are_not_moved(inbox: Inbox) -> None:
-    sent = {0: message([delta(0, [1, 5], 7)]), 2: message([delta(0, [2], 9)], [delta(1, [0], 8)])}
-    first = inbox.open(dict.fromkeys(sent, 100))
-    whole = inbox.receive({sender: len(words) for sender, words in sent.items()})
-    assert all(np.shares_memory(first[sender][:1], whole[sender][:1]) for sender in sent)
-
-
 def test_nobody_sent_anything(inbox: Inbox) -> None:
-    inbox.open({})
     assert inbox.receive({}) == {}
     inbox.seal(1)
     assert inbox.deltas(1) == []
@@ -102,11 +86,11 @@ def test_nobody_sent_anything(inbox: Inbox) -> None:
 def test_an_inbox_that_is_not_sealed_or_another_ones_is_not_read(inbox: Inbox) -> None:
     with pytest.raises(InconsistentArenas, match="transaction 1 is prepared"):
         inbox.deltas(1)
-    fill(inbox, {}, {})
+    fill(inbox, {})
     inbox.seal(1)
     with pytest.raises(InconsistentArenas, match="transaction 2 is prepared.*holds 1"):
         inbox.deltas(2)
-    inbox.open({0: 5})  # the next transaction has begun to write
+    inbox.receive({0: 5})  # the next transaction has begun to write
     with pytest.raises(InconsistentArenas, match="holds -1"):
         inbox.deltas(1)
 
@@ -114,7 +98,7 @@ def test_an_inbox_that_is_not_sealed_or_another_ones_is_not_read(inbox: Inbox) -
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("value", [-1, 1 << 40, -(1 << 63), (1 << 63) - 1])
 def test_places_of_nonsense_are_not_followed(arena: Arena, inbox: Inbox, number: int, value: int) -> None:
-    fill(inbox, {0: message([delta(0, [1], 2)])}, {})
+    fill(inbox, {0: message([delta(0, [1], 2)])})
     inbox.seal(1)
     arena.region("inbox").view(np.int64)[number] = value
     with pytest.raises(InconsistentArenas, match="claims messages at"):
@@ -125,17 +109,17 @@ def test_places_of_nonsense_are_not_followed(arena: Arena, inbox: Inbox, number:
 def test_a_section_of_nonsense_is_not_followed(inbox: Inbox, size: int) -> None:
     words = message([delta(0, [1], 2)], [delta(1, [1], 2)])
     words[int(words[0]) :][:1].view(np.int64)[0] = size
-    fill(inbox, {0: words}, {})
+    fill(inbox, {0: words})
     inbox.seal(1)
     with pytest.raises(InconsistentArenas, match="announces a section of"):
         inbox.deltas(1)
 
 
 def test_an_inbox_without_room_is_void(inbox: Inbox) -> None:
-    fill(inbox, {}, {})
+    fill(inbox, {})
     inbox.seal(1)
     full = mock.patch.object(Arena, "reserve", side_effect=NotEnoughSpace("full"))
     with full, pytest.raises(NotEnoughSpace):
-        inbox.open({0: 5})
+        inbox.receive({0: 5})
     with pytest.raises(InconsistentArenas):
         inbox.deltas(1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ecemb.group.whereabouts import Whereabouts
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
 from ecemb.startup import connections
-from support.processes import run_ranks
+from support.processes import DEADLINE_S, run_ranks
 
 
 def gloo_threads() -> int:
@@ -26,11 +26,24 @@ def gloo_threads() -> int:
     return sum(name.startswith("gloo") for name in names)
 
 
+def session_of() -> Any:
+    size = dist.get_world_size()
+    return SimpleNamespace(
+        rank=dist.get_rank(),
+        world_size=size,
+        hosts=["h"] * size,
+        addresses=[("127.0.0.1",)] * size,
+        roster=SimpleNamespace(secret="5e"),
+        timeout_s=DEADLINE_S,
+        patience_s=60.0,
+        whereabouts=Whereabouts(),
+    )
+
+
 def opened() -> tuple[int, list[bytes]]:
     """Opens a control group; the gloo threads that this made, and what all ranks said in it."""
     before = gloo_threads()
-    session: Any = SimpleNamespace(patience_s=60.0, whereabouts=Whereabouts())
-    transport = connections.control_group(session)
+    transport = connections.control_group(session_of(), lines=True)
     made = gloo_threads() - before
     said = transport.gather(str(transport.rank).encode(), "a test")
     transport.barrier("a test")
@@ -61,7 +74,7 @@ def test_a_device_of_its_own_where_the_training_has_none() -> None:
 
 def deadlines() -> float | None:
     """Of this rank's messages in a rebuild; None where it does not concern the rank."""
-    session: Any = SimpleNamespace(patience_s=60.0, whereabouts=Whereabouts(), rank=dist.get_rank())
+    session = session_of()
     task = Rebuild(0, 0, 1, ((1, 0),))
     plan = RecoveryPlan("memory", 3, (0, 2), (1,), rebuild=(task,))
     transport = connections.rebuild_group(session, plan)

@@ -16,7 +16,6 @@ import pytest
 from ecemb.coding.delta import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import StepFailed
-from ecemb.group.collectives import Kind
 from ecemb.group.dissemination import rounds
 from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
@@ -76,16 +75,13 @@ def test_nobody_waits_for_ranks_that_failed(
 class Heap:
     """Where deltas arrive that are not kept."""
 
-    def open(self, rooms: Mapping[int, int]) -> dict[int, Any]:
-        return self.receive(rooms)
-
     def receive(self, sizes: Mapping[int, int]) -> dict[int, Any]:
         return {sender: np.zeros(size, np.uint64) for sender, size in sizes.items()}
 
 
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (3, 2, 3), (4, 2, 4), (4, 3, 9), (3, 1, 16)])
 def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
-    """Two disseminations, and a size with its deltas to each keeper; n - 1 more if these have grown."""
+    """Two disseminations, and deltas to each keeper."""
     hub, placement = Hub(size), Placement.ranks(n, k, size)
     sent: dict[int, list[int]] = {}
 
@@ -98,7 +94,7 @@ def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
         for transaction in range(1, 4):
             verdict = conclude(agreement, transaction)
             empty = messages(words, edges, placement, rank)
-            agreement.exchange(verdict.turn, empty, words, "the exchange")
+            agreement.exchange(verdict.turn, empty, "the exchange")
             agreement.vote(verdict.turn, "the vote")
             counts.append(wires.sent_messages)
         sent[rank] = [b - a for a, b in itertools.pairwise(counts)]
@@ -135,32 +131,3 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
 
     together(size, run)
     assert found == {rank: (5, [3, 69], [True, False]) for rank in range(size)}
-
-
-def test_a_rank_receives_before_it_sends_and_the_next_status_before_this_one_ends() -> None:
-    """What follows a status is awaited when its first round is sent; so is the next status."""
-    size, hub = 4, Hub(4)
-    placement, found = Placement.ranks(4, 3, size), dict[int, list[tuple[str, int]]]()
-
-    def run(rank: int) -> None:
-        wires, calls = Wires(hub, rank, size), list[tuple[str, int]]()
-        send, expect = wires.send, wires.expect
-
-        def sends(words: Any, to: int, what: str, tag: int = 0) -> Any:
-            calls.append(("send", tag))
-            return send(words, to, what, tag)
-
-        def expects(out: Any, source: int, what: str, tag: int = 0) -> Any:
-            calls.append(("expect", tag))
-            return expect(out, source, what, tag)
-
-        wires.send, wires.expect = sends, expects  # pyright: ignore[reportAttributeAccessIssue]
-        conclude(Agreement(wires, placement, Heap()), 1)
-        first = next(at for at, (call, _) in enumerate(calls) if call == "send")
-        found[rank] = calls[:first]
-
-    together(size, run)
-    for rank in range(size):
-        tags = {tag for _, tag in found[rank]}
-        wanted = {Wires(hub, rank, size).tag(kind, 0) for kind in (Kind.STATUS, Kind.SIZE, Kind.VOTE)}
-        assert wanted | {Wires(hub, rank, size).tag(Kind.STATUS, 1)} <= tags

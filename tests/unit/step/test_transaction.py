@@ -178,14 +178,11 @@ def failing_on(rank: int, name: str, error: Exception) -> mock._patch[Callable[.
     return mock.patch.object(owner, name, fails)
 
 
-@pytest.mark.parametrize(("rank", "name"), [(3, "capture_rank_state"), (1, "open")])
-def test_a_journal_or_an_inbox_without_room_fails_the_step_on_all(
-    machines: Machines, rank: int, name: str
-) -> None:
+def test_a_journal_without_room_fails_the_step_on_all(machines: Machines) -> None:
     """Before the status: the others learn it by that."""
-    with failing_on(rank, name, NotEnoughSpace("full")):
+    with failing_on(3, "capture_rank_state", NotEnoughSpace("full")):
         life = machines.run(DONE + 1)
-    assert type(life.failures.pop(rank)) is NotEnoughSpace
+    assert type(life.failures.pop(3)) is NotEnoughSpace
     assert {type(one) for one in life.failures.values()} == {StepFailed}
     goes_on(machines)
 
@@ -449,7 +446,6 @@ def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
         (memory.journal, "arm"),
         (memory.journal, "capture"),
         (transactions._replicated, "save"),
-        (memory.inbox, "open"),
         (memory, "lay_out"),
         (transactions._agreement, "exchange"),
         (memory.inbox, "receive"),

@@ -1,0 +1,182 @@
+"""Notes over sockets: found by their tags, by any thread, whatever a signal's handler raises on the way."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ecemb.group.lines import Lines
+from ecemb.group.links import Link, pair
+from support.processes import DEADLINE_S
+
+Words = NDArray[np.uint64]
+
+
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
+
+
+@contextmanager
+def two(timeout_s: float = DEADLINE_S, size: int = 2) -> Iterator[tuple[Lines, Lines]]:
+    """The ends of one line, of ranks 0 and 1."""
+    one, other = pair()
+    ends = Lines([Link(1, one)], size, timeout_s), Lines([Link(0, other)], size, timeout_s)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+def heard(lines: Lines, source: int, tag: int, size: int = 1) -> list[int]:
+    out = np.zeros(size, np.uint64)
+    lines.receive(out, source, tag)
+    return out.tolist()
+
+
+def test_a_note_is_found_by_its_tag() -> None:
+    with two() as (near, far):
+        for tag in (5, 3, 9):
+            near.send(words(tag, tag + 1), 1, tag)
+        assert [heard(far, 0, tag, 2) for tag in (9, 5, 3)] == [[9, 10], [5, 6], [3, 4]]
+        assert [heard(far, 0, tag, 2) for tag in (3, 5)] == [[3, 4], [5, 6]]  # once more
+
+
+def test_old_notes_are_forgotten() -> None:
+    with two() as (near, far):
+        for number in range(1000):
+            near.send(words(number), 1, number)
+            assert heard(far, 0, number) == [number]
+        assert heard(far, 0, 990) == [990]
+        assert len(far._lines[0]._notes) < 100
+
+
+def test_a_note_of_no_words_and_the_longest_one() -> None:
+    with two(size=640) as (near, far):
+        near.send(words(), 1, 1)
+        near.send(words(*range(36)), 1, 2)
+        assert (heard(far, 0, 1, 0), heard(far, 0, 2, 36)) == ([], [*range(36)])
+        with pytest.raises(ValueError, match="at most 36 words, not 37"):
+            near.send(words(*range(37)), 1, 3)
+
+
+def test_threads_wait_for_notes_of_one_line_at_the_same_time(seed: int) -> None:
+    """A thread that reads what another one waits for keeps it for that one."""
+    rng, count = random.Random(seed), 40
+    with two() as (near, far):
+        got: dict[int, list[int]] = {}
+
+        def wait(tag: int) -> None:
+            got[tag] = heard(far, 0, tag)
+
+        threads = [threading.Thread(target=wait, args=(tag,), daemon=True) for tag in range(count)]
+        for thread in threads:
+            thread.start()
+        for tag in rng.sample(range(count), count):
+            near.send(words(100 + tag), 1, tag)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert got == {tag: [100 + tag] for tag in range(count)}
+
+
+class Interrupting:
+    """A socket after one of whose calls an exception is raised, as a signal's handler may."""
+
+    def __init__(self, inner: socket.socket, calls: int) -> None:
+        self._inner, self._left = inner, calls
+
+    def recv(self, size: int, flags: int) -> bytes:
+        found = self._inner.recv(size, flags)
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_an_interrupted_wait_loses_no_note(call: int) -> None:
+    with two() as (near, far):
+        for tag in range(4):
+            near.send(words(100 + tag), 1, tag)
+        line: Any = far._lines[0]
+        line._socket = Interrupting(line._socket, call)
+        got: list[list[int]] = []
+        interrupted = 0
+        for tag in range(4):
+            for _ in itertools.count():
+                try:
+                    got.append(heard(far, 0, tag))
+                    break
+                except KeyboardInterrupt:
+                    interrupted += 1
+        assert (got, interrupted) == ([[100], [101], [102], [103]], 1)
+
+
+def test_a_signal_that_cuts_a_wait_short_in_the_middle_of_a_note() -> None:
+    """As DataLoader's handler of SIGCHLD, which raises nothing."""
+    with two() as (near, far):
+        near.send(words(7), 1, 1)
+        note = far._lines[0]._socket.recv(1000)
+        sending = near._lines[1]._socket
+        sending.sendall(note[:50])
+        handled: list[int] = []
+        before = signal.signal(signal.SIGALRM, lambda number, _: handled.append(number))
+
+        def rest() -> None:
+            while not handled:
+                time.sleep(0.01)
+            sending.sendall(note[50:])
+
+        thread = threading.Thread(target=rest, daemon=True)
+        try:
+            thread.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            assert heard(far, 0, 1) == [7]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        thread.join(DEADLINE_S)
+        sending.sendall(note[:50])
+        near.close()
+        with pytest.raises(ConnectionError, match="the connection has ended"):
+            heard(far, 0, 2)
+
+
+def test_a_line_that_has_ended() -> None:
+    with two() as (near, far):
+        near.send(words(1), 1, 1)
+        near.close()
+        assert heard(far, 0, 1) == [1]  # what was sent before
+        with pytest.raises(ConnectionError, match="the connection has ended"):
+            heard(far, 0, 2)
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            far.send(words(1), 0, 1)
+
+
+def test_a_note_that_does_not_come() -> None:
+    with two(timeout_s=0.05) as (_, far), pytest.raises(TimeoutError, match="nothing came within 0 s"):
+        heard(far, 0, 1)
+
+
+def test_what_is_not_a_note() -> None:
+    with two() as (near, far):
+        near.send(words(1, 2), 1, 1)
+        with pytest.raises(ConnectionError, match="rank 0 sent a note of 16 bytes in place of 8"):
+            heard(far, 0, 1)
+        near._lines[1]._socket.sendall(b"\xff" * near._lines[1]._size)
+        with pytest.raises(ConnectionError, match="a note of 4294967295 words came"):
+            heard(far, 0, 2)
