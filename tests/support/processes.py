@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.harness.ports import ReservedPort
+from ecemb.group.whereabouts import Whereabouts
 from support.fork_server import fork_server
 
 DEADLINE_S = 300.0
@@ -157,3 +159,18 @@ def _run(
         pipe.send((None, (time.monotonic(), traceback.format_exc())))
     else:
         pipe.send((result, None))
+
+
+def session_of() -> Any:
+    """What connects the ranks of a group on this host, in the place of a session."""
+    size = dist.get_world_size()
+    return SimpleNamespace(
+        rank=dist.get_rank(),
+        world_size=size,
+        hosts=["h"] * size,
+        addresses=[("127.0.0.1",)] * size,
+        roster=SimpleNamespace(secret="5e"),
+        timeout_s=DEADLINE_S,
+        patience_s=60.0,
+        whereabouts=Whereabouts(),
+    )

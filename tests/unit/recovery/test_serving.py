@@ -31,9 +31,10 @@ from ecemb.recovery import missing, serving, sources
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.serving import ANSWER_WORDS, Answer, Request, Serving
 from ecemb.recovery.stream import Arrivals
+from ecemb.startup import connections
 from ecemb.state import rank_state
 from support.fork_server import fork_server
-from support.processes import DEADLINE_S, run_ranks
+from support.processes import DEADLINE_S, run_ranks, session_of
 from support.simulation import Job, Rank, create, job_of, parity_of
 
 LATER = ("rows", "parity")
@@ -64,6 +65,7 @@ class Worker:
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
         self.control, self.wires = opened(), opened(timeout_s)
+        self.control.streams = connections.streams(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
             Directory(folder, "job", f"host{self.number}"),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from ecemb.group.whereabouts import Whereabouts
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
 from ecemb.startup import connections
-from support.processes import DEADLINE_S, run_ranks
+from support.processes import run_ranks, session_of
 
 
 def gloo_threads() -> int:
@@ -24,20 +21,6 @@ def gloo_threads() -> int:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             names.append(path.read_text())
     return sum(name.startswith("gloo") for name in names)
-
-
-def session_of() -> Any:
-    size = dist.get_world_size()
-    return SimpleNamespace(
-        rank=dist.get_rank(),
-        world_size=size,
-        hosts=["h"] * size,
-        addresses=[("127.0.0.1",)] * size,
-        roster=SimpleNamespace(secret="5e"),
-        timeout_s=DEADLINE_S,
-        patience_s=60.0,
-        whereabouts=Whereabouts(),
-    )
 
 
 def opened() -> tuple[int, list[bytes]]:
