@@ -152,9 +152,9 @@ class Scratch:
         return self._words.nbytes
 
     def room(self, words: int) -> Words:
-        """uint64 [words] of earlier content, or zeros. It overlaps the results of earlier calls."""
+        """uint64 [words] of any content. It overlaps the results of earlier calls."""
         if words > len(self._words):
-            self._words = np.zeros(words + words // 4, np.uint64)  # some of it is sent before it is written
+            self._words = np.empty(words + words // 4, np.uint64)
         return self._words[:words]
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..errors import PeerFailure
 from ..kernels.contract import Words
+from .channels import Lost
 from .dissemination import MOST_ROUNDS, Rounds, Wait
 from .error_file import follows
 from .fabric import Fabric, Waits
@@ -63,18 +64,18 @@ class Transport(Waits):
     Attributes:
         fabric: carries exchanges; None: they use the control group.
         lines: carry the rounds of disseminations; None: they use the control group.
-        streams: carry swaps; None in a world of one rank.
+        streams: carry swaps; with no rank, before they are connected.
         sent_bytes: in exchanges and swaps, and point to point.
     """
 
     lines: Lines | None = None
-    streams: Streams | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
         # Messages go to gloo itself: the operators of a group, which choose a backend for each, cost more.
         self._gloo: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
         self.fabric: Fabric | None = None
+        self.streams = Streams([], timeout_s)
         self._last_words: list[object] = []  # kept for receivers that may not come
         self._exchanges = self._barriers = 0
         self.sent_bytes: int = 0
@@ -125,26 +126,23 @@ class Transport(Waits):
         for wait in (*received, *sent):
             wait()
 
-    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Swap | None:
+    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Swap:
         """The messages of a transaction to and from some ranks; `meet` and `finish` send and receive them.
 
         Args:
             send: rank -> uint64, contiguous, read until the swap is over.
             heads: rank -> uint64, contiguous, overwritten with the first words of its message.
         """
-        if self.streams is None:
-            return None
         self.sent_bytes += sum(words.nbytes for words in send.values())
         return self.streams.swap(send, heads)
 
-    def meet(self, swap: Swap | None, what: str) -> None:
+    def meet(self, swap: Swap, what: str) -> None:
         """Returns when all heads are there. `what` names the wait in the error.
 
         Raises:
             PeerFailure: one of the ranks died or did not come before the deadline.
         """
-        if swap is not None:
-            self._lasts(swap.meet, what)
+        self._lasts(swap.meet, what)
 
     def finish(self, swap: Swap, rests: Mapping[int, Words], what: str) -> None:
         """Returns when all is sent, and what follows the heads is in `rests`; see `Swap.finish`.
@@ -239,9 +237,9 @@ class Transport(Waits):
 
     def hang_up(self) -> None:
         """Ends lines and streams alone. May be called twice."""
-        for own in (self.lines, self.streams):
-            if own is not None:
-                own.close()
+        self.streams.close()
+        if self.lines is not None:
+            self.lines.close()
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
@@ -278,7 +276,7 @@ class Transport(Waits):
         self.sent_bytes += words.nbytes
         try:
             lines.send(words, to, tag)
-        except OSError as error:
+        except Lost as error:
             raise self.failure(what, 0.0, error) from error
 
     def receive(self, out: Words, source: int, what: str) -> None:
@@ -312,7 +310,7 @@ class Transport(Waits):
         try:
             with self.whereabouts.waiting():
                 wait()
-        except OSError as error:
+        except Lost as error:
             raise self.failure(what, time.monotonic() - began, error) from error
 
     def _all_to_all(

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from ..errors import PeerFailure
 from ..kernels.contract import Words
+from .interruptions import to_the_end
 
 Ints = NDArray[np.int64]
 
 MOST_ROUNDS = 32
-_INTERRUPTIONS = 10  # exceptions of signal handlers; more are no interruptions
 
 
 class Wait(Protocol):
@@ -103,22 +103,11 @@ class Rounds:
             BaseException: that of a signal handler, after the last round.
         """
         self.value, self._what = value, what
-        raised: list[BaseException] = []
-        while not self.is_over:
-            try:
-                self._proceed()
-            except PeerFailure:
-                raise
-            except (Exception, KeyboardInterrupt, SystemExit) as error:
-                raised.append(error)
-                if len(raised) > _INTERRUPTIONS:
-                    raise
-        if raised:
-            raise raised[0]
+        to_the_end(self._proceed, PeerFailure)
 
     def _proceed(self) -> None:
         """From where an interruption left off; a message that is sent twice does no harm."""
-        while self._round < len(self._waits):
+        while not self.is_over and self._round < len(self._waits):
             j = self._round
             if len(self._sent) == j:
                 sent = self.value.view(np.uint64)

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..kernels.llvm import engine
+from ..kernels.llvm import assembled
 
 _CODE: Final = """
 define ptr @beats(ptr %plan) {{
@@ -64,13 +64,9 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _code() -> int:
-    """The address of the thread's code, valid until the process ends."""
-    library = _library()
-    send, poll = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.send, library.poll))
-    made = engine(_CODE.format(send=send, poll=poll, flags=socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT))
-    made.finalize_object()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # never freed, like the plan below
-    return int(made.get_function_address("beats"))
+    """The address of the thread's code."""
+    flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+    return assembled(_CODE, "beats", ("send", "poll"), flags=flags)
 
 
 class Beats:

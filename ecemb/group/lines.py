@@ -5,32 +5,29 @@ waits for it. For a note that costs several times what the note does. Here a not
 the thread that needs it reads it.
 
 The lines of rank i are those to i + 2^j and i - 2^j (mod N), as in a dissemination. All notes are of one
-size on the wire. An exception of a signal handler loses none: a note is looked at, kept, and only then taken
-from its socket; what is found there twice is dropped by its number. The newest notes are kept when they have
-been received, so that a wait can be repeated.
+size on the wire. The newest ones are kept when they have been received, so that a wait can be repeated which
+an exception of a signal handler has interrupted.
 
 Must not know what notes say.
 """
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..kernels.contract import Words
-from .links import Link, drop
+from .channels import Channels, Lost
+from .links import Link, kept_by
 
-_HEAD = struct.Struct("=III4x")  # tag, number on the line, words
+_HEAD = struct.Struct("=II")  # tag, words
 _LEAST_WORDS = 16
 _KEPT = 64
 """Notes of a line. The end of a transaction has a few, and no rank is two of them ahead of another one."""
-_TIME = struct.Struct("@ll")  # a struct timeval
 
 
 class Lines:
@@ -45,7 +42,9 @@ class Lines:
     def __init__(self, links: Sequence[Link], world_size: int, timeout_s: float) -> None:
         self._words = _LEAST_WORDS + world_size // 32
         size = _HEAD.size + 8 * self._words
-        self._lines = {link.peer: _Line(link.release(), size, timeout_s) for link in links}
+        sockets = {link.peer: link.release() for link in links}
+        self._lines = {peer: _Line(peer, one, size, timeout_s) for peer, one in sockets.items()}
+        self._end = kept_by(self, list(sockets.values()))
 
     def send(self, words: Words, to: int, tag: int) -> None:
         """Sends a note, and waits for nothing.
@@ -57,7 +56,7 @@ class Lines:
 
         Raises:
             ValueError: the note is too long.
-            OSError: the line has ended.
+            Lost: the line has ended.
         """
         if len(words) > self._words:
             raise ValueError(f"a note has at most {self._words} words, not {len(words)}")
@@ -72,44 +71,45 @@ class Lines:
             tag: the note's.
 
         Raises:
-            OSError: the line has ended or timed out, or carries something else than notes.
+            Lost: the line has ended or timed out, or carries something else than notes.
         """
         found = self._lines[source].receive(tag)
         if len(found) != out.nbytes:
-            raise ConnectionError(f"rank {source} sent a note of {len(found)} bytes in place of {out.nbytes}")
+            raise Lost(f"rank {source} sent a note of {len(found)} bytes in place of {out.nbytes}")
         out[:] = np.frombuffer(found, np.uint64)
 
     def close(self) -> None:
         """Ends all lines. May be called twice."""
-        for line in self._lines.values():
-            line.close()
+        self._end()
 
 
 class _Line:
     """One connection.
 
     Args:
-        connection: blocking from now on; consumed.
+        peer: the rank at its other end.
+        connection: must last as long.
         size: bytes of a note on the wire.
         timeout_s: deadline of a wait.
     """
 
-    def __init__(self, connection: socket.socket, size: int, timeout_s: float) -> None:
-        connection.setblocking(True)  # and with deadlines of the kernel's: Python's own cost a call each
-        limit = _TIME.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, limit)
-        self._socket, self._size, self._timeout_s = connection, size, timeout_s
+    def __init__(self, peer: int, connection: socket.socket, size: int, timeout_s: float) -> None:
+        self._peer = peer
+        self._sending, self._reading = (Channels({peer: connection}, timeout_s) for _ in range(2))
+        self._sent, self._read = np.zeros((2, size), np.uint8)
+        self._sends = threading.Lock()
         self._notes: dict[int, bytes] = {}  # by tag, the oldest first
-        self._sent = self._heard = 0  # number of the last note
         self._changed = threading.Condition()
         self._reader: int | None = None  # the thread that reads the socket, for all
+        self._reading.expect(peer, self._read)
 
     def send(self, tag: int, data: bytes) -> None:
-        with self._changed:
-            self._sent += 1
-            head = _HEAD.pack(tag, self._sent, len(data) // 8)
-            self._socket.sendall((head + data).ljust(self._size, b"\0"), socket.MSG_NOSIGNAL)
+        with self._sends:
+            self._sending.run()  # what an interruption has left of the last one
+            note = (_HEAD.pack(tag, len(data) // 8) + data).ljust(len(self._sent), b"\0")
+            self._sent[:] = np.frombuffer(note, np.uint8)
+            self._sending.send(self._peer, self._sent)
+            self._sending.run()
 
     def receive(self, tag: int) -> bytes:
         me = threading.get_ident()
@@ -121,49 +121,22 @@ class _Line:
                     if tag in self._notes:
                         return self._notes[tag]
                     self._reader = me
-                self._read()
+                self._keep_next()
             finally:
                 with self._changed:
                     if self._reader == me:
                         self._reader = None
                         self._changed.notify_all()
 
-    def close(self) -> None:
-        drop(self._socket)
-
-    def _read(self) -> None:
-        """Waits for the next note, and keeps it."""
-        note = self._look()
-        tag, number, words = _HEAD.unpack_from(note)
-        if _HEAD.size + 8 * words > self._size:
-            raise ConnectionError(f"a note of {words} words came")
+    def _keep_next(self) -> None:
+        """Waits for the next note, and keeps it; after an interruption the same one again."""
+        self._reading.run()
+        note = self._read.tobytes()
+        tag, words = _HEAD.unpack_from(note)
+        if _HEAD.size + 8 * words > len(note):
+            raise Lost(f"rank {self._peer} sent a note of {words} words")
         with self._changed:
-            if number > self._heard:
-                while len(self._notes) >= _KEPT:
-                    del self._notes[next(iter(self._notes))]
-                self._notes[tag] = note[_HEAD.size : _HEAD.size + 8 * words]
-                self._heard = number
-        self._socket.recv(self._size, socket.MSG_WAITALL)
-
-    def _look(self) -> bytes:
-        """Waits for the next note, which stays in the socket.
-
-        A signal, or the deadline, can end a call that has a part of a note.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                note = self._socket.recv(self._size, socket.MSG_PEEK | socket.MSG_WAITALL)
-            except BlockingIOError:
-                note = b"-"
-            if len(note) == self._size:
-                return note
-            if not note or self._has_ended():
-                raise ConnectionError("the connection has ended")
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"nothing came within {self._timeout_s:.0f} s")
-
-    def _has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP)
-        return bool(poll.poll(0))
+            if tag not in self._notes and len(self._notes) >= _KEPT:
+                del self._notes[next(iter(self._notes))]
+            self._notes[tag] = note[_HEAD.size : _HEAD.size + 8 * words]
+        self._reading.expect(self._peer, self._read)

@@ -14,7 +14,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 _CHUNK_BYTES = 4096
 _SIOCGIFADDR = 0x8915
@@ -178,6 +179,13 @@ def drop(connection: socket.socket) -> None:
     """Closes a kept socket. May be called twice."""
     _sockets.discard(connection)
     connection.close()
+
+
+def kept_by(owner: object, connections: Sequence[socket.socket]) -> Callable[[], object]:
+    """Has kept sockets dropped with the object that uses them: the result does that, or its end."""
+    ending = weakref.finalize(owner, lambda: [drop(one) for one in connections])
+    ending.atexit = False
+    return ending
 
 
 def _close_in_child() -> None:

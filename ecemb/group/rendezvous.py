@@ -70,15 +70,17 @@ class Workers:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Rank -> host of its worker."""
-        hosts = {one.rank: w.host for one, w in zip(self.assignments, self.roster.workers, strict=True)}
-        return tuple(hosts[rank] for rank in range(len(hosts)))
+        return tuple(worker.host for worker in self._by_rank)
 
     @property
     def addresses(self) -> tuple[tuple[str, ...], ...]:
         """Rank -> addresses of its worker's host, the likeliest first."""
-        workers = zip(self.assignments, self.roster.workers, strict=True)
-        addresses = {one.rank: worker.addresses for one, worker in workers}
-        return tuple(addresses[rank] for rank in range(len(addresses)))
+        return tuple(worker.addresses for worker in self._by_rank)
+
+    @property
+    def _by_rank(self) -> list[Worker]:
+        found = {one.rank: worker for one, worker in zip(self.assignments, self.roster.workers, strict=True)}
+        return [found[rank] for rank in range(len(found))]
 
     @property
     def holders(self) -> Mapping[str, int]:

@@ -180,6 +180,23 @@ def engine(source: str = "") -> Any:
     return binding.create_mcjit_compiler(binding.parse_assembly(source), machine)
 
 
+def assembled(source: str, function: str, library_calls: Sequence[str], **numbers: int) -> int:
+    """Compiles LLVM assembly; the address of one of its functions, valid until the process ends.
+
+    Args:
+        source: the assembly, as a format of the names that follow.
+        function: name of the function.
+        library_calls: functions of the C library, whose addresses the assembly names.
+        **numbers: other numbers that it names.
+    """
+    library = ctypes.CDLL(None)
+    addresses = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in library_calls}
+    made = engine(source.format(**addresses, **numbers))
+    made.finalize_object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # never freed
+    return int(made.get_function_address(function))
+
+
 _engine: Final = functools.cache(engine)
 
 

@@ -85,7 +85,7 @@ def script_of(module: str, folder: str) -> str | None:
 
 
 def load(name: str) -> None:
-    """Imports a module; of ecemb all modules that workers use, with the kernels compiled.
+    """Imports a module; of ecemb all modules that workers use, with their machine code compiled.
 
     Raises:
         ImportError: the module is missing.
@@ -96,6 +96,7 @@ def load(name: str) -> None:
         for public in module.__all__:
             getattr(module, public)
         importlib.import_module("ecemb.kernels.contract").get_kernels("cpu")
+        importlib.import_module("ecemb.group.channels").loop()
 
 
 def residue(children: int) -> str | None:

@@ -26,9 +26,6 @@ Chunk = tuple[int, Ids, Words]
 PART_BYTES = 8 << 20
 """Of the records that a commit works on before it rests. To lay them out takes some ms: a capture waits."""
 
-BEHIND, LEAST_BEHIND = 8, 256
-"""Words behind deltas that are sent from where they lie: an eighth of them, and as many words."""
-
 Part = list[tuple[Ids, Words]]
 """Rows of one table and block, and their old records; views of the chunks."""
 
@@ -89,8 +86,7 @@ class Outbox:
         head: words of the head of each block's section.
 
     Attributes:
-        words: uint64, a section of deltas for each block; complete when `lay_out` has returned. Some words
-            follow the last of them.
+        words: uint64, a section of deltas for each block; complete when `lay_out` has returned.
         edges: k + 1 words: the first word of each section, and the end of the last.
     """
 
@@ -123,7 +119,7 @@ class Outbox:
         blocks = len(self.edges) - 1
         rows = sum(size_words(len(ids), old.shape[1]) for _, ids, old in self._saved.chunks)
         size = rows + blocks * (self._head + len(by_table) * size_words(0, 0))
-        self.words = self._scratch.room(size + size // BEHIND + LEAST_BEHIND)
+        self.words = self._scratch.room(size)
         for block in range(blocks):
             at = self.edges[block] + self._head
             for table, chunks in by_table.items():

@@ -148,7 +148,8 @@ class Agreement:
             status.run(value, f"the status of step {step}")
         finally:
             if status.is_over and int(status.value[_FLAG]) != FAILED:
-                if _fails_on_all(status.value):  # no rank votes, or waits for deltas
+                told: list[int] = status.value.tolist()
+                if _is_out_of_step(told) or _differs(told):  # all ranks fail: none votes, or waits for deltas
                     turn.voted = turn.swapped = True
                 self._turn, self._number, self._is_between = turn, self._number + 1, False
         return self._verdict(status.value, turn, step, committed, differs)
@@ -204,20 +205,21 @@ class Agreement:
         if turn.swap is None:
             turn.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
             turn.swap = self._transport.swap(send, turn.heads)
-        with self._swapping(turn):
-            self._transport.meet(turn.swap, what)
+        with self._swapping(turn) as swap:
+            self._transport.meet(swap, what)
 
     def _finish(self, turn: Turn, rests: Mapping[int, Words], what: str) -> None:
-        if turn.swap is not None:
-            with self._swapping(turn):
-                self._transport.finish(turn.swap, rests, what)
+        with self._swapping(turn) as swap:
+            self._transport.finish(swap, rests, what)
         turn.swapped = True
 
     @contextmanager
-    def _swapping(self, turn: Turn) -> Generator[None]:
-        """A rank that has died ends the swap."""
+    def _swapping(self, turn: Turn) -> Generator[Swap]:
+        """The swap that has begun; a rank that has died ends it."""
+        if turn.swap is None:
+            raise UsageError("deltas are asked for before they are sent")
         try:
-            yield
+            yield turn.swap
         except PeerFailure:
             turn.swapped = True
             raise
@@ -250,9 +252,8 @@ class Agreement:
         what = "leaving"
         self._meet(turn, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
         sizes = {rank: _size(head) - len(head) for rank, head in turn.heads.items()}
-        if turn.swap is not None:
-            with self._swapping(turn):
-                self._transport.discard(turn.swap, sizes if self._transport.fabric is None else {}, what)
+        with self._swapping(turn) as swap:
+            self._transport.discard(swap, sizes if self._transport.fabric is None else {}, what)
         turn.swapped = True
 
     def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
@@ -297,12 +298,12 @@ class Agreement:
                 ),
                 "StepFailed",
             )
-        if lowest != highest:
+        if _is_out_of_step(told):
             raise StepFailed(
                 f"the ranks are not in the same step: rank {first} ends step {lowest - 1}, and rank {last} "
                 f"step {highest - 1}; every rank must run every step from guard.next_step on"
             )
-        if told[_LEAST_DIGEST] != told[_MOST_DIGEST] and flag == FINE:
+        if _differs(told):
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
                 f"in step {step}: {differs()}; inside the step, average the dense "
@@ -312,11 +313,14 @@ class Agreement:
         return Verdict(turn, marked, told[_WINDOW], bool(told[_LACKING]))
 
 
-def _fails_on_all(value: Ints) -> bool:
-    """Whether the ranks are in different steps, or have different replicated state."""
-    told: list[int] = value.tolist()
-    (lowest, _), (highest, _) = _place(told[_LOWEST]), _place(told[_HIGHEST])
-    return lowest != highest or (told[_FLAG] == FINE and told[_LEAST_DIGEST] != told[_MOST_DIGEST])
+def _is_out_of_step(told: Sequence[int]) -> bool:
+    """Whether ranks are in different steps."""
+    return _place(told[_LOWEST])[0] != _place(told[_HIGHEST])[0]
+
+
+def _differs(told: Sequence[int]) -> bool:
+    """Whether ranks have different replicated state, at the end of a step that counts."""
+    return told[_FLAG] == FINE and told[_LEAST_DIGEST] != told[_MOST_DIGEST]
 
 
 def _size(head: Words) -> int:

@@ -275,6 +275,17 @@ def more_is_lost_than_the_code_survives(place: Place) -> None:
             assert training.bits() == expected
 
 
+def saved(place: Place, step: int, end: int | None = None) -> Bits:
+    """One life with a checkpoint before a step, where it ends, or before a later one; the bits at its end."""
+    with life(place):
+        training = Training()
+        guard = training.protect()
+        training.run(guard, step)
+        guard.save(place.checkpoints)
+        training.run(guard, step if end is None else end)
+        return training.bits()
+
+
 def memory_from_before_the_job_went_on(place: Place) -> None:
     """Hosts that were cut off come back beside a new one, after the job has gone on without them and left."""
     if place.index < WORLD:
@@ -283,12 +294,7 @@ def memory_from_before_the_job_went_on(place: Place) -> None:
             training.run(training.protect(), 2)
         [arena] = place.arenas()
         before = arena.read_bytes()
-        with life(place):
-            training = Training()
-            guard = training.protect()
-            training.run(guard, 4)
-            guard.save(place.checkpoints)
-            last = training.bits()
+        last = saved(place, 4)
     place.lose()
     if place.index < WORLD:
         if place.index != 3:
@@ -305,17 +311,11 @@ def memory_from_before_the_job_went_on(place: Place) -> None:
 def a_checkpoint_that_cannot_be_read_stops_no_recovery(place: Place) -> None:
     """Memory is enough; only a start that is another launch's looks whether the checkpoint is newer."""
     if place.index < WORLD:
-        with life(place):
-            training = Training()
-            guard = training.protect()
-            training.run(guard, 2)
-            guard.save(place.checkpoints)
-            training.run(guard, 3)
-            last = training.bits()
+        last = saved(place, 2, 3)
     place.lose(3)
     if place.index < WORLD:
-        [saved] = place.checkpoints.glob("step-*")
-        (saved / "ecemb.json").unlink(missing_ok=True)
+        [folder] = place.checkpoints.glob("step-*")
+        (folder / "ecemb.json").unlink(missing_ok=True)
         with life(place, launch=1):
             training = Training()
             with logged("WARNING", "no checkpoint is compared with memory", "ecemb.json is missing"):
@@ -327,12 +327,7 @@ def a_checkpoint_that_cannot_be_read_stops_no_recovery(place: Place) -> None:
 def all_memory_is_lost(place: Place) -> None:
     """The `started` mark stands in torchrun's store, or in the folder."""
     if place.index < WORLD:
-        with life(place):
-            training = Training()
-            guard = training.protect()
-            training.run(guard, 3)
-            guard.save(place.checkpoints)
-            middle = training.bits()
+        middle = saved(place, 3)
     for launch in (0, 1):
         place.lose()
         if place.index < WORLD:

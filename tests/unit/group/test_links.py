@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import socket
@@ -149,3 +150,17 @@ def test_forked_children_hold_no_link() -> None:
     for end in (one, other):
         assert not end.getblocking() and not end.get_inheritable()
         links.drop(end)
+
+
+def test_sockets_end_with_the_object_that_uses_them(ends: tuple[Link, socket.socket]) -> None:
+    class Owner:
+        pass
+
+    _, other = ends
+    owner = Owner()
+    end = links.kept_by(owner, [other])
+    assert other.fileno() >= 0
+    del owner
+    gc.collect()
+    assert other.fileno() == -1 and other not in links._sockets
+    end()

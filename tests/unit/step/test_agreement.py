@@ -12,15 +12,18 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from ecemb.coding.delta import messages, write_heads_
 from ecemb.coding.placement import Placement
-from ecemb.errors import StepFailed
+from ecemb.errors import InconsistentArenas, StepFailed
 from ecemb.group.dissemination import rounds
 from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
+from ecemb.startup import connections
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement
+from support.processes import run_ranks, session_of
 from support.simulation import Hub, Killed, Machines, Rank, Wires, job_of
 
 DONE = 2
@@ -131,3 +134,82 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
 
     together(size, run)
     assert found == {rank: (5, [3, 69], [True, False]) for rank in range(size)}
+
+
+def test_ranks_out_of_step_wait_for_no_deltas_of_each_other() -> None:
+    """One of them ends a window, and the other is inside one: it has none to send."""
+    hub, placement, found = Hub(2), Placement.ranks(2, 1, 2), list[int]()
+
+    def run(rank: int) -> None:
+        agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
+        with pytest.raises(StepFailed, match="not in the same step"):
+            conclude(agreement, 2 + rank, whole=rank == 0)
+        agreement.leave(2 + rank)
+        found.append(rank)
+
+    together(2, run)
+    assert sorted(found) == [0, 1]
+
+
+@pytest.mark.parametrize("size", [0, -5, -(2**63)])
+def test_a_size_of_nonsense_is_refused_and_ends_the_step_on_all(size: int) -> None:
+    hub, placement, found = Hub(2), Placement.ranks(2, 1, 2), dict[int, str]()
+
+    def run(rank: int) -> None:
+        agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
+        turn = conclude(agreement, 1).turn
+        words = np.array([1 if rank == 0 else size], np.int64).view(np.uint64)
+        try:
+            agreement.exchange(turn, {1 - rank: words}, "the exchange")
+            agreement.vote(turn, "the vote")
+        except (InconsistentArenas, StepFailed) as error:
+            found[rank] = str(error)
+            agreement.withdraw(turn)
+
+    together(2, run)
+    assert f"the exchange: the ranks announce messages of {{1: {size}}} words" in found[0]
+    assert "another rank failed" in found[1]
+
+
+LARGE = 1 << 19
+"""Words of a block's deltas: more than connections hold."""
+
+
+class Full:
+    """Where no deltas fit."""
+
+    def receive(self, sizes: Mapping[int, int]) -> dict[int, Any]:
+        raise ValueError("full")
+
+
+def fail_over_streams(stage: str) -> str:
+    """Rank 1 fails after the verdict, and stays alive; the error of each rank."""
+    transport = connections.control_group(session_of(), lines=True)
+    rank, placement = transport.rank, Placement.ranks(4, 2, 4)
+    transport.streams = connections.streams(session_of(), transport, placement)
+    transport.gather(b"", "the start")
+    fails = rank == 1
+    agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
+    edges, words = [0, LARGE, 2 * LARGE], np.zeros(2 * LARGE, np.uint64)
+    write_heads_(words, edges, placement.r)
+    turn = conclude(agreement, 1).turn
+    try:
+        if fails and stage == "before it sends":
+            raise ValueError("on purpose")
+        agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
+        if fails and stage == "before prepared":
+            raise ValueError("on purpose")
+        agreement.vote(turn, "the vote")
+        error = ""
+    except Exception as raised:  # noqa: BLE001 - looked at by the test
+        error = type(raised).__name__
+        agreement.withdraw(turn)
+    dist.barrier()
+    transport.close()
+    return error
+
+
+@pytest.mark.parametrize("stage", ["before it sends", "without room", "before prepared"])
+def test_no_connection_stays_full_of_what_a_failed_rank_does_not_want(stage: str) -> None:
+    """Its neighbours would wait until their messages are taken."""
+    assert run_ranks(4, fail_over_streams, stage) == ["StepFailed", "ValueError", "StepFailed", "StepFailed"]
