@@ -213,7 +213,7 @@ class Channels:
             BaseException: that of a signal handler; the next call goes on.
         """
         deadline = time.monotonic() + self._timeout_s
-        wait_s = self._timeout_s
+        wait_s, left = self._timeout_s, list[int]()
         while True:
             ended = loop()(
                 self._plan.__array_interface__["data"][0],
@@ -224,6 +224,8 @@ class Channels:
             )
             if ended == _OVER:
                 return
+            if left != (left := self._plan[:, [_OUT_LEFT, _IN_LEFT]].ravel().tolist()):  # bytes came or went
+                deadline = time.monotonic() + self._timeout_s
             wait_s = deadline - time.monotonic()
             if ended == _LATE or (ended == _AGAIN and wait_s <= 0):
                 raise Lost(f"nothing came within {self._timeout_s:.0f} s")

@@ -7,15 +7,15 @@ from collections.abc import Callable
 _MOST = 10  # exceptions of signal handlers; more are no interruptions
 
 
-def to_the_end(act: Callable[[], None], ends: type[Exception]) -> None:
+def to_the_end(act: Callable[[], object], *ends: type[Exception]) -> None:
     """Calls `act` until it returns, and then raises what a signal handler has raised first, if one has.
 
     Args:
         act: goes on where it left off.
-        ends: the error with which it can't.
+        ends: the errors with which it can't.
 
     Raises:
-        BaseException: `ends`, at once; or what a handler has raised, such as KeyboardInterrupt.
+        BaseException: one of `ends`, at once; or what a handler has raised, such as KeyboardInterrupt.
     """
     raised: list[BaseException] = []
     while True:

@@ -189,7 +189,7 @@ def kept_by(owner: object, connections: Sequence[socket.socket]) -> Callable[[],
 
 
 def _close_in_child() -> None:
-    for connection in _sockets:
+    for connection in list(_sockets):
         connection.close()
     _sockets.clear()
 

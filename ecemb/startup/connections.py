@@ -81,7 +81,7 @@ def _links(session: Session, transport: Transport, near: Sequence[int], purpose:
             for peer, port in ports.items()
         }
         secret = bytes.fromhex(session.roster.secret) + purpose
-        deadline = time.monotonic() + session.timeout_s
+        deadline = time.monotonic() + session.patience_s  # a busy rank is waited for
         return connect(listener, session.rank, session.world_size, peers, secret, deadline)
 
 

@@ -25,6 +25,7 @@ from ..errors import InconsistentArenas, PeerFailure, StepFailed, UsageError
 from ..group.collectives import Kind, Transport
 from ..group.dissemination import Rounds, say
 from ..group.error_file import follows
+from ..group.interruptions import to_the_end
 from ..group.streams import Swap
 from ..kernels.contract import Words
 
@@ -159,6 +160,9 @@ class Agreement:
 
         In the middle of a status nothing is said: only another rank's failure or end ends it there.
         """
+        to_the_end(lambda: self._leave(transaction), PeerFailure)
+
+    def _leave(self, transaction: int) -> None:
         if self._turn is not None:
             self.withdraw(self._turn)
         if not self._is_between:
@@ -240,9 +244,13 @@ class Agreement:
 
     def withdraw(self, turn: Turn) -> None:
         """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
+        to_the_end(lambda: self._withdraw(turn), PeerFailure)
+
+    def _withdraw(self, turn: Turn) -> None:
+        """After an interruption it is called again."""
         if not turn.voted:
             say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
-            turn.voted = True  # if it was interrupted before, it is said again
+            turn.voted = True
         if not turn.swapped:
             with suppress(PeerFailure):  # the next start has a say, and no rank waits for this one
                 self._end_swap(turn)

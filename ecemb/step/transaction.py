@@ -8,7 +8,7 @@ The order is that of docs/protocol.md, 1.1 and 1.4, which is normative. A rank m
 - a rank that aborts says so in its status. The verdict has something of the status of all ranks, so every
   rank knows of the abort. All undo, and commit the transaction empty. A rank prepares after its own undo.
 - a rank that fails tells all that may wait for it, once: in the place of its status; or, after the verdict,
-  in the place of its sizes and of its vote.
+  in the place of its deltas and of its vote.
 
 With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
 The next step's rows go to the other row journal. The end of the next transaction first waits for the thread,
@@ -33,6 +33,7 @@ from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
+from ..group.interruptions import to_the_end
 from ..group.whereabouts import Whereabouts
 from ..local.outbox import Outbox
 from ..local.rank_memory import RankMemory
@@ -400,14 +401,16 @@ class Transactions:
         pending, self._pending = self._pending, None
         self._pace.hurry()
         if pending is not None and not pending.cancel():
-            wait([pending])  # it owes rounds of the vote
+            to_the_end(lambda: wait([pending]))  # it owes rounds of the vote
         if self._is_undecided:
             undecided.end_process(transaction, error)
         if isinstance(error, (NotEnoughSpace, MemoryError)):
             self._window.run_out()
-        self._agreement.leave(transaction)
         try:
-            self._restore()
+            try:
+                self._agreement.leave(transaction)
+            finally:
+                self._restore()
         finally:
             self.in_flight, self._steps = None, 0
             self.aborting = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ecemb.coding.delta import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
+from ecemb.group.channels import Channels
 from ecemb.group.dissemination import rounds
 from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
@@ -182,6 +184,21 @@ class Full:
         raise ValueError("full")
 
 
+@contextmanager
+def interrupted(owner: Any, name: str) -> Iterator[None]:
+    """A signal's handler raises at the end of each of the first calls of a method."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def raises(*args: Any, **more: Any) -> Any:
+        found = method(*args, **more)
+        if next(calls) < 4:
+            raise KeyboardInterrupt
+        return found
+
+    with mock.patch.object(owner, name, raises):
+        yield
+
+
 def fail_over_streams(stage: str) -> str:
     """Rank 1 fails after the verdict, and stays alive; the error of each rank."""
     transport = connections.control_group(session_of(), lines=True)
@@ -194,7 +211,7 @@ def fail_over_streams(stage: str) -> str:
     write_heads_(words, edges, placement.r)
     turn = conclude(agreement, 1).turn
     try:
-        if fails and stage == "before it sends":
+        if fails and stage in ("before it sends", "interrupted while it leaves"):
             raise ValueError("on purpose")
         agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
         if fails and stage == "before prepared":
@@ -203,13 +220,19 @@ def fail_over_streams(stage: str) -> str:
         error = ""
     except Exception as raised:  # noqa: BLE001 - looked at by the test
         error = type(raised).__name__
-        agreement.withdraw(turn)
+        if fails and stage == "interrupted while it leaves":
+            with pytest.raises(KeyboardInterrupt), interrupted(Channels, "run"):
+                agreement.leave(1)
+        else:
+            agreement.withdraw(turn)
     dist.barrier()
     transport.close()
     return error
 
 
-@pytest.mark.parametrize("stage", ["before it sends", "without room", "before prepared"])
+@pytest.mark.parametrize(
+    "stage", ["before it sends", "without room", "before prepared", "interrupted while it leaves"]
+)
 def test_no_connection_stays_full_of_what_a_failed_rank_does_not_want(stage: str) -> None:
     """Its neighbours would wait until their messages are taken."""
     assert run_ranks(4, fail_over_streams, stage) == ["StepFailed", "ValueError", "StepFailed", "StepFailed"]

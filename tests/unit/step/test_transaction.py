@@ -386,6 +386,22 @@ def test_undo_gives_rows_and_states_back(transactions: Transactions, memory: Ran
     assert np.array_equal(memory.space.read(0, memory.space.words), before)
 
 
+def test_ctrl_c_while_a_failure_is_announced_takes_no_row_with_it(
+    transactions: Transactions, memory: RankMemory
+) -> None:
+    before = memory.space.read(0, memory.space.words)
+    transactions.begin()
+    transactions.capture(0, ids(0, 5))
+    memory.space.tables[0].columns[0][[0, 5]] = 7
+    with (
+        mock.patch.object(Agreement, "leave", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        transactions.undo(ValueError())
+    assert np.array_equal(memory.space.read(0, memory.space.words), before)
+    assert transactions.in_flight is None
+
+
 def test_undo_before_the_journal_is_armed_leaves_the_committed_step_alone(
     transactions: Transactions, memory: RankMemory
 ) -> None:
