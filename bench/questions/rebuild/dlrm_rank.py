@@ -6,13 +6,17 @@ It imports at its top, as users' scripts do: `ecemb-run` finds there what it imp
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec.distributed.model_parallel  # noqa: F401 - the model imports it when it is built
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -41,8 +45,7 @@ class Dlrm(Rebuilding):
         rows = order.rows * self.ranks // order.tables
         self.drawn_by = dataclasses.replace(order, rows=rows)
         self.twin = torchrec_twin(order.tables, rows, order.dim, order.dense)
-        weights, self.popular = popularity(self.drawn_by)
-        self.heaped = np.cumsum(weights)
+        self.heaped, self.popular = popularity_of(self.drawn_by)
 
     def protected(self) -> tuple[nn.Module, Sequence[Optimizer]]:
         return self.twin.model, self.twin.optimizers
@@ -61,6 +64,18 @@ class Dlrm(Rebuilding):
 
     def tensors(self) -> list[Tensor]:
         return [tensor.detach().contiguous() for tensor in self.twin.tensors()]
+
+
+def popularity_of(order: Order) -> Sequence[NDArray[Any]]:
+    """`popularity`, summed up. The first life writes it; the later ones map it, and wait for nothing."""
+    paths = [Path(order.folder, f"{name}.npy") for name in ("heaped", "popular")]
+    if not all(path.exists() for path in paths):
+        weights, popular = popularity(order)
+        for path, found in zip(paths, (np.cumsum(weights), np.stack(popular)), strict=True):
+            partial = path.with_suffix(f".{os.getpid()}.npy")
+            np.save(partial, found)
+            partial.replace(path)
+    return [np.load(path, mmap_mode="r") for path in paths]
 
 
 if __name__ == "__main__":
