@@ -59,7 +59,7 @@ OF_ENGINES = {
 OF_SETTINGS = {
     "agreement": ("4", "8", "16", "32", "64"),
     "compare": ("pages",),
-    "gpu": ("kernels", "step", "recovery"),
+    "gpu": ("kernels", "step", "windows", "fused", "recovery"),
     "overhead": ("dlrm", "sparse-heavy", "managed-collision"),
     "recovery": ("sparse", "torchrec"),
     "start": ("8", "64"),

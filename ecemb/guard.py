@@ -53,7 +53,7 @@ class Guard:
             abortable=request.abortable,
             compare_every=request.compare_every,
             whereabouts=session.whereabouts,
-            fetch=opened.tables.fetch if opened.tables.have_images else None,
+            images=opened.tables.images or None,
             background=opened.background,
         )
         self._notice = Notice(self._transactions, session.watch)
@@ -110,7 +110,7 @@ class Guard:
         step = Step(self.next_step, self._transactions)
         try:
             self._transactions.begin()
-            self._tables.begin()
+            self._tables.check()
             yield step
             self._tables.check()
             aborted = self._transactions.commit()

@@ -44,9 +44,9 @@ def begin(device: str, rank: int = 0) -> str | None:
     if device == ARENA:
         return None
     if device == APART:
-        from ecemb.adapters import sparse
+        from ecemb.adapters import fbgemm, sparse
 
-        sparse.is_apart = lambda tensor: True
+        sparse.is_apart = fbgemm.is_apart = lambda tensor: True
         return "cpu"
     import torch
 

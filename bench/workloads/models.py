@@ -158,14 +158,28 @@ def perceptron(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
 
 
-def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str, *, interval: int = 0) -> Twin:
-    """Tables of TorchRec, sharded by rows over all ranks, with row-wise Adagrad inside backward.
+def torchrec_twin(
+    tables: int,
+    rows: int,
+    dim: int,
+    dense_part: str,
+    device: str | None = None,
+    rule: str = "Adagrad",
+    *,
+    interval: int = 0,
+) -> Twin:
+    """Tables of TorchRec, with row-wise Adagrad inside backward.
+
+    On the CPU they are sharded by rows over all ranks. On a device ranks have whole tables: it is shared over
+    gloo, which can exchange those there.
 
     Args:
         tables: How many there are.
         rows: Of each table, over all ranks.
         dim: Of each row.
         dense_part: One of `DENSE`.
+        device: Where all of it is; None for the CPU.
+        rule: The tables' optimizer: there is only this one.
         interval: Batches between two evictions of a managed collision, which maps `RAW_IDS` raw ids for each
             row; 0 for plain tables.
     """
@@ -174,7 +188,7 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str, *, interval
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import get_unwrapped_module
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -200,7 +214,7 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str, *, interval
             return self.dense(integers, found.values().reshape(-1, tables, dim))
 
     def feed(ids: Tensor) -> torchrec.KeyedJaggedTensor:
-        lengths = torch.full((ids.shape[0] * ids.shape[1],), ids.shape[2])
+        lengths = torch.full((ids.shape[0] * ids.shape[1],), ids.shape[2], device=ids.device)
         values = ids.reshape(-1)
         if interval:
             values = values * RAW_IDS + torch.arange(len(values)) % RAW_IDS
@@ -210,20 +224,26 @@ def torchrec_twin(tables: int, rows: int, dim: int, dense_part: str, *, interval
     bare: Any = Model()
     _apply_optimizer_in_backward(RowWiseAdagrad, bare.tables.parameters(), {"lr": TABLES_LR})
     ranks = dist.get_world_size()
+    place = torch.device(device or "cpu")
     inner: Any = bare.tables
     sharder: Any = EmbeddingBagCollectionSharder()
     if interval:
         bare.tables, sharder = managed(inner, interval)
     plan = construct_module_sharding_plan(
         inner,
-        {f"t{i}": row_wise(compute_kernel="fused") for i in range(tables)},
+        {
+            f"t{i}": table_wise(rank=i % ranks, compute_kernel="fused")
+            if device
+            else row_wise(compute_kernel="fused")
+            for i in range(tables)
+        },
         sharder=sharder._e_sharder if interval else sharder,
-        device_type="cpu",
-        local_size=ranks,
+        device_type=place.type,
+        local_size=1 if device else ranks,  # ranks share the device, as if each were a host with one
         world_size=ranks,
     )
     model = DistributedModelParallel(
-        bare, plan=ShardingPlan({"tables": plan}), sharders=[sharder], device=torch.device("cpu")
+        bare, plan=ShardingPlan({"tables": plan}), sharders=[sharder], device=place
     )
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adagrad(given, lr=DENSE_LR))

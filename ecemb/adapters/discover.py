@@ -20,7 +20,7 @@ from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
 from .engine import Engine, EngineTable, Hooks, Ids, all_rows
-from .host_mirror import Fetcher, Image, Putter
+from .host_mirror import Image, Images, Putter
 from .lookups import announced
 from .remap_table import Before
 from .sparse import SparseTables
@@ -156,18 +156,12 @@ class Tables:
         self._handles: list[Before] = []
         self._named = joined_to([table.layout for table in self.tables])
         self._listeners: list[Listener] = []
-        self._images: dict[int, Image] = {}
-        self._fetcher = Fetcher()
+        self.images: Images = Images({})
 
     @property
     def is_protected(self) -> bool:
         """Whether a guard watches, and not only listeners."""
         return self._hooks is not None
-
-    @property
-    def have_images(self) -> bool:
-        """Whether some tables are not in the arena, so that `fetch` has work."""
-        return bool(self._images)
 
     @property
     def unannounced(self) -> list[int]:
@@ -214,35 +208,20 @@ class Tables:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
             at += len(engine.tables)
         apart = [i for i, table in enumerate(self.tables) if table.is_apart]
-        self._images = {i: Image(stored[i], list(self.tensors(i).values())) for i in apart}
+        self.images = Images({i: Image(stored[i], list(self.tensors(i).values())) for i in apart})
         if fresh:
-            for image in self._images.values():
+            for image in self.images.all().values():
                 image.fill()
 
     def putter(self, space: RowSpace) -> Putter:
         """Returns a writer from images to tables while rows are recovered; call `mark_clean` after it."""
-        return Putter(self._images, space)
+        return Putter(self.images.all(), space)
 
     def put(self) -> None:
         """Overwrites tables outside of the arena with their images, all rows, and marks them clean."""
-        for image in self._images.values():
+        for image in self.images.all().values():
             image.put()
         self.mark_clean()
-
-    def begin(self) -> None:
-        """Checks tables and images when a step begins.
-
-        Raises:
-            UndeclaredWrite: a table changed undeclared since the last step.
-        """
-        for image in self._images.values():
-            if image.is_fetched:
-                image.forget()
-        self.check()
-
-    def fetch(self) -> None:
-        """Updates the images with the transaction's changes, when the body of its last step has ended."""
-        self._fetcher.fetch(self._images.values())
 
     def verify(self, rows: Sequence[tuple[int, range]]) -> None:
         """Raises UndeclaredWrite if rows of tables outside of the arena differ from their images.
@@ -251,7 +230,7 @@ class Tables:
             rows: by table.
         """
         for index, some in rows:
-            image = self._images.get(index)
+            image = self.images.all().get(index)
             if image is not None and len(wrong := image.differing(some)):
                 name = self.tables[index].name
                 raise UndeclaredWrite(
@@ -263,8 +242,7 @@ class Tables:
 
     def take_back(self) -> None:
         """Copies an undone step's rows from the arena to tables outside of it, and marks all clean."""
-        for image in self._images.values():
-            image.put_rows(image.changed())
+        self.images.take_back()
         self.mark_clean()
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
@@ -309,7 +287,9 @@ class Tables:
         for engine in self._engines:
             engine.unwatch()
             if hooks is not None:
-                own = dataclasses.replace(hooks, capture=partial(self._told, at))
+                own = dataclasses.replace(
+                    hooks, capture=partial(self._told, at), mark=partial(self._told_there, at)
+                )
                 if hooks.ensure is not None:
                     own.ensure = lambda index, ids, base=at: hooks.wait_for(base + index, ids)
                     own.ensure_all = lambda index, base=at: self.wait_for_table(base + index)
@@ -335,14 +315,24 @@ class Tables:
 
     def _told(self, base: int, index: int, ids: Ids) -> None:
         """Captures rows of an engine's table, the first of which is table `base`, before they change."""
+        if base + index in self.images:
+            self._told_there(base, index, torch.from_numpy(ids))
+            return
         if self._hooks is not None:
             self._hooks.capture(base + index, ids)
-        if self._listeners or self._images:
-            for table, rows in self._by_table(base + index, ids):
-                if table in self._images:
-                    self._images[table].mark_dirty(rows)
-                for listener in list(self._listeners):
-                    listener(table, rows)
+        self._tell(base + index, ids)
+
+    def _told_there(self, base: int, index: int, rows: torch.Tensor) -> None:
+        """Marks rows of an engine's table that is apart, before they change."""
+        if self._hooks is not None:
+            self.images.mark(base + index, rows)
+        if self._listeners:
+            self._tell(base + index, rows.cpu().numpy())
+
+    def _tell(self, index: int, ids: Ids) -> None:
+        for table, rows in self._by_table(index, ids) if self._listeners else ():
+            for listener in list(self._listeners):
+                listener(table, rows)
 
     def _by_table(self, index: int, ids: Ids) -> Iterator[tuple[int, Ids]]:
         """Splits reported rows by table: rows of a group are numbered through its tables."""

@@ -46,6 +46,8 @@ class Hooks:
     Attributes:
         capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
             change. The first table of a group reports the rows of the group, as `rows.joined` says.
+        mark: called instead by tables that are apart, which needn't wait for their device: the rows are a
+            tensor there, int64 [m], numbered from this table on through the next ones of its group.
         is_open: whether a step is open.
         on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
         protects: whether undeclared changes are refused; else rows are only reported.
@@ -57,6 +59,7 @@ class Hooks:
     capture: Callable[[int, Ids], None]
     is_open: Callable[[], bool]
     on_undeclared: Callable[[], None]
+    mark: Callable[[int, torch.Tensor], None] = lambda *_: None
     protects: bool = True
     ensure: Callable[[int, Ids], None] | None = None
     ensure_all: Callable[[int], None] | None = None

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
-from ..errors import UndeclaredWrite, UnsupportedTable, UsageError
+from ..errors import UndeclaredWrite, UnsupportedTable
 from ..state.composition import options
 from .engine import Hooks, Ids
+from .fbgemm_lookups import Features
 from .host_mirror import is_apart
 from .residence import Move, Places
 from .table_optimizers import Rule, rule_of
@@ -170,7 +171,7 @@ class Batch:
         rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *rows])
         tables = np.array(list(own(self.module, "feature_table_map")), np.int64)
-        self._feature_rows, self._feature_first = rows[tables], self._first[tables]
+        self._features = Features(self.what, rows[tables], self._first[tables])
         if self.rule.mode:
             own(self.module, self.rule.mode)
         self._has_max_counter: bool = "prev_iter" in self.rule.states
@@ -275,8 +276,19 @@ class Batch:
 
     def looked_up(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int, Ids]]:
         """The rows that a call of FBGEMM's module with these arguments reads, as `named` gives them."""
-        call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
-        return self.touched(call["indices"], call["offsets"], call.get("batch_size_per_feature_per_rank"))
+        return self.touched(*_arguments(args, kwargs))
+
+    @property
+    def marks(self) -> bool:
+        """Whether `marked` finds the rows of a lookup, and the host needn't see them.
+
+        It sees them if a table has no rows on this rank, of which an id would be refused.
+        """
+        return self._is_apart and self._features.all_have_rows
+
+    def marked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The rows of the batch that a call of FBGEMM's module reads; see `Features.there`."""
+        return self._features.there(*_arguments(args, kwargs))
 
     def wait_for_rows(self, hooks: Hooks, module: Any, args: Any, kwargs: Any) -> None:
         """Waits for the rows of a lookup, before a call of FBGEMM's module, in training or not."""
@@ -297,30 +309,8 @@ class Batch:
             offsets: integers [bags + 1]; features one after another, each with its bags.
             sizes: bags by feature and rank, or None if all features have equally many.
         """
-        values, ends = indices.numpy(force=True), offsets.numpy(force=True)
-        if sizes is None:
-            bags = (len(ends) - 1) // len(self._feature_rows)
-            edges = ends[::bags] if bags else np.zeros(len(self._feature_rows) + 1, np.int64)
-        else:
-            edges = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
-        values = values[edges[0] : edges[-1]].astype(np.int64, copy=False)
-        if not len(values):
-            return
-        counts = edges[1:] - edges[:-1]
-        some = counts.nonzero()[0]
-        highest = np.maximum.reduceat(values.view(np.uint64), edges[some] - edges[0])
-        numbers = self._feature_first.repeat(counts)
-        if np.logical_and.reduce(highest < self._feature_rows[some].view(np.uint64)):  # so none is negative
-            numbers += values
-        else:  # FBGEMM looks up row 0 instead, and warns
-            rows = np.repeat(self._feature_rows, counts)
-            if not rows.all():
-                raise UsageError(
-                    f"an id is beyond a table of {self.what} of which this rank has no rows: FBGEMM would "
-                    f"train row 0 of another one. Look up ids below num_embeddings. No row was written"
-                )
-            numbers += np.where((values < 0) | (values >= rows), 0, values)
-        yield from self.named(numbers)
+        if (numbers := self._features.rows(indices, offsets, sizes)) is not None:
+            yield from self.named(numbers)
 
     @property
     def overwrites_next(self) -> bool:
@@ -413,6 +403,12 @@ class Batch:
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
         for group, then in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
             group.update(then)
+
+
+def _arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Indices, offsets and sizes of a call of FBGEMM's module."""
+    call = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+    return call["indices"], call["offsets"], call.get("batch_size_per_feature_per_rank")
 
 
 def local(value: Any) -> list[torch.Tensor]:

@@ -1,9 +1,11 @@
 """Images: the arena's copies of tables that are in other memory, such as a GPU's.
 
-Owns the copies between a table's own tensors and its image. A step changes the tensors; rows about to change
-are journalled from the image, which still holds their old values. When the transaction ends, `fetch` copies
-the rows that it has changed to the image, each once, however many of its steps have changed it. (If single
-steps can be aborted, it does so after each.) From then on the image serves like rows in host memory: deltas
+Owns the copies between a table's own tensors and its image, and the marks of rows that have changed since the
+image was brought up to date. A step marks rows on the device, before it changes them, and reads nothing back.
+When the transaction ends, `take` finds the marked rows and copies them aside on the device; from then on the
+next steps may change them. `store` then brings them to the arena, in whichever thread commits: it journals
+the image's rows, which still have the values from before the transaction, and overwrites them. (If single
+steps can be aborted, both follow each step.) From then on the image serves like rows in host memory: deltas
 are taken from it, an undo writes to it, recovery rebuilds it; then its rows are copied back to the tensors.
 
 Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
@@ -14,20 +16,24 @@ Must not know: engines, journals, parity.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..coding.rows import WORD_BYTES, RowSpace, Table
-from ..kernels.contract import Ids, RowSet
+from ..kernels.contract import Ids
 
 _CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By an element's bytes; int64 for more. Rows are gathered by element: the wider, the faster."""
+_SHARE_ASIDE = 16
+"""What changed rows take aside on a device is at most its memory over this; else they are stored at once."""
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
@@ -61,9 +67,6 @@ class Image:
             else torch.empty(stored.layout.rows, 0, dtype=torch.uint8, device=tensor.device)
             for tensor in tensors
         ]
-        self._seen = RowSet(stored.layout.rows)
-        self._changed: list[Ids] = []
-        self.is_fetched: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -75,24 +78,10 @@ class Image:
         """Bytes of one row's record."""
         return self._stored.layout.record_words * WORD_BYTES
 
-    def mark_dirty(self, ids: Ids) -> None:
-        """Marks rows (int64 [m], in any order, repeats allowed) that are journalled, and about to change."""
-        out = np.empty(len(ids), np.int64)
-        self.is_fetched = False
-        if count := self._stored.kernels.distinct(ids, self._seen, out):
-            self._changed.append(out[:count])
-
-    def changed(self) -> Ids:
-        """The rows marked since `forget`, int64 [m], each once."""
-        if len(self._changed) > 1:
-            self._changed = [np.concatenate(self._changed)]
-        return self._changed[0] if self._changed else np.empty(0, np.int64)
-
-    def forget(self) -> None:
-        """Clears the marks, when a step begins and the image has all rows."""
-        for ids in self._changed:
-            self._stored.kernels.forget_(self._seen, ids)
-        self._changed.clear()
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return self._stored.layout.rows
 
     def records(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the tensors as records, uint8 [m, record_bytes] on their device.
@@ -249,61 +238,195 @@ class _Lane:
             self._done.record(torch.cuda.current_stream(self._device))  # the current device may differ
 
 
-class Fetcher:
-    """Updates images, with one wait per device."""
+class Images:
+    """All images of a rank, and which rows of their tables have changed since they were brought up to date.
 
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, torch.Tensor] = {}
+    Marks take a byte of the device's memory for each row, and rows that are set aside, until they are stored,
+    as much as they have. `mark` and `take` are the training thread's; `store` may be another's.
 
-    def fetch(self, images: Iterable[Image]) -> None:
-        """Copies changed rows to their images, when all work on their devices is done."""
-        images = list(images)
-        by_device: dict[torch.device, list[Image]] = {}
-        for image in images:
-            if len(image.changed()):
-                by_device.setdefault(image.device, []).append(image)
-        for device, changed in by_device.items():
-            finish_all(device)
-            for batch in _batches(changed):
-                self._fetch(device, batch)
-        for image in images:
-            image.is_fetched = True
+    Args:
+        images: by their tables' numbers in the row space.
+    """
+
+    def __init__(self, images: Mapping[int, Image]) -> None:
+        self._images = dict(sorted(images.items()))
+        by_device: dict[torch.device, dict[int, Image]] = {}
+        for table, image in self._images.items():
+            by_device.setdefault(image.device, {})[table] = image
+        self._marks = [_Marks(device, of_device) for device, of_device in by_device.items()]
+        self._of = {table: marks for marks in self._marks for table in marks.first}
+        self._taken: dict[int, Ids] = {}
+
+    def __contains__(self, table: int) -> bool:
+        return table in self._images
+
+    def __bool__(self) -> bool:
+        return bool(self._images)
+
+    def all(self) -> Mapping[int, Image]:
+        """The images by table."""
+        return self._images
+
+    def mark(self, table: int, rows: torch.Tensor) -> None:
+        """Marks rows that are about to change. On a CUDA device nothing waits for it.
+
+        Args:
+            table: the table; the rows of one group's tables are numbered through, from the first one's on.
+            rows: int64 [m], in any order, repeats allowed, on the table's device or on the CPU.
+        """
+        self._of[table].mark(table, rows)
+
+    def take(self) -> bool:
+        """Sets the marked rows aside, as they are when all work on their devices is done, and clears marks.
+
+        Returns:
+            Whether rows may change before `store`. They may not if there are too many to be set aside.
+        """
+        self._taken = {}
+        aside = True
+        for marks in self._marks:
+            aside &= marks.take()
+            self._taken |= marks.taken()
+        return aside
+
+    @property
+    def owed_bytes(self) -> int:
+        """Bytes of the records and numbers of the rows that wait for `store`."""
+        return sum(marks.owed_bytes for marks in self._marks)
+
+    def store(self, capture: Callable[[int, Ids], None]) -> None:
+        """Brings the rows that `take` found to their images.
+
+        Args:
+            capture: called with a table and rows of it (int64 [m], each once), before they are overwritten.
+        """
+        for marks in self._marks:
+            marks.store(capture)
+
+    def take_back(self) -> None:
+        """Copies the rows that `take` found, which have been undone, from their images to the tensors."""
+        for table, ids in self._taken.items():
+            self._images[table].put_rows(ids)
+
+
+class _Marks:
+    """The marks of one device's tables, and the rows that were set aside there.
+
+    Args:
+        device: where the tables are.
+        images: of the tables, by their numbers, ascending.
+    """
+
+    def __init__(self, device: torch.device, images: Mapping[int, Image]) -> None:
+        self._device, self._images = device, images
+        edges = list(itertools.accumulate((image.rows for image in images.values()), initial=0))
+        self.first: dict[int, int] = dict(zip(images, edges, strict=False))
+        # One more: a row of a table without rows, which a group's numbering may name, is its end.
+        self._flags = torch.zeros(edges[-1] + 1, dtype=torch.uint8, device=device)
+        self._edges = np.array(edges, np.int64)
+        self._most_bytes = math.inf
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._most_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_ASIDE
+            self._stream = torch.cuda.Stream(device)
+        self._buffer = _staging(0, device)
+        self._pieces: list[_Piece] = []
 
     @torch.no_grad()
-    def _fetch(self, device: torch.device, batch: Sequence[tuple[Image, Ids]]) -> None:
-        ids = [rows for _, rows in batch]
-        numbers = torch.from_numpy(np.concatenate(ids)).to(device).split([len(one) for one in ids])
-        sizes = [len(rows) * image.record_bytes for image, rows in batch]
-        parts = self._buffer(device, sum(sizes)).split(sizes)  # whole words, so all parts are aligned
-        for (image, _), rows, part in zip(batch, numbers, parts, strict=True):
-            part.copy_(image.records(rows).view(-1), non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        for (image, rows), part in zip(batch, parts, strict=True):
-            image.take(rows, part.numpy())
+    def mark(self, table: int, rows: torch.Tensor) -> None:
+        """See `Images.mark`."""
+        self._flags.index_fill_(0, rows.to(self._device) + self.first[table], 1)
 
-    def _buffer(self, device: torch.device, size: int) -> torch.Tensor:
-        """Staging memory, uint8 [size], of any content."""
-        if device not in self._buffers or size > len(self._buffers[device]):
-            self._buffers[device] = _staging(size + size // 4, device)
-        return self._buffers[device][:size]
+    @torch.no_grad()
+    def take(self) -> bool:
+        """See `Images.take`."""
+        finish_all(self._device)
+        numbers = self._flags[:-1].nonzero().view(-1)
+        on_host = numbers.cpu().numpy()
+        edges = np.searchsorted(on_host, self._edges).tolist()
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        needed = sum(
+            size * image.record_bytes for size, image in zip(sizes, self._images.values(), strict=True)
+        )
+        self._pieces = []
+        for (table, image), there, (a, b) in zip(
+            self._images.items(), numbers.split(sizes), itertools.pairwise(edges), strict=True
+        ):
+            if a < b:
+                rows = there - self.first[table]
+                records = image.records(rows) if needed <= self._most_bytes else None
+                ids = on_host[a:b] - self.first[table]
+                self._pieces.append(_Piece(table, image, ids, rows, records))
+        self._flags.zero_()
+        finish_all(self._device)  # the next step may mark and change rows on other streams
+        return needed <= self._most_bytes
+
+    @property
+    def owed_bytes(self) -> int:
+        """See `Images.owed_bytes`."""
+        return sum(len(piece.ids) * (8 + piece.image.record_bytes) for piece in self._pieces)
+
+    def taken(self) -> dict[int, Ids]:
+        """The rows that `take` found, by table, ascending."""
+        return {piece.table: piece.ids for piece in self._pieces}
+
+    @torch.no_grad()
+    def store(self, capture: Callable[[int, Ids], None]) -> None:
+        """See `Images.store`. On a stream of its own: the training's may have steps in it."""
+        pieces, self._pieces = self._pieces, []
+        with torch.cuda.stream(self._stream):
+            for batch in _batches(pieces):
+                sizes = [len(rows) * piece.image.record_bytes for piece, rows in batch]
+                if sum(sizes) > len(self._buffer):
+                    self._buffer = _staging(max(sum(sizes), min(_CHUNK_BYTES, 2 * sum(sizes))), self._device)
+                parts = self._buffer[: sum(sizes)].split(sizes)  # whole words, so all parts are aligned
+                for (piece, rows), part in zip(batch, parts, strict=True):
+                    part.copy_(piece.read(rows).view(-1), non_blocking=True)
+                if self._stream is not None:
+                    self._stream.synchronize()
+                for (piece, rows), part in zip(batch, parts, strict=True):
+                    ids = piece.ids[rows.start : rows.stop]
+                    capture(piece.table, ids)
+                    piece.image.take(ids, part.numpy())
 
 
-def _batches(images: Sequence[Image]) -> Iterator[list[tuple[Image, Ids]]]:
-    """The changed rows in batches of at most `_CHUNK_BYTES` of records: a window may have many."""
-    batch: list[tuple[Image, Ids]] = []
+class _Piece(NamedTuple):
+    """Rows of one table that have changed.
+
+    Attributes:
+        table: its number.
+        image: of the table.
+        ids: int64 [m], ascending.
+        rows: the same on the device.
+        records: uint8 [m, record_bytes] on the device, as the rows were; None: as they are in the table.
+    """
+
+    table: int
+    image: Image
+    ids: Ids
+    rows: torch.Tensor
+    records: torch.Tensor | None
+
+    def read(self, some: range) -> torch.Tensor:
+        """The records of some of them."""
+        if self.records is None:
+            return self.image.records(self.rows[some.start : some.stop])
+        return self.records[some.start : some.stop]
+
+
+def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
+    """All rows in batches of at most `_CHUNK_BYTES` of records, at least one each: a window may have many."""
+    batch: list[tuple[_Piece, range]] = []
     room = _CHUNK_BYTES
-    for image in images:
-        rows = image.changed()
-        while len(rows):
-            count = min(len(rows), room // max(1, image.record_bytes))
-            if count <= 0 and batch:
+    for piece in pieces:
+        at, size = 0, piece.image.record_bytes
+        while at < len(piece.ids):
+            if batch and room < size:
                 yield batch
                 batch, room = [], _CHUNK_BYTES
-                continue
-            count = max(1, count)  # one record that is larger than a batch
-            batch.append((image, rows[:count]))
-            rows, room = rows[count:], room - count * image.record_bytes
+            count = min(len(piece.ids) - at, max(1, room // max(1, size)))
+            batch.append((piece, range(at, at + count)))
+            at, room = at + count, room - count * size
     if batch:
         yield batch
 

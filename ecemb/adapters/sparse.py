@@ -173,8 +173,8 @@ class SparseTable:
                     f"{option}=0 for this table (dense parameters may keep it in a separate group)"
                 )
 
-    def touched(self) -> Ids | None:
-        """The rows that the optimizer's step is about to change, int64 [m], with repeats.
+    def touched(self) -> torch.Tensor | None:
+        """The rows that the optimizer's step is about to change, int64 [m] on its device, with repeats.
 
         Raises:
             UndeclaredWrite: the gradient is dense.
@@ -187,7 +187,7 @@ class SparseTable:
                 f"table {self.name!r} has a dense gradient, with which the optimizer would change every "
                 f"row: look it up through an embedding with sparse=True only"
             )
-        return np.ascontiguousarray(grad._indices()[0].cpu().numpy())
+        return grad._indices()[0]
 
     def gradient(self) -> tuple[int, ...] | None:
         """An identity of the sparse gradient's rows, which changes if they do."""
@@ -406,10 +406,12 @@ class SparseTables:
             table.check_options()
             if index not in self._touched:
                 self._check(table)
-            ids = table.touched()
+            rows = table.touched()
             self._gradients[index] = table.weight.grad, table.gradient()  # held, so that its id stays unique
-            if ids is not None and len(ids):
-                self._hooks.capture(index, ids)
+            if rows is not None and table.is_apart:
+                self._hooks.mark(index, rows)
+            elif rows is not None and len(rows):
+                self._hooks.capture(index, np.ascontiguousarray(rows.numpy()))
         return None if closure is None else (args[:1], {"closure": lambda: loss})
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -395,12 +395,9 @@ class FusedTables:
         """Captures the rows of a lookup in training, before backward changes them."""
         if not output.requires_grad:
             return
-        rows = functools.partial(batch.looked_up, args, kwargs)
-        output.register_hook(functools.partial(self._before_update, batch, rows, self._turn))
+        output.register_hook(functools.partial(self._before_update, batch, (args, kwargs), self._turn))
 
-    def _before_update(
-        self, batch: Batch, rows: Callable[[], Iterator[tuple[int, Ids]]], turn: int, _: torch.Tensor
-    ) -> None:
+    def _before_update(self, batch: Batch, call: tuple[Any, Any], turn: int, _: torch.Tensor) -> None:
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"backward() would update {batch.what} outside of a step: call it inside "
@@ -412,7 +409,10 @@ class FusedTables:
                 f"values that it read, and a repeated lookup would read newer rows: so semi-synchronous "
                 f"pipelines can't be protected. Look up and call backward() in one step. No row was written"
             )
-        for table, ids in rows():
+        if batch.marks:
+            self._hooks.mark(batch.base, batch.marked(*call))
+            return
+        for table, ids in batch.looked_up(*call):
             self._hooks.capture(batch.base + table, ids)
 
     def _before_eviction(self, module: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:

@@ -31,7 +31,7 @@ from .inbox import Inbox
 from .journal import ROW_JOURNALS, RowJournal
 from .outbox import PART_BYTES, Outbox
 from .parity_journal import ParityJournal
-from .room import Room
+from .room import Room, with_owed
 from .state_slots import Slots
 
 
@@ -206,14 +206,16 @@ class RankMemory:
         self.journal = next(one for one in self.journals if one.label <= self.committed)
         self.journal.arm(transaction, steps, likely_bytes)
 
-    def window_room(self, wanted: int, *, overlap: bool) -> int:
+    def window_room(self, wanted: int, *, overlap: bool, owed_bytes: int = 0) -> int:
         """How many steps the next window can have, if it goes as the one that ends.
 
         Args:
             wanted: the most steps, 1 or more.
             overlap: whether two transactions may need room at the same time.
+            owed_bytes: what rows that are captured at the window's end will take in the journal.
         """
-        return self._rooms[overlap].steps(wanted, self.journal.used_by_step, self.message_bytes)
+        used = with_owed(self.journal.used_by_step, owed_bytes)
+        return self._rooms[overlap].steps(wanted, used, self.message_bytes)
 
     def has_room_for_all(self, *, overlap: bool) -> bool:
         """Whether there is room for a window that changes every row."""
@@ -298,10 +300,15 @@ class RankMemory:
         if self._backing is not None:
             self._backing.ensure_all()
 
-    def outbox(self) -> Outbox:
-        """The deltas of the transaction in flight, to be laid out; the next ones overwrite them."""
-        other = next(one for one in self.journals if one is not self.journal)
-        return self.journal.outbox(self._messages, other, head=self._r)
+    def outbox(self, journal: RowJournal | None = None) -> Outbox:
+        """The deltas of a transaction, to be laid out; the next ones overwrite them.
+
+        Args:
+            journal: the transaction's; None for the one that was armed last. It takes no more rows.
+        """
+        own = journal or self.journal
+        other = next(one for one in self.journals if one is not own)
+        return own.outbox(self._messages, other, head=self._r)
 
     def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:
         """Lays out deltas, as messages to keepers.

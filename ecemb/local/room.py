@@ -7,6 +7,7 @@ other ranks there, can hold. Must not know: how ranks agree on a window.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -71,6 +72,22 @@ class Room:
         if time.monotonic() - self._asked_s >= _FRESH_S:
             self._asked_s, self._free_bytes = time.monotonic(), free_bytes(self._arena)
         return self._free_bytes
+
+
+def with_owed(used: Sequence[int], owed_bytes: int) -> list[int]:
+    """Bytes of the row journal after each step of a window, with those that its end adds.
+
+    How many rows those were after each step isn't known. Popular rows come first, so their number is taken to
+    grow with the root of the steps: for a shorter window, that is rather too many.
+
+    Args:
+        used: as of `Room.steps`.
+        owed_bytes: what the end adds.
+    """
+    return [
+        size + math.ceil(owed_bytes * math.sqrt((i + 1) / len(used))) if owed_bytes else size
+        for i, size in enumerate(used)
+    ]
 
 
 def journal_bytes(used: Sequence[int], steps: int) -> float:

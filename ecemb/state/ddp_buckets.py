@@ -82,7 +82,7 @@ class GradientBuckets:
                 for order in orders:
                     module.module = _Rehearsal([parameters[index] for index in order])
                     with torch.enable_grad():
-                        module().backward()
+                        module(_INPUT).backward()
             finally:
                 module.module, module.broadcast_buffers = model, broadcasts
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -183,6 +183,10 @@ def _laid_out(module: DistributedDataParallel) -> bool:
     return getattr(module, "_has_rebuilt_buckets", False)
 
 
+_INPUT = torch.zeros(())
+"""Of a rehearsal, which doesn't read it: a wrapper with `device_ids` moves inputs, and fails without any."""
+
+
 class _Rehearsal(nn.Module):
     """A stand-in for a model: its backward gives gradients of zero in the order of `parameters`."""
 
@@ -190,7 +194,7 @@ class _Rehearsal(nn.Module):
         super().__init__()
         self._held = list(parameters)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
         """A scalar. Autograd runs the latest operations first, so they are in reverse order."""
         total = torch.zeros((), requires_grad=True)
         for parameter in reversed(self._held):

@@ -11,9 +11,10 @@ The order is that of docs/protocol.md, 1.1 and 1.4, which is normative. A rank m
   in the place of its deltas and of its vote.
 
 With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
-The next step's rows go to the other row journal. The end of the next transaction first waits for the thread,
-so at most two transactions are undecided, and a slot is written only when the transaction before is decided
-on all ranks. The rest is the same as without `overlap`.
+The next step's rows go to the other row journal. Rows of tables that are apart from the arena come there in
+that thread also. The end of the next transaction first waits for the thread, so at most two transactions are
+undecided, and a slot is written only when the transaction before is decided on all ranks. The rest is the
+same as without `overlap`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from numpy.typing import NDArray
 
 from .._threads import hand_over
 from .._wording import short
+from ..adapters.host_mirror import Images
 from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
 from ..group.interruptions import to_the_end
 from ..group.whereabouts import Whereabouts
-from ..local.outbox import Outbox
+from ..local.journal import RowJournal
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..recovery.background import Background
@@ -43,6 +45,7 @@ from ..state.rank_state import RankState, Taken, front, read
 from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
+from .apart import Apart
 from .between_steps import Between
 from .pace import Pace
 from .phase import Phase
@@ -53,7 +56,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 COMPARE_EVERY = 1000
 _NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
 
-BESIDE = ("delta", "exchange", "agree", "apply")
+BESIDE = ("store", "delta", "exchange", "agree", "apply")
 """Phases of a decision, which training does not wait for with `overlap`; it waits for them in "wait"."""
 
 
@@ -71,7 +74,7 @@ class Transactions:
             old records of rows that the window has not changed yet, and exchanges nothing.
         compare_every: Commits between two comparisons of replicated state among the ranks.
         whereabouts: Updated at the begin and the end of each step.
-        fetch: Brings rows that changed in other memory into the arena; None if there are none.
+        images: Of tables that are apart from the arena; None if there are none.
         background: The rebuild beside training, until no rank lacks anything.
     """
 
@@ -87,7 +90,7 @@ class Transactions:
         abortable: bool = False,
         compare_every: int = COMPARE_EVERY,
         whereabouts: Whereabouts | None = None,
-        fetch: Callable[[], None] | None = None,
+        images: Images | None = None,
         background: Background | None = None,
     ) -> None:
         self._memory = memory
@@ -104,21 +107,26 @@ class Transactions:
         self._savepoint = Savepoint()
         self._taken: Taken | None = None  # rank state at the step's begin
         self._began = StepBegin(None, {})
-        self._fetch = fetch
         self._background = background or Background()
+        self._apart = Apart(images, self._background, self.phase)
         self._between = Between(speaks=transport.rank == 0)
         self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
         self._pace = Pace()
         self._handed = 0  # the transaction that is pending, if one is
-        self.captured_rows: int = 0
+        self._captured_rows = 0
         self.seconds: dict[str, float] = {}
 
     @property
     def next_step(self) -> int:
         """The number of the step that begins next, which is the number of steps that have ended."""
         return (self._memory.committed if self._pending is None else self._handed) + self._steps
+
+    @property
+    def captured_rows(self) -> int:
+        """Rows saved before they changed, each once in a transaction."""
+        return self._captured_rows + self._apart.captured_rows
 
     @property
     def rank(self) -> int:
@@ -187,7 +195,7 @@ class Transactions:
         """
         self._background.assert_there(table, ids)
         with self.phase("capture"):
-            self.captured_rows += self._memory.journal.capture(table, ids)
+            self._captured_rows += self._memory.journal.capture(table, ids)
 
     def abort(self) -> None:
         """Votes against the step in flight: `commit` then undoes it on all ranks and commits it empty.
@@ -222,7 +230,7 @@ class Transactions:
         self._whereabouts.place = f"at the end of step {transaction - 1}"
         whole = self._steps + 1 >= self._window.size
         if whole or self._abortable:
-            self._bring()
+            self._apart.take(self._memory.journal, at_once=self._abortable)
         if self._must_settle:
             self.settle()
         aborted: list[int] = []
@@ -257,7 +265,7 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._bring()
+                self._apart.take(self._memory.journal, at_once=self._abortable)
                 self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None
@@ -271,12 +279,6 @@ class Transactions:
         """Ends the thread, if there is one; the last call."""
         if self._thread is not None:
             self._thread.shutdown()
-
-    def _bring(self) -> None:
-        """Brings the rows that have changed elsewhere into the arena, before deltas are made of them."""
-        if self._fetch is not None:
-            with self.phase("image"):
-                self._fetch()
 
     def settle(self) -> None:
         """Waits until the transaction before is decided, if one is pending. One rank.
@@ -306,16 +308,16 @@ class Transactions:
         self._window.agree(verdict.window)
         if not verdict.is_lacking:
             self._background.end()
-        outbox = self._memory.outbox()
+        journal = self._memory.journal
         if self._thread is None or not self._background.is_over:
-            self._decide(transaction, verdict.turn, outbox)
+            self._decide(transaction, verdict.turn, journal)
             self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
             self._pace.begin()
-            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, outbox, spent_s)
+            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, journal, spent_s)
         return verdict.aborted
 
     def _write(self, transaction: int) -> None:
@@ -334,18 +336,18 @@ class Transactions:
                 transaction,
                 flag,
                 whole=whole,
-                window=self._window.wish() if whole else self._window.size,
+                window=self._window.wish(self._apart.owed_bytes) if whole else self._window.size,
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
                 is_lacking=self._background.is_lacking,
             )
 
-    def _decide_beside(self, transaction: int, turn: Turn, outbox: Outbox, spent_s: float) -> None:
+    def _decide_beside(self, transaction: int, turn: Turn, journal: RowJournal, spent_s: float) -> None:
         """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
         self._pace.start()
         try:
-            laid_out_s = self._decide(transaction, turn, outbox, self._pace.rest)
+            laid_out_s = self._decide(transaction, turn, journal, self._pace.rest)
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
@@ -353,13 +355,14 @@ class Transactions:
             raise
 
     def _decide(
-        self, transaction: int, turn: Turn, outbox: Outbox, rest: Callable[[], None] = lambda: None
+        self, transaction: int, turn: Turn, journal: RowJournal, rest: Callable[[], None] = lambda: None
     ) -> float:
         """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
         try:
             began = time.thread_time()
+            self._apart.store(journal)
             with self.phase("delta"):
-                messages = self._memory.lay_out(outbox, rest)
+                messages = self._memory.lay_out(self._memory.outbox(journal), rest)
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"

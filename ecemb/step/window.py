@@ -145,11 +145,15 @@ class Window:
         else:
             self._adapt(*self._times)
 
-    def wish(self) -> int:
-        """The most steps that this rank wants in its next window, when one ends."""
+    def wish(self, owed_bytes: int = 0) -> int:
+        """The most steps that this rank wants in its next window, when one ends.
+
+        Args:
+            owed_bytes: see `RankMemory.window_room`.
+        """
         most = fits = min(self._want, self._room or self._want)
         if most > 1 and self._memory is not None:
-            fits = self._memory.window_room(most, overlap=self._overlap)
+            fits = self._memory.window_room(most, overlap=self._overlap, owed_bytes=owed_bytes)
         if fits < most and not self._has_told_room:
             self._has_told_room = True
             logger.warning(

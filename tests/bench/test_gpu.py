@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from bench.harness import devices
 from bench.harness.devices import APART, CUDA
 from bench.harness.ranks import RankFailed
 from bench.harness.result import Arguments, Incomplete, Row, Unavailable, WrongResult, once
+from bench.questions.gpu import fused as gpu_fused
 from bench.questions.gpu import kernels as gpu_kernels
 from bench.questions.gpu import question as gpu
 from bench.questions.gpu import step as gpu_step
+from bench.questions.gpu import windows as gpu_windows
 from bench.questions.gpu.question import Part
 from bench.questions.overhead.question import Scale
 from bench.workloads import training_rank
@@ -32,7 +35,7 @@ def test_kernels_run_interpreted() -> None:
     rows = list(gpu_kernels.run(Arguments(seed=1), APART, until=math.inf))
     assert {row.metric for row in rows} == {
         *("copy_gb_per_s", "multiply_add_gb_per_s", "multiply_add_over_copy"),
-        *("fetch_ms", "fetch_over_copy", "put_gb_per_s", "put_over_copy"),
+        *("take_ms", "bring_ms", "bring_over_copy", "put_gb_per_s", "put_over_copy"),
     }
     assert all(row.value > 0 for row in rows)
 
@@ -51,6 +54,27 @@ def test_a_step_is_compared_with_that_of_its_bare_twin(group: gpu_step.Group, ov
     assert image.labels["overlap"] == ("next step" if overlap else "none")
     sent = found["bytes_sent_per_step", PROTECTED]
     assert (sent.value > 0) == (group.ranks > 1)
+
+
+@pytest.mark.parametrize("setting", gpu_windows.SMALL, ids=lambda setting: setting.engine)
+def test_windows_are_compared_with_bare_twins(setting: gpu_windows.Setting) -> None:
+    """Which checks that all models end with the same bytes, and that parity fits them."""
+    if setting.engine == "torchrec":
+        pytest.importorskip("torchrec")
+    rows = list(gpu_windows.measure(setting, APART, 3, 300.0))
+    found = {(row.metric, row.labels.get("method") or row.labels.get("phase")): row.value for row in rows}
+    assert found["window_steps", None] == setting.window == 4
+    assert found["window_rows_per_step", None] > 0
+    assert {("window_overhead_wall_pct", PROTECTED), ("window_phase_ms", "image")} <= {*found}
+    assert ("window_phase_ms", "store") in found
+
+
+def test_fused_tables_come_back_bit_for_bit_cold_and_warm() -> None:
+    pytest.importorskip("torchrec")
+    rows = list(gpu_fused.run(Arguments(seed=4), APART, time.monotonic() + 600))
+    identical = {row.labels["start"]: row.value for row in rows if row.metric == "fused_identical"}
+    assert identical == {"torchrun": 1, "ecemb-run": 1}
+    assert sum(row.metric == "fused_kill_to_step_s" for row in rows) == 4
 
 
 def test_what_fails_or_is_missing_does_not_stop_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ OTHERS = (
     Setting(4, 4, 2, "SparseAdam", window=3, abortable=False),
     Setting(4, 4, 2, "Adagrad", overlap=True),
     Setting(4, 4, 2, "Adagrad", apart=True),
+    Setting(4, 4, 2, "Adagrad", apart=True, window=3, overlap=True, abortable=False),
     Setting(4, 4, 2, "Adagrad", fabric=True),
 )
 

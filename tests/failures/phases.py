@@ -68,6 +68,7 @@ _ONCE = (
 _PARTS = {
     "agree": "agreement",
     "image": "state",
+    "store": "delta",
     "savepoint": "in the body",
     "wait": "status",
 }  # ecemb's own names of a step's parts, where they differ

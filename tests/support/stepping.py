@@ -17,7 +17,7 @@ class Stepping:
     @contextmanager
     def step(self) -> Iterator[None]:
         """What a guard does around a step's body."""
-        self.tables.begin()
+        self.tables.check()
         self.is_open = True
         try:
             yield

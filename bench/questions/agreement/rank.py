@@ -16,7 +16,7 @@ from bench.workloads.table_training import TableJob, TableTraining
 
 WINDOW = 2
 """Steps of a transaction: the first one has nothing to agree on."""
-SILENT = {"capture", "savepoint", "state", "delta", "apply", "image"}
+SILENT = {"capture", "savepoint", "state", "delta", "apply", "image", "store"}
 """Phases that say nothing to other ranks."""
 
 

@@ -8,8 +8,9 @@ shows in small, with Triton's interpreter, that it works.
 - `multiply_add_gb_per_s`: `dst ^= weight * src` in GF(2^8), which is how parity is updated: bytes read and
   written. In whole blocks, and in rows at scattered places.
 - `multiply_add_over_copy`: that, over the copy within the device's memory.
-- `fetch_ms`: bringing an image up to date with that many rows of a table with row-wise state, which a
-  step waits for; `fetch_over_copy`: over copying as many bytes to pinned memory.
+- `take_ms`: marking that many rows of a table with row-wise state, and setting them aside on the device when
+  a window ends, which training waits for. `bring_ms`: that, and bringing them to the image, which a commit
+  does beside training; `bring_over_copy`: over copying as many bytes to pinned memory.
 - `put_gb_per_s`, `put_over_copy`: a whole table from its image, as after a restart, and over the copy from
   pinned memory.
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from bench.harness.devices import CUDA
 from bench.harness.result import Arguments, Row, WrongResult, summary
 from bench.harness.timing import interleaved
-from ecemb.adapters.host_mirror import Fetcher, Image
+from ecemb.adapters.host_mirror import Image, Images
 from ecemb.coding.rows import Column, Table, TableLayout, arrange
 from ecemb.kernels.contract import get_kernels
 from ecemb.kernels.reference import product
@@ -85,9 +86,17 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     tensors = [torch.rand(scale.rows, width, device=device, generator=generator) for width in (scale.dim, 1)]
     table, image = imaged(tensors)
     table_bytes = sum(tensor.nbytes for tensor in tensors)
-    ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched].cpu().numpy()
-    image.mark_dirty(ids)
-    fetcher = Fetcher()
+    ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched]
+    images = Images({0: image})
+
+    def take() -> None:
+        images.mark(0, ids)
+        images.take()
+
+    def bring() -> None:
+        take()
+        images.store(lambda *_: None)
+
     fetched_bytes = scale.touched * image.record_bytes
     products = _products(source, target, generator)
     _check(source, target, products)
@@ -101,7 +110,8 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
             "copy to the host": _whole(device, lambda: pinned.copy_(source, non_blocking=True)),
             "copy to the device": _whole(device, lambda: target.copy_(pinned, non_blocking=True)),
             **{name: _whole(device, call) for name, call in products.items()},
-            "fetch": _whole(device, lambda: fetcher.fetch([image])),
+            "take": _whole(device, take),
+            "bring": _whole(device, bring),
             "put": _whole(device, image.put),
         },
         repeats=scale.repeats,
@@ -112,7 +122,8 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
         "copy to the host": block_bytes,
         "copy to the device": block_bytes,
         **dict.fromkeys(products, 3 * block_bytes),
-        "fetch": fetched_bytes,
+        "take": 2 * fetched_bytes,
+        "bring": fetched_bytes,
         "put": table_bytes,
     }
     rates = {name: [moved[name] / 1e9 / s for s in taken] for name, taken in seconds.items()}
@@ -121,8 +132,9 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     for name in products:
         yield summary("multiply_add_gb_per_s", "GB/s", rates[name], of=name)
         yield summary("multiply_add_over_copy", "ratio", _over(rates, name, "copy on the device"), of=name)
-    yield summary("fetch_ms", "ms", [1000 * s for s in seconds["fetch"]], rows=scale.touched)
-    yield summary("fetch_over_copy", "ratio", _over(rates, "copy to the host", "fetch"), rows=scale.touched)
+    for name in ("take", "bring"):
+        yield summary(f"{name}_ms", "ms", [1000 * s for s in seconds[name]], rows=scale.touched)
+    yield summary("bring_over_copy", "ratio", _over(rates, "copy to the host", "bring"), rows=scale.touched)
     yield summary("put_gb_per_s", "GB/s", rates["put"], table_bytes=table_bytes)
     yield summary(
         "put_over_copy", "ratio", _over(rates, "copy to the device", "put"), table_bytes=table_bytes

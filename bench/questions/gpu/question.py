@@ -4,13 +4,15 @@ Each part is a process of its own, ended when its share of the time is used up, 
 hangs takes nothing from the others. What they measured is in one file, beside how each of them ended. Rows
 are explained by the modules of the parts.
 
-- `tests`, 80 s: the guard's tests of images, and the contract of the kernels, on the device.
-- `kills`, 80 s: cells of the failure matrix (`make failures`) with all of the model on the device, four
+- `tests`, 60 s: the guard's tests of images, the contract of the kernels, and warm starts, on the device.
+- `kills`, 60 s: cells of the failure matrix (`make failures`) with all of the model on the device, four
   processes sharing it: SIGKILL in the middle of a step and in the recovery from it, of processes alone, and
   with their memory; in the end every parameter has to have the bytes of an undisturbed training's.
-- `kernels`, 40 s: kernels and images against the device's copies (kernels.py).
-- `step`, 130 s: the cost of protecting a step (step.py).
-- `recovery`, 90 s: recovering a table, over copying it (recovery.py).
+- `kernels`, 30 s: kernels and images against the device's copies (kernels.py).
+- `windows`, 125 s: the cost of protecting FBGEMM's tables, in windows of more and fewer steps (windows.py).
+- `fused`, 75 s: kills in a training of FBGEMM's tables, cold and warm (fused.py).
+- `step`, 55 s: the cost of protecting a step of ecemb.nn's tables (step.py).
+- `recovery`, 50 s: recovering a table, over copying it (recovery.py).
 
 What a part leaves of its time is the next one's.
 
@@ -41,9 +43,11 @@ import torch
 from bench import ROOT
 from bench.harness.devices import APART, CUDA
 from bench.harness.result import Arguments, Incomplete, Row, Unavailable, once
+from bench.questions.gpu import fused as gpu_fused
 from bench.questions.gpu import kernels as gpu_kernels
 from bench.questions.gpu import recovery as gpu_recovery
 from bench.questions.gpu import step as gpu_step
+from bench.questions.gpu import windows as gpu_windows
 
 STARTING_S = 15.0
 """Of a share: imports before what is measured, and all that comes after it."""
@@ -56,6 +60,8 @@ DONE = "done"
 MEASURED: Mapping[str, Callable[[Arguments, str, float], Iterator[Row]]] = {
     "kernels": gpu_kernels.run,
     "step": gpu_step.run,
+    "windows": gpu_windows.run,
+    "fused": gpu_fused.run,
     "recovery": gpu_recovery.run,
 }
 """Parts that are measured in a process that asks for them alone."""
@@ -63,6 +69,7 @@ TESTED = (
     "tests/unit/adapters/test_host_mirror.py",
     "tests/contracts/test_kernels.py",
     "tests/bench/test_cuda.py",
+    "tests/unit/launch/test_device.py",
 )
 KILLS = tuple(f"{cell}*images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1"))
 """Cells of the failure matrix. In small, the first one."""
@@ -85,7 +92,7 @@ class Part:
 
 def tests(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
     """The command of the part `tests`. A warning of a library that is another version there is no failure."""
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *TESTED, "-k", "cuda")
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *TESTED, "-k", "cuda or device")
 
 
 def kills(arguments: Arguments, device: str, file: Path) -> Sequence[str]:
@@ -107,11 +114,13 @@ def measured(name: str) -> Callable[[Arguments, str, Path], Sequence[str]]:
 
 
 PARTS: Mapping[str, Part] = {
-    "tests": Part(80, ("pytest", "pytest_timeout", "galois", "triton"), tests),
-    "kills": Part(80, (), kills),
-    "kernels": Part(40, ("triton",), measured("kernels")),
-    "step": Part(130, (), measured("step")),
-    "recovery": Part(90, (), measured("recovery")),
+    "tests": Part(60, ("pytest", "pytest_timeout", "galois", "triton"), tests),
+    "kills": Part(60, (), kills),
+    "kernels": Part(30, ("triton",), measured("kernels")),
+    "windows": Part(125, ("torchrec",), measured("windows")),
+    "fused": Part(75, ("torchrec",), measured("fused")),
+    "step": Part(55, (), measured("step")),
+    "recovery": Part(50, (), measured("recovery")),
 }
 
 

@@ -286,10 +286,11 @@ class Watched:
         self.captured, self.saved = {}, {}
         self.is_open = True
         try:
-            self.tables.begin()
+            self.tables.check()
             yield
             self.tables.check()
-            self.tables.fetch()
+            self.tables.images.take()
+            self.tables.images.store(self._capture)
         finally:
             self.is_open = False
 

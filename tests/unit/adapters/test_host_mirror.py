@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import ecemb
 from ecemb.adapters import host_mirror as image_module
-from ecemb.adapters.host_mirror import Fetcher, Image, Putter, _Lane
+from ecemb.adapters.host_mirror import Image, Images, Putter, _Lane
 from ecemb.arena.scan import arenas
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
@@ -65,6 +65,22 @@ def equal(table: Table, tensors: list[Tensor]) -> bool:
     )
 
 
+class Told:
+    """Learns which rows are about to be overwritten, and looks whether they have been."""
+
+    def __init__(self, *tables: Table) -> None:
+        self._before = [[column.copy() for column in table.columns] for table in tables]
+        self._tables = tables
+        self.rows: dict[int, list[int]] = {}
+        self.were_old = True
+
+    def __call__(self, table: int, ids: Any) -> None:
+        self.rows.setdefault(table, []).extend(ids.tolist())
+        for one, before in zip(self._tables, self._before, strict=True) if len(self._tables) == 1 else ():
+            for column, old in zip(one.columns, before, strict=True):
+                self.were_old &= bool((column[ids] == old[ids]).all())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "columns",
@@ -79,27 +95,37 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
     image, table, tensors = made(device, 7, *columns)
     image.fill()
     assert equal(table, tensors)
-    image.mark_dirty(np.array([5, 2, 5]))
-    image.mark_dirty(np.array([2, 0]))
-    assert sorted(image.changed()) == [0, 2, 5]
+    images, told = Images({3: image}), Told(table)
+    images.mark(3, torch.tensor([5, 2, 5], device=device))
+    images.mark(3, torch.tensor([2, 0]))  # of the CPU
     before = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor[[0, 2, 5]] += 1
-        tensor[3] += 1  # nobody was told
-    Fetcher().fetch([image])
-    for tensor, old in zip(tensors, before, strict=True):
+        tensor[3] += 1  # not marked
+    assert images.take()
+    assert images.owed_bytes == 3 * (8 + image.record_bytes)
+    after = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor += 1  # the next step, before the rows are stored
+    images.store(told)
+    assert told.rows == {3: [0, 2, 5]} and told.were_old and not images.owed_bytes
+    for tensor, new, old in zip(tensors, after, before, strict=True):
+        tensor.copy_(new)
         tensor[3] = old[3]
     assert equal(table, tensors)
     for column in table.columns:
         column[[0, 1, 5]] ^= 255
-    image.put_rows(image.changed())
+    images.take_back()
     for column in table.columns:
         column[1] ^= 255
     assert equal(table, tensors)
-    image.forget()
-    assert not len(image.changed())
-    image.mark_dirty(np.array([2]))
-    assert image.changed().tolist() == [2]
+    images.mark(3, torch.tensor([2]))
+    images.take()
+    images.store(again := Told(table))
+    assert again.rows == {3: [2]}
+    images.take()
+    images.store(never := Told(table))
+    assert never.rows == {}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -192,12 +218,14 @@ def test_work_on_other_streams_is_waited_for() -> None:
         streams.begun.append(lambda: tensor.mul_(2))
         image.fill()
         assert equal(table, [tensor]) and not streams.begun
-        image.mark_dirty(np.array([2, 5]))
+        images = Images({0: image})
+        images.mark(0, torch.tensor([2, 5]))
         streams.begun.append(lambda: tensor[2].fill_(9))
-        Fetcher().fetch([image])
+        images.take()
+        images.store(Told(table))
         assert equal(table, [tensor]) and not streams.begun
         streams.begun.append(lambda: tensor[5].fill_(9))  # of a body that has failed
-        image.put_rows(image.changed())
+        images.take_back()
         assert equal(table, [tensor]) and not streams.begun
         streams.begun.append(lambda: tensor[5].fill_(9))
         image.put()
@@ -242,32 +270,61 @@ def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_several_tables_are_fetched_at_once(device: str) -> None:
+def test_several_tables_are_brought_at_once(device: str) -> None:
     several = [made(device, rows, (torch.float32, 3)) for rows in (5, 1, 0, 9)]
-    for (image, table, tensors), row in zip(several, (4, 0, None, None), strict=True):
+    images = Images({i: image for i, (image, _, _) in enumerate(several)})
+    for i, ((image, table, tensors), row) in enumerate(zip(several, (4, 0, None, None), strict=True)):
         image.fill()
         if row is not None:
-            image.mark_dirty(np.array([row]))
+            images.mark(i, torch.tensor([row], device=device))
             tensors[0][row] = 77
         assert equal(table, tensors) == (row is None)
-    Fetcher().fetch([image for image, _, _ in several])
+    images.take()
+    images.store(told := Told(*(table for _, table, _ in several)))
+    assert told.rows == {0: [4], 1: [0]}
     assert all(equal(table, tensors) for _, table, tensors in several)
 
 
-def test_many_rows_are_fetched_in_batches(seed: int) -> None:
-    several = [made("cpu", rows, (torch.float32, 3)) for rows in (50, 3, 40)]  # a record has 16 bytes
-    for image, _, tensors in several:
-        image.fill()
-        rows = torch.randperm(len(tensors[0]), generator=torch.Generator().manual_seed(seed))
-        image.mark_dirty(rows[: len(rows) * 2 // 3].numpy())
-        tensors[0][image.changed()] += 1
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_group_are_numbered_through_its_tables(device: str) -> None:
+    several = [made(device, rows, (torch.float32, 3)) for rows in (5, 0, 4)]
+    images = Images({i: image for i, (image, _, _) in zip((1, 2, 4), several, strict=True)})
+    images.mark(1, torch.tensor([8, 0, 4, 5], device=device))
+    images.mark(2, torch.tensor([1], device=device))
+    images.mark(4, torch.tensor([4], device=device))  # beyond the end, where a table without rows may be
+    images.take()
+    images.store(told := Told(*(table for _, table, _ in several)))
+    assert told.rows == {1: [0, 4], 4: [0, 1, 3]}
+
+
+@pytest.mark.parametrize("are_aside", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: int) -> None:
+    several = [made(device, rows, (torch.float32, 3)) for rows in (50, 3, 40)]  # a record has 16 bytes
+    images = Images({i: image for i, (image, _, _) in enumerate(several)})
+    images._marks[0]._most_bytes = 61 * 16 - (0 if are_aside else 1)
     for chunk_bytes in (200, 5):
+        for i, (image, _, tensors) in enumerate(several):
+            image.fill()
+            rows = torch.randperm(len(tensors[0]), generator=torch.Generator().manual_seed(seed))
+            rows = rows[: len(rows) * 2 // 3].to(device)
+            images.mark(i, rows)
+            tensors[0][rows] += 1
         with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", chunk_bytes):
-            batches = list(image_module._batches([image for image, _, _ in several]))
+            assert images.take() is are_aside
+            batches = list(image_module._batches(images._marks[0]._pieces))
             sizes = [sum(len(rows) for _, rows in batch) for batch in batches]
             assert max(sizes) == max(1, chunk_bytes // 16) and sum(sizes) == 33 + 2 + 26
-            Fetcher().fetch([image for image, _, _ in several])
-    assert all(equal(table, tensors) for _, table, tensors in several)
+            images.store(Told())
+        assert all(equal(table, tensors) for _, table, tensors in several)
+
+
+def test_marking_waits_for_nothing() -> None:
+    """A step would, if it read back what it has marked."""
+    image, _, _ = made("cpu", 7, (torch.float32, 3))
+    images = Images({0: image})
+    with mock.patch.object(image_module, "finish_all", side_effect=AssertionError):
+        images.mark(0, torch.tensor([1, 3]))
 
 
 # --- the guard -----------------------------------------------------------------------------------
@@ -383,14 +440,14 @@ def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Pa
 def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str, Any]:
     """Windows of 3 steps that can't be aborted; the second one is drained after its first step."""
     fetched: list[int] = []
-    fetch = Fetcher.fetch
+    take = Images.take
 
-    def counted(self: Fetcher, images: Any) -> None:
-        images = list(images)
-        fetched.append(sum(len(image.changed()) for image in images))
-        fetch(self, images)
+    def counted(self: Images) -> bool:
+        aside = take(self)
+        fetched.append(self.owed_bytes)
+        return aside
 
-    with taken_for_a_device(apart), mock.patch.object(Fetcher, "fetch", counted):
+    with taken_for_a_device(apart), mock.patch.object(Images, "take", counted):
         initialise(folder)
         training = by_hand("cpu")
         guard = training.protect(2, 1, window=3, abortable=False)
@@ -406,9 +463,9 @@ def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str
             if not guard._transactions._steps:
                 assert apart != "cpu" or image_fits(guard, training)
         guard.close()
-        rows = sum(len(weight) for weight in training.weights)
+        rows_bytes = sum(len(weight) * (8 + 2 * 24) for weight in training.weights)
         assert len(fetched) == (3 if apart == "cpu" and not began else len(fetched))
-        assert max(fetched, default=0) <= rows
+        assert max(fetched, default=0) <= rows_bytes
         return {"began": began, **training.snapshot()}
 
 

@@ -118,7 +118,7 @@ class One:
         """A step, and what happens within it before training."""
         self.is_open = True
         try:
-            self.tables.begin()
+            self.tables.check()
             change()
             self.optimizer.zero_grad()
             self.module(torch.tensor([[1, 2], [2, 5]])).square().sum().backward()

@@ -324,6 +324,30 @@ def test_tables_that_lie_apart_have_images(
     assert watched.undeclared == 0
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_of_a_lookup_are_the_same_without_a_look_at_them(
+    index: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Ids that FBGEMM doesn't know are its row 0; ids behind the last bag may be marked all the same."""
+    monkeypatch.setattr("ecemb.adapters.fbgemm.is_apart", lambda _: True)
+    (one,) = Watched(build(TABLES, "rowwise-adagrad")).engine._batches
+    assert one.marks
+    random = torch.Generator().manual_seed(seed)
+    features = len(one.module.feature_table_map)
+    for bags in (0, 1, 3):
+        lengths = torch.randint(0, 4, (features * bags,), generator=random)
+        offsets = torch.cat([torch.zeros(1, dtype=index), lengths.cumsum(0).to(index)])
+        ids = torch.randint(-2, 12, (int(offsets[-1]),), generator=random).to(index)
+        expected = {
+            (table, row) for table, rows in one.looked_up((ids, offsets), {}) for row in rows.tolist()
+        }
+        marked = one.marked((ids, offsets), {}).numpy()
+        if len(ids):
+            assert {(t, row) for t, rows in one.named(marked) for row in rows.tolist()} == expected
+        behind = one.marked((torch.cat([ids, ids[:1]]), offsets), {}).tolist()
+        assert set(marked.tolist()) <= set(behind) and max(behind, default=0) <= one._first[-1]
+
+
 def test_loading_belongs_into_a_step() -> None:
     model, other = build(TABLES, "rowwise-adagrad"), build(TABLES, "rowwise-adagrad")
     watched = Watched(model)

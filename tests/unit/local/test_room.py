@@ -14,7 +14,7 @@ from ecemb.arena import private_files
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.local import room
 from ecemb.local.rank_memory import RankMemory
-from ecemb.local.room import Room, journal_bytes
+from ecemb.local.room import Room, journal_bytes, with_owed
 from support.simulation import alone
 
 MIB = 1 << 20
@@ -106,3 +106,10 @@ def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:
     assert memory.has_room_for_all(overlap=False)
     memory.arm(4)
     assert memory.journal.used_by_step == [0]
+
+
+def test_rows_that_a_window_s_end_adds_count_from_its_first_steps_on() -> None:
+    assert with_owed([7, 8, 8], 0) == [7, 8, 8]
+    grown = with_owed([10, 20, 20, 20], 1000)
+    assert grown[-1] == 1020 and grown == sorted(grown)
+    assert grown[0] == 10 + 500  # more than a quarter: popular rows come first

@@ -92,6 +92,19 @@ def same(static: bool, late: bool) -> list[tuple[bool, ...]]:
     return outcomes
 
 
+def on_one_device() -> None:
+    """As on a GPU, where users give `device_ids`: each forward moves its inputs."""
+    model, optimizer, buckets = start(False)
+    model.device_ids, model.device_type = [0], "cpu"
+    model.use_side_stream_for_tensor_copies = False
+    train(model, optimizer, range(1))
+    buckets.rehearse()
+
+
+def test_a_wrapper_with_a_device_of_its_own_rehearses() -> None:
+    run_ranks(2, on_one_device)
+
+
 @pytest.mark.parametrize(("static", "late"), [(False, False), (True, False), (False, True)])
 def test_a_restart_at_any_step_sums_as_before(static: bool, late: bool) -> None:
     for outcomes in run_ranks(4, same, static, late):

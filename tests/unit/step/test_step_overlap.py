@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from ecemb.errors import PeerFailure, UsageError
+from ecemb.errors import NotEnoughSpace, PeerFailure, UsageError
 from ecemb.group.failure_detector import EXIT_UNDECIDED
 from ecemb.local.rank_memory import RankMemory
 from ecemb.step.agreement import Agreement
@@ -109,24 +111,112 @@ def test_a_step_inside_a_window_waits_if_it_can_be_aborted(
     assert memory.committed == 1
 
 
+class Elsewhere:
+    """Stands in for images: notes the step in which rows are set aside, and stored."""
+
+    def __init__(self, transactions: Transactions, *, aside: bool = True) -> None:
+        self._transactions, self._aside = transactions, aside
+        self.taken: list[int] = []
+        self.stored: list[tuple[int, bool]] = []
+        self.owed_bytes = 0
+
+    def take(self) -> bool:
+        self.taken.append(self._transactions.next_step)
+        return self._aside
+
+    def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+        beside = threading.current_thread() is not threading.main_thread()
+        self.stored.append((self.taken[-1] if self.taken else -1, beside))
+        capture(0, np.array([len(self.stored)]))
+
+
 def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
-    """Once, also when it is drained; after each step if it can be aborted."""
-    brought: list[int] = []
-    transactions._fetch = lambda: brought.append(transactions.next_step)
+    """Once, also when it is drained, by the thread that commits; after each step if it can be aborted."""
+    brought: Any = Elsewhere(transactions)
+    transactions._apart.images = brought
     transactions._window = Window(3)
     wires.go.set()
     for value in range(7):
         if value == 6:
+            transactions.settle()
+            assert brought.stored == [(2, True), (5, True)]
             transactions._abortable = True
         transactions.begin()
         change(transactions, memory, value)
         transactions.commit()
-    assert brought == [2, 5, 6]
+    assert brought.taken == [2, 5, 6]
+    assert brought.stored[2:] == [(6, False)]
     transactions.drain()
     transactions.drain()
-    assert brought == [2, 5, 6, 7]
+    assert brought.taken == [2, 5, 6, 7]
+
+
+def test_rows_that_can_t_be_set_aside_are_brought_at_once(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
+    brought: Any = Elsewhere(transactions, aside=False)
+    transactions._apart.images = brought
+    wires.go.set()
+    transactions.begin()
+    change(transactions, memory, 1)
+    transactions.commit()
+    assert brought.stored[0] == (0, False)
+
+
+def test_rows_from_elsewhere_are_journalled_with_the_transaction_that_changed_them(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
+    """Although the next one has begun by then; and a failure takes them back."""
+    rows = memory.space.tables[0].columns[0]
+    was = rows.copy()
+
+    class Late(Elsewhere):
+        def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+            begun.wait()
+            capture(0, np.array([1]))
+            rows[1] ^= 255
+
+    begun = threading.Event()
+    late: Any = Late(transactions)
+    transactions._apart.images = late
+    transactions.begin()
+    first = memory.journal
+    transactions.commit()
+    transactions.begin()
+    second = memory.journal
+    begun.set()
+    wires.go.set()
+    transactions.settle()
+    assert memory.committed == 1 and first is not second
+    assert [ids.tolist() for table, ids, _ in first.saved().chunks if table == 0] == [[1]]
+    assert not [ids for table, ids, _ in second.saved().chunks if table == 0]
+    assert (rows[1] != was[1]).any()
+
+
+def test_a_failure_takes_back_what_the_commit_brought_from_elsewhere(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
+    rows = memory.space.tables[0].columns[0]
+    was = rows.copy()
+
+    class Full(Elsewhere):
+        def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+            capture(0, np.array([1]))
+            rows[1] ^= 255
+            raise NotEnoughSpace("no space for the second half")
+
+    full: Any = Full(transactions)
+    transactions._apart.images = full
+    wires.go.set()
+    transactions.begin()
+    transactions.commit()
+    transactions.begin()
+    with pytest.raises(NotEnoughSpace, match="second half") as raised:
+        transactions.settle()
+    transactions.undo(raised.value)
+    assert (rows == was).all() and memory.prepared == 0
 
 
 def test_a_step_ends_before_it_is_committed_and_the_next_one_waits_for_it(
