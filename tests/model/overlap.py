@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .rank import CLOSING, TORN, Life, Move, Rank, Thread, deltas, heads, undone
+from .rank import CLOSING, TORN, Life, Move, Rank, Thread, change, deltas, heads, undone
 from .step import Program
 
 
@@ -127,6 +127,60 @@ class Overlapped(Program):
         label, _, entry, _ = next(journal for journal in me.journals if journal.label == me.behind.t)
         new = me._replace(rows=undone(me.rows, entry, label), pc="ended")
         return [Move(f"undoes its rows of step {label}, ends", 0, None, new)]
+
+
+class Apart(Overlapped):
+    """Rows change apart from the arena. The thread behind journals and changes them there, after the heads.
+
+    No rank votes to abort: such steps bring their rows before their heads.
+    """
+
+    def do_arm_end(self, me: Rank, i: int, life: Life) -> list[Move]:
+        moves = super().do_arm_end(me, i, life)
+        return [
+            move._replace(new=move.new._replace(pc="train")) for move in moves if isinstance(move.new, Rank)
+        ]
+
+    def do_train(self, me: Rank, i: int, life: Life) -> list[Move]:
+        return self._sent(me, f"changes rows elsewhere in step {me.t}")
+
+    def _slot(self, me: Rank) -> Rank:
+        """Dense state goes to its slot before rows come to the arena."""
+        return super()._slot(me._replace(rows=me.rows ^ change(me.t, 1)))._replace(rows=me.rows)
+
+    def _hand_over(self, me: Rank) -> Rank:
+        first = "capture" if self.rules.capture_first else "bring"
+        return self._onward(me._replace(behind=Thread(first, me.t, heads(me.t, 2), me.said, TORN)))
+
+    def do_capture(self, me: Rank, i: int, life: Life) -> list[Move]:
+        old = me.rows if self.rules.capture_first else me.old
+        new = me.journalled(self._own(me), entry=old)._replace(old=old, pc="count")
+        return [Move("saves the old rows", 0, None, new)]
+
+    def do_count(self, me: Rank, i: int, life: Life) -> list[Move]:
+        new = me.journalled(self._own(me), count=1)
+        after = "bring" if self.rules.capture_first else "gather"
+        return [Move("journal count := 1", 0, None, new._replace(pc=after))]
+
+    def do_bring(self, me: Rank, i: int, life: Life) -> list[Move]:
+        after = "gather" if self.rules.capture_first else "capture"
+        new = me._replace(rows=me.rows ^ change(me.t, 1), old=me.rows, pc=after)
+        return [Move(f"brings rows of step {me.t}", 0, None, new)]
+
+    def _own(self, me: Rank) -> int:
+        """The journal of the thread's transaction; the next one has armed the other."""
+        return next((at for at, journal in enumerate(me.journals) if journal.label == me.t), 0)
+
+    def do_failed(self, me: Rank, i: int, life: Life) -> list[Move]:
+        """Rows of the body's own step are not in the arena."""
+        if me.behind.pc not in ("", "raised") and self.rules.settled_before_undo:
+            return []
+        return self.do_failed_before(me, i, life)
+
+    def do_failed_before(self, me: Rank, i: int, life: Life) -> list[Move]:
+        if not any(journal.label == me.behind.t and journal.count for journal in me.journals):
+            return [Move("ends", 0, None, me._replace(pc="ended"))]
+        return super().do_failed_before(me, i, life)
 
 
 def _swapped(

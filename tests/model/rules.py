@@ -166,6 +166,7 @@ class Config:
         aborts: votes to abort, in all.
         relaunches: how often the job is launched again, with a new store.
         overlap: whether a step is decided beside the next one's body.
+        apart: whether rows change apart from the arena, and come there beside the next one's body.
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
@@ -188,6 +189,7 @@ class Config:
     aborts: int = 0
     relaunches: int = 0
     overlap: bool = False
+    apart: bool = False
     close: bool = False
     fresh: bool = False
     skew: bool = False
@@ -204,6 +206,12 @@ class Config:
         counts = [f"{getattr(self, name)} {name}" for name in BUDGETS if getattr(self, name)]
         if self.rounds:
             job += f", windows of {self.window}, {'' if self.abortable else 'not '}abortable"
-        options = (("overlap", "overlap"), ("saves", "saves"), ("close", "close"), ("fresh", "fresh start"))
+        options = (
+            ("overlap", "overlap"),
+            ("apart", "rows apart"),
+            ("saves", "saves"),
+            ("close", "close"),
+            ("fresh", "fresh start"),
+        )
         words = [text for name, text in options if getattr(self, name)]
         return ", ".join([job, *counts, *words, *(["clocks apart"] if self.skew else [])])

@@ -36,7 +36,7 @@ from ecemb.errors import EcembError, JobFinished
 from ecemb.group.assignment import Report, Worker, assign
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
-from .overlap import Overlapped
+from .overlap import Apart, Overlapped
 from .rank import CREATED, NOTHING, READY, TORN, UNSAVED, Broken, Journal, Life, Rank, change
 from .rounds import LAYS_OUT, Rounds, is_over
 from .rules import ALL, BUDGETS, HEARD, Config, Rules
@@ -92,11 +92,14 @@ class Model:
         if config.rounds:
             self.program = Rounds(*given, config)
         else:
-            self.program = Overlapped(*given) if config.overlap else Program(*given)
+            kind = Apart if config.apart else Overlapped if config.overlap else Program
+            self.program = kind(*given)
         self.size = config.size
         heard = HEARD if config.rounds else ()
         self._exact = rules.without(*heard) != ALL.without(*heard)  # then what is read depends on the rules
-        self._hurries = (config.overlap or config.rounds) and not self._exact  # see the module's docstring
+        self._hurries = (config.overlap or config.rounds) and not (
+            self._exact or config.apart
+        )  # see the module's docstring
         self._values: list[Any] = []
         self._names: dict[Any, int] = {}
         self._moves: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
