@@ -3,8 +3,8 @@
 Owns one `HashedRemap` for each HashZchManagedCollisionModule of this rank. Its identities, scores and counts
 by slot are one table of records. Which slots a batch takes, the operator alone knows, and its result names
 all of them. So the tensors stay where they are, on a CUDA device as on the CPU, and the arena holds an image
-of them: slots are captured from the image, after the operator has changed the tensors, and before the end of
-the step brings them to the image.
+of them: slots are marked after the operator has changed the tensors, and journalled from the image, which is
+as it was before, when the transaction ends.
 
 Must not know: journals, parity, other ranks.
 """
