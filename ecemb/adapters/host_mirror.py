@@ -242,7 +242,7 @@ class Images:
     """All images of a rank, and which rows of their tables have changed since they were brought up to date.
 
     Marks take a byte of the device's memory for each row, and rows that are set aside, until they are stored,
-    as much as they have. `mark` and `take` are the training thread's; `store` may be another's.
+    as much as they have.
 
     Args:
         images: by their tables' numbers in the row space.
@@ -255,7 +255,7 @@ class Images:
             by_device.setdefault(image.device, {})[table] = image
         self._marks = [_Marks(device, of_device) for device, of_device in by_device.items()]
         self._of = {table: marks for marks in self._marks for table in marks.first}
-        self._taken: dict[int, Ids] = {}
+        self._last: list[tuple[Image, Ids]] = []
 
     def __contains__(self, table: int) -> bool:
         return table in self._images
@@ -276,37 +276,52 @@ class Images:
         """
         self._of[table].mark(table, rows)
 
-    def take(self) -> bool:
-        """Sets the marked rows aside, as they are when all work on their devices is done, and clears marks.
-
-        Returns:
-            Whether rows may change before `store`. They may not if there are too many to be set aside.
-        """
-        self._taken = {}
-        aside = True
-        for marks in self._marks:
-            aside &= marks.take()
-            self._taken |= marks.taken()
+    def take(self) -> Aside:
+        """Sets marked rows aside, as they are when all work on their devices is done, and clears marks."""
+        aside = Aside([(marks, marks.take()) for marks in self._marks])
+        self._last = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
         return aside
 
+    def take_back(self) -> None:
+        """Copies the rows that `take` found last, which were undone, from their images to the tensors."""
+        for image, ids in self._last:
+            image.put_rows(ids)
+
+
+class Aside:
+    """Changed rows, as one transaction has left them, until they are in the arena.
+
+    The next ones are set aside while these wait, so that whoever stores them holds them.
+
+    Args:
+        pieces: by device.
+    """
+
+    def __init__(self, pieces: list[tuple[_Marks, list[_Piece]]]) -> None:
+        self.pieces = pieces
+
     @property
-    def owed_bytes(self) -> int:
-        """Bytes of the records and numbers of the rows that wait for `store`."""
-        return sum(marks.owed_bytes for marks in self._marks)
+    def is_held(self) -> bool:
+        """Whether rows may change before `store`. They may not if there were too many to be set aside."""
+        return all(piece.records is not None for _, of_device in self.pieces for piece in of_device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the records and of the rows' numbers."""
+        return sum(
+            len(piece.ids) * (8 + piece.image.record_bytes)
+            for _, of_device in self.pieces
+            for piece in of_device
+        )
 
     def store(self, capture: Callable[[int, Ids], None]) -> None:
-        """Brings the rows that `take` found to their images.
+        """Brings the rows to their images; after those of the transaction before, in any thread.
 
         Args:
             capture: called with a table and rows of it (int64 [m], each once), before they are overwritten.
         """
-        for marks in self._marks:
-            marks.store(capture)
-
-    def take_back(self) -> None:
-        """Copies the rows that `take` found, which have been undone, from their images to the tensors."""
-        for table, ids in self._taken.items():
-            self._images[table].put_rows(ids)
+        for marks, pieces in self.pieces:
+            marks.store(pieces, capture)
 
 
 class _Marks:
@@ -330,7 +345,6 @@ class _Marks:
             self._most_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_ASIDE
             self._stream = torch.cuda.Stream(device)
         self._buffer = _staging(0, device)
-        self._pieces: list[_Piece] = []
 
     @torch.no_grad()
     def mark(self, table: int, rows: torch.Tensor) -> None:
@@ -338,7 +352,7 @@ class _Marks:
         self._flags.index_fill_(0, rows.to(self._device) + self.first[table], 1)
 
     @torch.no_grad()
-    def take(self) -> bool:
+    def take(self) -> list[_Piece]:
         """See `Images.take`."""
         finish_all(self._device)
         numbers = self._flags[:-1].nonzero().view(-1)
@@ -348,7 +362,7 @@ class _Marks:
         needed = sum(
             size * image.record_bytes for size, image in zip(sizes, self._images.values(), strict=True)
         )
-        self._pieces = []
+        pieces: list[_Piece] = []
         for (table, image), there, (a, b) in zip(
             self._images.items(), numbers.split(sizes), itertools.pairwise(edges), strict=True
         ):
@@ -356,24 +370,14 @@ class _Marks:
                 rows = there - self.first[table]
                 records = image.records(rows) if needed <= self._most_bytes else None
                 ids = on_host[a:b] - self.first[table]
-                self._pieces.append(_Piece(table, image, ids, rows, records))
+                pieces.append(_Piece(table, image, ids, rows, records))
         self._flags.zero_()
         finish_all(self._device)  # the next step may mark and change rows on other streams
-        return needed <= self._most_bytes
-
-    @property
-    def owed_bytes(self) -> int:
-        """See `Images.owed_bytes`."""
-        return sum(len(piece.ids) * (8 + piece.image.record_bytes) for piece in self._pieces)
-
-    def taken(self) -> dict[int, Ids]:
-        """The rows that `take` found, by table, ascending."""
-        return {piece.table: piece.ids for piece in self._pieces}
+        return pieces
 
     @torch.no_grad()
-    def store(self, capture: Callable[[int, Ids], None]) -> None:
-        """See `Images.store`. On a stream of its own: the training's may have steps in it."""
-        pieces, self._pieces = self._pieces, []
+    def store(self, pieces: Sequence[_Piece], capture: Callable[[int, Ids], None]) -> None:
+        """See `Aside.store`. On a stream of its own: the training's may have steps in it."""
         with torch.cuda.stream(self._stream):
             for batch in _batches(pieces):
                 sizes = [len(rows) * piece.image.record_bytes for piece, rows in batch]

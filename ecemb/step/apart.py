@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
-from ..adapters.host_mirror import Images
+from ..adapters.host_mirror import Aside, Images
 from ..kernels.contract import Ids
 from ..local.journal import RowJournal
 from ..recovery.background import Background
+
+
+class Changed(NamedTuple):
+    """The rows that a transaction has changed.
+
+    Attributes:
+        journal: the transaction's.
+        aside: those that are not in the arena yet; None if all are.
+    """
+
+    journal: RowJournal
+    aside: Aside | None
 
 
 class Apart:
@@ -34,36 +47,42 @@ class Apart:
     ) -> None:
         self.images = images
         self._background, self._phase = background, phase
+        self._aside: Aside | None = None
         self.captured_rows: int = 0
 
     @property
     def owed_bytes(self) -> int:
-        """What rows that were set aside will take in the journal."""
-        return self.images.owed_bytes if self.images is not None else 0
+        """What rows that are set aside will take in the journal."""
+        return self._aside.size_bytes if self._aside is not None else 0
 
-    def take(self, journal: RowJournal, *, at_once: bool) -> None:
-        """Sets changed rows aside where they are; stores them in any case if they can't be, or `at_once`."""
+    def take(self) -> None:
+        """Sets changed rows aside where they are."""
         if self.images is not None:
             with self._phase("image"):
-                aside = self.images.take()
-            if at_once or not aside:
-                self.store(journal)
+                self._aside = self.images.take()
 
-    def store(self, journal: RowJournal) -> None:
-        """Brings rows that were set aside into the arena, journalled first; in any thread.
+    def store_now(self, journal: RowJournal, *, also_held: bool) -> None:
+        """Stores them if they can't wait, or `also_held`; the transaction before is decided."""
+        if self._aside is not None and (also_held or not self._aside.is_held):
+            self.store(self.hand_over(journal))
 
-        Args:
-            journal: of the transaction that has changed them.
+    def hand_over(self, journal: RowJournal) -> Changed:
+        """The rows that a transaction has changed, for who commits it; the next ones are set aside beside."""
+        changed, self._aside = Changed(journal, self._aside), None
+        return changed
+
+    def store(self, changed: Changed) -> None:
+        """Brings rows into the arena, journalled first; in any thread.
 
         Raises:
             NotEnoughSpace: the journal can't grow. Some rows may be in the arena; an undo takes them back.
         """
-        if self.images is None:
+        if changed.aside is None:
             return
 
         def capture(table: int, ids: Ids) -> None:
             self._background.assert_there(table, ids)
-            self.captured_rows += journal.capture(table, ids)
+            self.captured_rows += changed.journal.capture(table, ids)
 
         with self._phase("store"):
-            self.images.store(capture)
+            changed.aside.store(capture)

@@ -37,7 +37,6 @@ from ..group.collectives import Transport
 from ..group.error_file import cause_of
 from ..group.interruptions import to_the_end
 from ..group.whereabouts import Whereabouts
-from ..local.journal import RowJournal
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint
 from ..recovery.background import Background
@@ -45,7 +44,7 @@ from ..state.rank_state import RankState, Taken, front, read
 from ..state.replicated import ReplicatedState, StepBegin
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
-from .apart import Apart
+from .apart import Apart, Changed
 from .between_steps import Between
 from .pace import Pace
 from .phase import Phase
@@ -230,9 +229,10 @@ class Transactions:
         self._whereabouts.place = f"at the end of step {transaction - 1}"
         whole = self._steps + 1 >= self._window.size
         if whole or self._abortable:
-            self._apart.take(self._memory.journal, at_once=self._abortable)
+            self._apart.take()
         if self._must_settle:
             self.settle()
+        self._apart.store_now(self._memory.journal, also_held=self._abortable)
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)
@@ -246,10 +246,7 @@ class Transactions:
 
     @property
     def _must_settle(self) -> bool:
-        """Whether the end of a step waits for the transaction before.
-
-        The end of a transaction does, and the end of each step that can be aborted.
-        """
+        """Whether the end of a step waits for the transaction before: of a transaction, or abortable."""
         pending = self._pending
         if pending is None or pending.done():
             return True
@@ -265,7 +262,8 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._apart.take(self._memory.journal, at_once=self._abortable)
+                self._apart.take()
+                self._apart.store_now(self._memory.journal, also_held=self._abortable)
                 self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None
@@ -308,16 +306,16 @@ class Transactions:
         self._window.agree(verdict.window)
         if not verdict.is_lacking:
             self._background.end()
-        journal = self._memory.journal
+        changed = self._apart.hand_over(self._memory.journal)
         if self._thread is None or not self._background.is_over:
-            self._decide(transaction, verdict.turn, journal)
+            self._decide(transaction, verdict.turn, changed)
             self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
             self._pace.begin()
-            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, journal, spent_s)
+            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, changed, spent_s)
         return verdict.aborted
 
     def _write(self, transaction: int) -> None:
@@ -343,11 +341,11 @@ class Transactions:
                 is_lacking=self._background.is_lacking,
             )
 
-    def _decide_beside(self, transaction: int, turn: Turn, journal: RowJournal, spent_s: float) -> None:
+    def _decide_beside(self, transaction: int, turn: Turn, changed: Changed, spent_s: float) -> None:
         """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
         self._pace.start()
         try:
-            laid_out_s = self._decide(transaction, turn, journal, self._pace.rest)
+            laid_out_s = self._decide(transaction, turn, changed, self._pace.rest)
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
@@ -355,14 +353,14 @@ class Transactions:
             raise
 
     def _decide(
-        self, transaction: int, turn: Turn, journal: RowJournal, rest: Callable[[], None] = lambda: None
+        self, transaction: int, turn: Turn, changed: Changed, rest: Callable[[], None] = lambda: None
     ) -> float:
         """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
         try:
             began = time.thread_time()
-            self._apart.store(journal)
+            self._apart.store(changed)
             with self.phase("delta"):
-                messages = self._memory.lay_out(self._memory.outbox(journal), rest)
+                messages = self._memory.lay_out(self._memory.outbox(changed.journal), rest)
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"

@@ -29,7 +29,7 @@ from torch import Tensor
 from bench.harness.devices import CUDA
 from bench.harness.result import Arguments, Row, WrongResult, summary
 from bench.harness.timing import interleaved
-from ecemb.adapters.host_mirror import Image, Images
+from ecemb.adapters.host_mirror import Aside, Image, Images
 from ecemb.coding.rows import Column, Table, TableLayout, arrange
 from ecemb.kernels.contract import get_kernels
 from ecemb.kernels.reference import product
@@ -89,13 +89,12 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched]
     images = Images({0: image})
 
-    def take() -> None:
+    def take() -> Aside:
         images.mark(0, ids)
-        images.take()
+        return images.take()
 
     def bring() -> None:
-        take()
-        images.store(lambda *_: None)
+        take().store(lambda *_: None)
 
     fetched_bytes = scale.touched * image.record_bytes
     products = _products(source, target, generator)

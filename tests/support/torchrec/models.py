@@ -289,8 +289,7 @@ class Watched:
             self.tables.check()
             yield
             self.tables.check()
-            self.tables.images.take()
-            self.tables.images.store(self._capture)
+            self.tables.images.take().store(self._capture)
         finally:
             self.is_open = False
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import ecemb
 from ecemb.adapters import host_mirror as image_module
-from ecemb.adapters.host_mirror import Image, Images, Putter, _Lane
+from ecemb.adapters.host_mirror import Aside, Image, Images, Putter, _Lane
 from ecemb.arena.scan import arenas
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
@@ -102,13 +102,13 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
     for tensor in tensors:
         tensor[[0, 2, 5]] += 1
         tensor[3] += 1  # not marked
-    assert images.take()
-    assert images.owed_bytes == 3 * (8 + image.record_bytes)
+    aside = images.take()
+    assert aside.is_held and aside.size_bytes == 3 * (8 + image.record_bytes)
     after = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor += 1  # the next step, before the rows are stored
-    images.store(told)
-    assert told.rows == {3: [0, 2, 5]} and told.were_old and not images.owed_bytes
+    aside.store(told)
+    assert told.rows == {3: [0, 2, 5]} and told.were_old
     for tensor, new, old in zip(tensors, after, before, strict=True):
         tensor.copy_(new)
         tensor[3] = old[3]
@@ -120,11 +120,9 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
         column[1] ^= 255
     assert equal(table, tensors)
     images.mark(3, torch.tensor([2]))
-    images.take()
-    images.store(again := Told(table))
+    images.take().store(again := Told(table))
     assert again.rows == {3: [2]}
-    images.take()
-    images.store(never := Told(table))
+    images.take().store(never := Told(table))
     assert never.rows == {}
 
 
@@ -221,8 +219,7 @@ def test_work_on_other_streams_is_waited_for() -> None:
         images = Images({0: image})
         images.mark(0, torch.tensor([2, 5]))
         streams.begun.append(lambda: tensor[2].fill_(9))
-        images.take()
-        images.store(Told(table))
+        images.take().store(Told(table))
         assert equal(table, [tensor]) and not streams.begun
         streams.begun.append(lambda: tensor[5].fill_(9))  # of a body that has failed
         images.take_back()
@@ -279,10 +276,28 @@ def test_several_tables_are_brought_at_once(device: str) -> None:
             images.mark(i, torch.tensor([row], device=device))
             tensors[0][row] = 77
         assert equal(table, tensors) == (row is None)
-    images.take()
-    images.store(told := Told(*(table for _, table, _ in several)))
+    images.take().store(told := Told(*(table for _, table, _ in several)))
     assert told.rows == {0: [4], 1: [0]}
     assert all(equal(table, tensors) for _, table, tensors in several)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_next_rows_are_set_aside_before_the_last_ones_are_stored(device: str) -> None:
+    """As by a commit that has not begun when the next transaction ends."""
+    image, table, (tensor,) = made(device, 7, (torch.float32, 3))
+    image.fill()
+    images = Images({0: image})
+    images.mark(0, torch.tensor([1, 2]))
+    tensor[[1, 2]] += 1
+    first, then = images.take(), tensor.clone()
+    images.mark(0, torch.tensor([2, 4]))
+    tensor[[2, 4]] += 1
+    second = images.take()
+    first.store(one := Told(table))
+    then[4] = tensor[4] - 1
+    assert one.rows == {0: [1, 2]} and equal(table, [then])
+    second.store(two := Told(table))
+    assert two.rows == {0: [2, 4]} and two.were_old and equal(table, [tensor])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -292,8 +307,7 @@ def test_rows_of_a_group_are_numbered_through_its_tables(device: str) -> None:
     images.mark(1, torch.tensor([8, 0, 4, 5], device=device))
     images.mark(2, torch.tensor([1], device=device))
     images.mark(4, torch.tensor([4], device=device))  # beyond the end, where a table without rows may be
-    images.take()
-    images.store(told := Told(*(table for _, table, _ in several)))
+    images.take().store(told := Told(*(table for _, table, _ in several)))
     assert told.rows == {1: [0, 4], 4: [0, 1, 3]}
 
 
@@ -311,11 +325,12 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
             images.mark(i, rows)
             tensors[0][rows] += 1
         with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", chunk_bytes):
-            assert images.take() is are_aside
-            batches = list(image_module._batches(images._marks[0]._pieces))
+            aside = images.take()
+            assert aside.is_held is are_aside
+            batches = list(image_module._batches(aside.pieces[0][1]))
             sizes = [sum(len(rows) for _, rows in batch) for batch in batches]
             assert max(sizes) == max(1, chunk_bytes // 16) and sum(sizes) == 33 + 2 + 26
-            images.store(Told())
+            aside.store(Told())
         assert all(equal(table, tensors) for _, table, tensors in several)
 
 
@@ -442,9 +457,9 @@ def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str
     fetched: list[int] = []
     take = Images.take
 
-    def counted(self: Images) -> bool:
+    def counted(self: Images) -> Aside:
         aside = take(self)
-        fetched.append(self.owed_bytes)
+        fetched.append(aside.size_bytes)
         return aside
 
     with taken_for_a_device(apart), mock.patch.object(Images, "take", counted):

@@ -114,20 +114,31 @@ def test_a_step_inside_a_window_waits_if_it_can_be_aborted(
 class Elsewhere:
     """Stands in for images: notes the step in which rows are set aside, and stored."""
 
-    def __init__(self, transactions: Transactions, *, aside: bool = True) -> None:
-        self._transactions, self._aside = transactions, aside
+    def __init__(self, transactions: Transactions, *, is_held: bool = True) -> None:
+        self._transactions, self.is_held = transactions, is_held
         self.taken: list[int] = []
         self.stored: list[tuple[int, bool]] = []
-        self.owed_bytes = 0
 
-    def take(self) -> bool:
+    def take(self) -> Rows:
         self.taken.append(self._transactions.next_step)
-        return self._aside
+        return Rows(self, self.taken[-1])
+
+    def store(self, step: int, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+        self.stored.append((step, threading.current_thread() is not threading.main_thread()))
+        capture(0, np.array([len(self.stored)]))
+
+
+class Rows:
+    """What it has set aside in a step."""
+
+    size_bytes = 0
+
+    def __init__(self, elsewhere: Elsewhere, step: int) -> None:
+        self._elsewhere, self._step = elsewhere, step
+        self.is_held = elsewhere.is_held
 
     def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
-        beside = threading.current_thread() is not threading.main_thread()
-        self.stored.append((self.taken[-1] if self.taken else -1, beside))
-        capture(0, np.array([len(self.stored)]))
+        self._elsewhere.store(self._step, capture)
 
 
 def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
@@ -156,7 +167,7 @@ def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
 def test_rows_that_can_t_be_set_aside_are_brought_at_once(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
-    brought: Any = Elsewhere(transactions, aside=False)
+    brought: Any = Elsewhere(transactions, is_held=False)
     transactions._apart.images = brought
     wires.go.set()
     transactions.begin()
@@ -173,7 +184,7 @@ def test_rows_from_elsewhere_are_journalled_with_the_transaction_that_changed_th
     was = rows.copy()
 
     class Late(Elsewhere):
-        def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+        def store(self, step: int, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
             begun.wait()
             capture(0, np.array([1]))
             rows[1] ^= 255
@@ -202,7 +213,7 @@ def test_a_failure_takes_back_what_the_commit_brought_from_elsewhere(
     was = rows.copy()
 
     class Full(Elsewhere):
-        def store(self, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
+        def store(self, step: int, capture: Callable[[int, NDArray[np.int64]], None]) -> None:
             capture(0, np.array([1]))
             rows[1] ^= 255
             raise NotEnoughSpace("no space for the second half")
