@@ -291,7 +291,7 @@ class Images:
 class Aside:
     """Changed rows, as one transaction has left them, until they are in the arena.
 
-    The next ones are set aside while these wait, so that whoever stores them holds them.
+    The next ones are set aside while these wait, so the commit that stores them holds them.
 
     Args:
         pieces: by device.
