@@ -1,12 +1,11 @@
 """Images: the arena's copies of tables that are in other memory, such as a GPU's.
 
-Owns the copies between a table's own tensors and its image, and the marks of rows that have changed since the
-image was brought up to date. A step marks rows on the device, before it changes them, and reads nothing back.
-When the transaction ends, `take` finds the marked rows and copies them aside on the device; from then on the
-next steps may change them. `store` then brings them to the arena, in whichever thread commits: it journals
-the image's rows, which still have the values from before the transaction, and overwrites them. (If single
-steps can be aborted, both follow each step.) From then on the image serves like rows in host memory: deltas
-are taken from it, an undo writes to it, recovery rebuilds it; then its rows are copied back to the tensors.
+Owns the copies between a table's tensors and its image, and the marks of rows that have changed since the
+image was brought up to date. A step marks rows on the device before it changes them, and reads nothing back.
+When the transaction ends, `Images.take` copies them aside on the device, and the next steps may change them.
+The commit journals the image's rows, which still have the values from before, and `Aside.store` overwrites
+them. (If single steps can be aborted, both follow each step.) From then on the image serves like rows in host
+memory: deltas are taken from it, an undo writes to it, recovery rebuilds it; then it is copied back.
 
 Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
 journalled, and a row that the transaction has not changed is the same in both at any time.
@@ -19,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -289,13 +289,7 @@ class Images:
 
 
 class Aside:
-    """Changed rows, as one transaction has left them, until they are in the arena.
-
-    The next ones are set aside while these wait, so the commit that stores them holds them.
-
-    Args:
-        pieces: by device.
-    """
+    """Changed rows of one transaction, by device, until they are in the arena. Its commit holds them."""
 
     def __init__(self, pieces: list[tuple[_Marks, list[_Piece]]]) -> None:
         self.pieces = pieces
@@ -320,7 +314,8 @@ class Aside:
         Args:
             capture: called with a table and rows of it (int64 [m], each once), before they are overwritten.
         """
-        for marks, pieces in self.pieces:
+        while self.pieces:  # the device's memory is free again as soon as they are stored
+            marks, pieces = self.pieces.pop()
             marks.store(pieces, capture)
 
 
@@ -359,26 +354,39 @@ class _Marks:
         on_host = numbers.cpu().numpy()
         edges = np.searchsorted(on_host, self._edges).tolist()
         sizes = [b - a for a, b in itertools.pairwise(edges)]
-        needed = sum(
-            size * image.record_bytes for size, image in zip(sizes, self._images.values(), strict=True)
-        )
         pieces: list[_Piece] = []
         for (table, image), there, (a, b) in zip(
             self._images.items(), numbers.split(sizes), itertools.pairwise(edges), strict=True
         ):
             if a < b:
                 rows = there - self.first[table]
-                records = image.records(rows) if needed <= self._most_bytes else None
-                ids = on_host[a:b] - self.first[table]
-                pieces.append(_Piece(table, image, ids, rows, records))
+                pieces.append(_Piece(table, image, on_host[a:b] - self.first[table], rows, None))
+        pieces = self._held(pieces)
         self._flags.zero_()
         finish_all(self._device)  # the next step may mark and change rows on other streams
         return pieces
 
     @torch.no_grad()
+    def _held(self, pieces: list[_Piece]) -> list[_Piece]:
+        """The same with copies of their records on the device; as they are if there isn't room for all."""
+        if sum(len(piece.ids) * piece.image.record_bytes for piece in pieces) > self._most_bytes:
+            return pieces
+        try:
+            return [piece._replace(records=piece.image.records(piece.rows)) for piece in pieces]
+        except torch.OutOfMemoryError:  # the training has the rest of the device
+            return pieces
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On a stream of its own: the training's may have steps in it. Other threads begin on device 0."""
+        beside = ExitStack()
+        if self._stream is not None:
+            beside.enter_context(torch.cuda.device(self._device))
+            beside.enter_context(torch.cuda.stream(self._stream))
+        return beside
+
     def store(self, pieces: Sequence[_Piece], capture: Callable[[int, Ids], None]) -> None:
-        """See `Aside.store`. On a stream of its own: the training's may have steps in it."""
-        with torch.cuda.stream(self._stream):
+        """See `Aside.store`."""
+        with self._beside():
             for batch in _batches(pieces):
                 sizes = [len(rows) * piece.image.record_bytes for piece, rows in batch]
                 if sum(sizes) > len(self._buffer):
@@ -395,11 +403,9 @@ class _Marks:
 
 
 class _Piece(NamedTuple):
-    """Rows of one table that have changed.
+    """Rows of one table, by its number, that have changed.
 
     Attributes:
-        table: its number.
-        image: of the table.
         ids: int64 [m], ascending.
         rows: the same on the device.
         records: uint8 [m, record_bytes] on the device, as the rows were; None: as they are in the table.

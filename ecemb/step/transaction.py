@@ -228,11 +228,11 @@ class Transactions:
         transaction, began = self._open(), time.perf_counter()
         self._whereabouts.place = f"at the end of step {transaction - 1}"
         whole = self._steps + 1 >= self._window.size
-        if whole or self._abortable:
-            self._apart.take()
         if self._must_settle:
             self.settle()
-        self._apart.store_now(self._memory.journal, also_held=self._abortable)
+        if whole or self._abortable:
+            self._apart.take()
+            self._apart.store_now(self._memory.journal, also_held=self._abortable)
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)

@@ -334,6 +334,31 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
         assert all(equal(table, tensors) for _, table, tensors in several)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_a_full_device_can_t_hold_are_read_from_their_tables(device: str) -> None:
+    image, table, (tensor,) = made(device, 7, (torch.float32, 3))
+    image.fill()
+    images = Images({0: image})
+    images.mark(0, torch.tensor([1, 2]))
+    tensor[[1, 2]] += 1
+    with mock.patch.object(Image, "records", side_effect=torch.OutOfMemoryError):
+        aside = images.take()
+    assert not aside.is_held
+    aside.store(Told(table))
+    assert equal(table, [tensor]) and not aside.pieces
+
+
+def test_tables_on_the_cpu_need_no_cuda() -> None:
+    """Which a worker that is forked from a process with a context can't use."""
+    image, table, (tensor,) = made("cpu", 7, (torch.float32, 3))
+    images = Images({0: image})
+    images.mark(0, torch.tensor([1]))
+    refuse = {"side_effect": AssertionError}
+    with mock.patch("torch.cuda.stream", **refuse), mock.patch("torch.cuda.device", **refuse):
+        images.take().store(Told(table))
+    assert table.columns[0][1].tobytes() == tensor[1].numpy().tobytes()
+
+
 def test_marking_waits_for_nothing() -> None:
     """A step would, if it read back what it has marked."""
     image, _, _ = made("cpu", 7, (torch.float32, 3))
