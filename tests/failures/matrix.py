@@ -170,7 +170,10 @@ def cells(*patterns: str, device: str = "cpu") -> list[Cell]:
     found = [Cell(row.name, count, memory, MAIN) for row in ROWS for count, memory in _columns(row)]
     for setting in (dataclasses.replace(one, device=device if one.apart else "cpu") for one in OTHERS):
         sizes = {"1": 1, "r": setting.tolerated, "r+1": setting.tolerated + 1}
-        for row, numbers in OTHER_ROWS.items():
+        rows = {
+            row: numbers for row, numbers in OTHER_ROWS.items() if not (setting.apart and row == "capture")
+        }
+        for row, numbers in rows.items():  # rows that are apart are captured as part of "delta"
             for number, memory in zip(numbers, (False, True), strict=True):
                 if number:
                     found.append(Cell(row, sizes[number], memory, setting))
