@@ -71,7 +71,9 @@ TESTED = (
     "tests/bench/test_cuda.py",
     "tests/unit/launch/test_device.py",
 )
-KILLS = tuple(f"{cell}*overlap, images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1"))
+KILLS = tuple(
+    f"{cell}*overlap, images*" for cell in ("apply:", "exchange:", "commit:", "undoing:", "rebuilding: 1")
+)
 """Cells of the failure matrix. In small, the first one."""
 
 
