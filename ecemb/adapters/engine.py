@@ -39,6 +39,10 @@ def all_rows(layout: TableLayout) -> Iterator[Ids]:
         yield np.arange(first, min(first + step, layout.rows))
 
 
+def _no_marks(index: int, rows: torch.Tensor) -> None:
+    raise AssertionError(f"table {index} is apart, and nothing marks its rows: hooks need `mark`")
+
+
 @dataclasses.dataclass
 class Hooks:
     """The calls that tables make to their guard or listener.
@@ -59,7 +63,7 @@ class Hooks:
     capture: Callable[[int, Ids], None]
     is_open: Callable[[], bool]
     on_undeclared: Callable[[], None]
-    mark: Callable[[int, torch.Tensor], None] = lambda *_: None
+    mark: Callable[[int, torch.Tensor], None] = _no_marks
     protects: bool = True
     ensure: Callable[[int, Ids], None] | None = None
     ensure_all: Callable[[int], None] | None = None

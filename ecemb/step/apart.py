@@ -55,19 +55,22 @@ class Apart:
         """What rows that are set aside will take in the journal."""
         return self._aside.size_bytes if self._aside is not None else 0
 
-    def take(self) -> None:
-        """Sets changed rows aside where they are."""
-        if self.images is not None:
-            with self._phase("image"):
-                self._aside = self.images.take()
+    def take(self, journal: RowJournal, *, at_once: bool) -> None:
+        """Sets changed rows aside where they are; the transaction before is decided.
 
-    def store_now(self, journal: RowJournal, *, also_held: bool) -> None:
-        """Stores them if they can't wait, or `also_held`; the transaction before is decided."""
-        if self._aside is not None and (also_held or not self._aside.is_held):
+        Args:
+            journal: of the transaction that has changed them.
+            at_once: store them here; so are those for which the device has no room.
+        """
+        if self.images is None:
+            return
+        with self._phase("image"):
+            self._aside = aside = self.images.take()
+        if at_once or not aside.is_held:
             self.store(self.hand_over(journal))
 
     def hand_over(self, journal: RowJournal) -> Changed:
-        """The rows that a transaction has changed, for who commits it; the next ones are set aside beside."""
+        """The rows that a transaction has changed, for the thread that commits it."""
         changed, self._aside = Changed(journal, self._aside), None
         return changed
 

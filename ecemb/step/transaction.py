@@ -231,8 +231,7 @@ class Transactions:
         if self._must_settle:
             self.settle()
         if whole or self._abortable:
-            self._apart.take()
-            self._apart.store_now(self._memory.journal, also_held=self._abortable)
+            self._apart.take(self._memory.journal, at_once=self._abortable)
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)
@@ -246,7 +245,10 @@ class Transactions:
 
     @property
     def _must_settle(self) -> bool:
-        """Whether the end of a step waits for the transaction before: of a transaction, or abortable."""
+        """Whether the end of a step waits for the transaction before.
+
+        The end of a transaction does, and the end of each step that can be aborted.
+        """
         pending = self._pending
         if pending is None or pending.done():
             return True
@@ -262,8 +264,7 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._apart.take()
-                self._apart.store_now(self._memory.journal, also_held=self._abortable)
+                self._apart.take(self._memory.journal, at_once=self._abortable)
                 self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None

@@ -1,8 +1,8 @@
 """One rank of a training of TorchRec's tables on a GPU, in which ranks are killed. The script of `fused`.
 
-Under stock torchrun. In each life but the last, one rank removes its arena and is killed in the middle of a
-step, after its backward pass has changed rows on the device. The last life writes a hash of all that was
-trained. Imports little at its top: `ecemb-run` imports the rest once for all lives.
+In each life but the last, one rank is killed in the middle of a step, after its backward pass has changed
+rows on the device; in the first life it also removes its arena. The last life writes a hash of all that was
+trained.
 """
 
 from __future__ import annotations

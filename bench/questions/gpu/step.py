@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -114,7 +114,6 @@ def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: f
     Raises:
         Incomplete: Some of it failed, or came too late; the other rows were given.
     """
-    failed: list[str] = []
     lacking = [group for group in groups if group.backend == "nccl" and not dist.is_nccl_available()]
     for group in lacking:
         why = "torch was built without NCCL"
@@ -125,14 +124,35 @@ def ask(scale: Scale, groups: Sequence[Group], samples: int, seed: int, until: f
         for group in groups
         if group not in lacking and not (overlap and group.parity == "nccl")
     ]
-    for overlap, group in tried:  # what matters most comes first: time may run out
-        what = f"{group.text}, overlap {overlap}"
+    yield from one_by_one(  # what matters most comes first: time may run out
+        {
+            f"{group.text}, overlap {overlap}": lambda left_s, group=group, overlap=overlap: measure(
+                replace(scale, timeout_s=left_s), group, samples, overlap=overlap, seed=seed
+            )
+            for overlap, group in tried
+        },
+        until,
+    )
+
+
+def one_by_one(trainings: Mapping[str, Callable[[float], Iterator[Row]]], until: float) -> Iterator[Row]:
+    """Measures trainings, one after another; what fails doesn't stop the rest.
+
+    Args:
+        trainings: What each is, in words, and what measures it in the seconds that are left.
+        until: When all have to be done, on time.monotonic().
+
+    Raises:
+        Incomplete: Some failed, or came too late; the other rows were given.
+    """
+    failed: list[str] = []
+    for what, measured in trainings.items():
         left_s = until - time.monotonic()
         if left_s < LEAST_S:
             failed.append(f"{what}: not begun, with {left_s:.0f} s left")
             continue
         try:
-            yield from measure(replace(scale, timeout_s=left_s), group, samples, overlap=overlap, seed=seed)
+            yield from measured(left_s)
         except (RankFailed, WrongResult) as error:
             failed.append(f"{what}: {error}")
     if failed:

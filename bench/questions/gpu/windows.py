@@ -1,7 +1,7 @@
 """What does protection cost a training on a GPU, in windows of more and fewer steps? A part of `gpu`.
 
-A DLRM whose tables are on the device, 26 with rows of 128 values and row-wise state or none, of which each
-sample looks up one row, or several (multi-hot). Equal models are trained in turns, in blocks of many steps,
+A DLRM whose tables are on the device, 26 with rows of 128 values and row-wise Adagrad inside backward; a sample
+looks up one row of each. Equal models are trained in turns, in blocks of many steps,
 on fresh batches that were drawn on the device before: one protected, two bare. A block of the protected model
 is of whole windows, after another one whose commit goes on beside it, as in a training.
 
@@ -37,8 +37,9 @@ import torch.distributed as dist
 
 import ecemb
 from bench.harness.devices import CUDA, begin, settle
-from bench.harness.ranks import Line, RankFailed, Ranks
-from bench.harness.result import Arguments, Incomplete, Label, Row, WrongResult, once, summary
+from bench.harness.ranks import Line, Ranks
+from bench.harness.result import Arguments, Label, Row, WrongResult, once, summary
+from bench.questions.gpu.step import one_by_one
 from bench.workloads.models import ENGINES, INTEGERS, Batch
 from bench.workloads.training_rank import (
     BARE,
@@ -62,8 +63,6 @@ from ecemb.step.window import WARM_UP as SKIPPED
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given."""
 CHOOSING = SKIPPED + MEASURED + 5
-LEAST_S = 20.0
-"""With less time left, a training is not begun."""
 MOST_S = 75.0
 """Of one training."""
 
@@ -124,18 +123,16 @@ def run(arguments: Arguments, device: str, until: float) -> Iterator[Row]:
     Raises:
         Incomplete: Some of it failed, or came too late.
     """
-    failed: list[str] = []
-    for setting in FULL if device == CUDA else SMALL:
-        left_s = until - time.monotonic()
-        if left_s < LEAST_S:
-            failed.append(f"{setting.name}: not begun, with {left_s:.0f} s left")
-            continue
-        try:
-            yield from measure(setting, device, arguments.seed, min(left_s, MOST_S))
-        except (RankFailed, WrongResult) as error:
-            failed.append(f"{setting.name}: {error}")
-    if failed:
-        raise Incomplete([], "\n".join(failed))
+    settings = FULL if device == CUDA else SMALL
+    yield from one_by_one(
+        {
+            f"{one.name} of {one.engine}, window {one.window}": lambda left_s, one=one: measure(
+                one, device, arguments.seed, min(left_s, MOST_S)
+            )
+            for one in settings
+        },
+        until,
+    )
 
 
 def measure(setting: Setting, device: str, seed: int, timeout_s: float) -> Iterator[Row]:
