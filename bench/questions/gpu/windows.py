@@ -1,9 +1,9 @@
 """What does protection cost a training on a GPU, in windows of more and fewer steps? A part of `gpu`.
 
-A DLRM whose tables are on the device, 26 with rows of 128 values and row-wise Adagrad inside backward; a sample
-looks up one row of each. Equal models are trained in turns, in blocks of many steps,
-on fresh batches that were drawn on the device before: one protected, two bare. A block of the protected model
-is of whole windows, after another one whose commit goes on beside it, as in a training.
+A DLRM whose tables are on the device, 26 with rows of 128 values and row-wise Adagrad inside backward; a
+sample looks up one row of each. Equal models are trained in turns, in blocks of many steps, on fresh batches
+that were drawn on the device before: one protected, two bare. A block of the protected model is of whole
+windows, after another one whose commit goes on beside it, as in a training.
 
 - `window_overhead_wall_pct`: wall time of a step of the slowest rank, in the protected model's blocks over
   that in the bare one's, less 1, by rounds: the median, smallest and largest. `control` compares the two bare
