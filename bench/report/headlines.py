@@ -131,11 +131,10 @@ def cpr_base(documents: Documents) -> str:
 
 def cpr_quality(documents: Documents) -> str:
     """What CPR's failures add to the log loss, with its interval, on each data."""
-    found = [row for row in of(documents, "quality") if row["metric"] == "loss_added"]
     said = [
         f"{row['value']:.2g} nats added ({row['low']:.2g} to {row['high']:.2g}) on {row['data']}"
-        for row in found
-        if row["method"] == "cpr vanilla"
+        for row in of(documents, "quality")
+        if row["metric"] == "loss_added" and row["method"] == "cpr vanilla"
     ]
     if not said:
         raise Unknown("loss_added")

@@ -281,14 +281,20 @@ def test_several_tables_are_brought_at_once(device: str) -> None:
     assert all(equal(table, tensors) for _, table, tensors in several)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_next_rows_are_set_aside_before_the_last_ones_are_stored(device: str) -> None:
-    """As by a commit that has not begun when the next transaction ends."""
+def changed(device: str) -> tuple[Images, Table, Tensor]:
+    """A table of 7 rows, of which 1 and 2 are marked and differ from its image."""
     image, table, (tensor,) = made(device, 7, (torch.float32, 3))
     image.fill()
     images = Images({0: image})
     images.mark(0, torch.tensor([1, 2]))
     tensor[[1, 2]] += 1
+    return images, table, tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_next_rows_are_set_aside_before_the_last_ones_are_stored(device: str) -> None:
+    """As by a commit that has not begun when the next transaction ends."""
+    images, table, tensor = changed(device)
     first, then = images.take(), tensor.clone()
     images.mark(0, torch.tensor([2, 4]))
     tensor[[2, 4]] += 1
@@ -336,11 +342,7 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_a_full_device_can_t_hold_are_read_from_their_tables(device: str) -> None:
-    image, table, (tensor,) = made(device, 7, (torch.float32, 3))
-    image.fill()
-    images = Images({0: image})
-    images.mark(0, torch.tensor([1, 2]))
-    tensor[[1, 2]] += 1
+    images, table, tensor = changed(device)
     with mock.patch.object(Image, "records", side_effect=torch.OutOfMemoryError):
         aside = images.take()
     assert not aside.is_held
