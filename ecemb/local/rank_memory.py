@@ -273,12 +273,13 @@ class RankMemory:
         else:
             self.space.write_(self.space.bounds[block] + start, words)
 
-    def back_rows(self, table: int, ids: Ids) -> None:
+    def back_rows(self, table: int, ids: Ids, each: int = 1) -> None:
         """Backs rows by memory: before they are written for the first time, in an arena that is REBUILDING.
 
         Args:
             table: by its index in `RowSpace.named`.
             ids: int64 [m], in any order; read.
+            each: number of neighbouring rows from each of `ids` on.
 
         Raises:
             NotEnoughSpace: there is none any more; nothing was written.
@@ -287,7 +288,7 @@ class RankMemory:
             one = self.space.named[table]
             for start, column in zip(one.starts, one.columns, strict=True):
                 if size_bytes := column.shape[1]:
-                    self._backing.ensure("rows", start + ids * size_bytes, size_bytes)
+                    self._backing.ensure("rows", start + ids * size_bytes, each * size_bytes)
 
     def back_parity(self, stripe_class: int, offsets: Ids, words: int) -> None:
         """The same for runs of words of a parity block, which begin at `offsets` (int64 [m], read)."""

@@ -228,6 +228,7 @@ class Missing:
                 f"and distinct, with a record of {layout.record_words} words for each"
             )
         with self._lock:
+            self._memory.back_rows(owner, ids + first)
             return self._store_rows(owner, ids + first, records)
 
     def _store_rows(self, owner: int, ids: Ids, records: Words) -> int:
@@ -237,7 +238,6 @@ class Missing:
         unset = ~part.bits[ids]
         if not unset.all():
             ids, records = ids[unset], records[unset]
-        self._memory.back_rows(owner, ids)
         self._space.named[owner].scatter_(ids, records)
         part.bits[ids] = True
         part.left -= len(ids)
@@ -279,6 +279,7 @@ class Missing:
                 if first < end:
                     records = words[base + first * width - low : base + end * width - low]
                     ids = np.arange(first, end)
+                    self._memory.back_rows(owner, ids[:1], len(ids))
                     stored += self._store_rows(owner, ids, records.reshape(end - first, width))
             return stored
 
