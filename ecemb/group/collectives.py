@@ -46,12 +46,6 @@ class Kind(enum.IntEnum):
     STATUS = 0
     VOTE = 1
     BARRIER = 2
-    REQUEST = 3
-    ANSWER = 4
-
-
-_NOTES = frozenset((Kind.STATUS, Kind.VOTE, Kind.BARRIER))
-"""Kinds of the rounds of a dissemination: they go over lines, where there are some."""
 
 
 class Transport(Waits):
@@ -269,8 +263,8 @@ class Transport(Waits):
         return work
 
     def _lines_for(self, tag: int) -> Lines | None:
-        """What carries a message instead of the group."""
-        return self.lines if (tag - 1) // MOST_ROUNDS % len(Kind) in _NOTES and tag < _EXCHANGES else None
+        """What carries a message instead of the group: one of the rounds of a dissemination."""
+        return self.lines if 0 < tag < _EXCHANGES else None
 
     def _noted(self, lines: Lines, words: Words, to: int, what: str, tag: int) -> None:
         self.sent_bytes += words.nbytes

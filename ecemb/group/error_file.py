@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..errors import PeerFailure
+
 _WRITING_S = 2.0  # time for the main thread to finish a file that it has begun
 _LATER_S = 3  # added to the time of an error that another rank caused, so that it does not count as the cause
 _FACTS = "ecemb"
@@ -32,6 +34,28 @@ def follows(error: _E, cause: str = "") -> _E:
     """
     error.__dict__["_ecemb_cause"] = cause
     return error
+
+
+def lost_peer(
+    rank: int, world_size: int, what: str, waited_s: float, timeout_s: float, error: Exception
+) -> PeerFailure:
+    """The error of a wait for another rank that has failed.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        what: names the wait.
+        waited_s: how long it took.
+        timeout_s: its deadline.
+        error: how it failed.
+    """
+    why = (str(error).splitlines() or [type(error).__name__])[0]
+    text = (
+        f"rank {rank} of {world_size} lost a peer in {what} after {waited_s:.1f} s (deadline {timeout_s:.0f} "
+        f"s): {why}; end this process, so that torchrun restarts the job from its arenas (or raise timeout=, "
+        f"if the peer is only slow)"
+    )
+    return follows(PeerFailure(text))
 
 
 def cause_of(error: BaseException) -> str | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import EcembError, NotEnoughSpace, PeerFailure
 from ..kernels.contract import Words
-from .error_file import follows
+from .error_file import lost_peer
 from .whereabouts import Whereabouts
 
 T = TypeVar("T")
@@ -67,13 +67,7 @@ class Waits:
 
     def failure(self, what: str, waited_s: float, error: Exception) -> PeerFailure:
         """The error of a wait that has failed."""
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        text = (
-            f"rank {self.rank} of {self.world_size} lost a peer in {what} after {waited_s:.1f} s "
-            f"(deadline {self._timeout_s:.0f} s): {why}; end this process, so that torchrun restarts the job "
-            f"from its arenas (or raise timeout=, if the peer is only slow)"
-        )
-        return follows(PeerFailure(text))
+        return lost_peer(self.rank, self.world_size, what, waited_s, self._timeout_s, error)
 
 
 class Fabric(Waits):

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..group.collectives import Transport
+from ..group.requests import Requests
+from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Kernels
 from ..local.rank_memory import RankMemory
 from .plan import RecoveryPlan
-from .serving import Serving
+from .serving import Serving, asking
+from .sources import holders
 from .stream import Arrivals
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -27,10 +29,9 @@ POISON = "ECEMB_POISON"
 """With this variable set, rows that are not there yet are NaN: a lookup that did not wait for them shows."""
 
 
-def concerned(plan: RecoveryPlan) -> list[int]:
-    """The ranks that lack or hold blocks to rebuild, ascending."""
-    holders = {rank for task in plan.rebuild for _, rank in task.sources}
-    return sorted(holders | set(plan.lost))
+def partners(plan: RecoveryPlan, rank: int) -> list[int]:
+    """The ranks that a rank asks while it is rebuilt, or that ask it, ascending."""
+    return holders(plan, rank) if rank in plan.lost else asking(plan, rank)
 
 
 class Background:
@@ -42,36 +43,39 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._transport: Transport | None = None
+        self._requests: Requests | None = None
         self._arrivals: Arrivals | None = None
         self._serving: Serving | None = None
         self.is_over = True
         self.at_end: Callable[[], None] = lambda: None
 
     def begin(
-        self, memory: RankMemory, transport: Transport | None, plan: RecoveryPlan, kernels: Kernels
+        self,
+        memory: RankMemory,
+        requests: Requests,
+        plan: RecoveryPlan,
+        kernels: Kernels,
+        whereabouts: Whereabouts,
     ) -> None:
         """Begins to ask, or to answer. All ranks, when all stand on the plan's transaction.
 
         Args:
             memory: this rank's: a survivor's, or a replacement's in state REBUILDING without rows and parity.
-            transport: of the ranks that are `concerned`, in this order; None on the others.
+            requests: connections with the `partners` of this rank.
             plan: the same on all ranks.
             kernels: do the arithmetic.
+            whereabouts: says that the thread that trains waits.
         """
-        self._transport, self.is_over = transport, False
-        if transport is None:
-            return
-        ranks = concerned(plan)
+        self._requests, self.is_over = requests, False
         if memory.rank in plan.lost:
             if os.environ.get(POISON):
                 memory.back_all()
                 memory.arena.region("rows")[:] = 0xFF
             on_whole = partial(_tell_whole, memory)
-            self._arrivals = Arrivals(memory, transport, ranks, kernels, plan, on_whole)
+            self._arrivals = Arrivals(memory, requests, kernels, plan, whereabouts, on_whole)
             self._arrivals.start()
         else:
-            self._serving = Serving(memory, transport, ranks, plan)
+            self._serving = Serving(memory, requests, plan)
             self._serving.start()
 
     @property
@@ -132,12 +136,14 @@ class Background:
             return
         self.is_over = True
         self.at_end()
-        for part in (self._arrivals, self._serving):
-            if part is not None:
-                part.close()
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self._requests is None:
+            return
+        parts = [part for part in (self._arrivals, self._serving) if part is not None]
+        for part in parts:
+            part.close()
+        self._requests.hang_up()
+        if all(part.close() for part in parts):  # else a thread may use the number of a socket once more
+            self._requests.close()
 
 
 def _tell_whole(memory: RankMemory) -> None:

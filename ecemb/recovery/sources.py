@@ -8,14 +8,14 @@ Must not know: the words that are missing, and the moment at which they may be s
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..errors import PeerFailure
-from ..group.collectives import Kind, Transport
 from ..group.error_file import follows
+from ..group.requests import Requests
 from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
 from .missing import CHUNK_WORDS
@@ -23,30 +23,29 @@ from .plan import RecoveryPlan
 from .rebuild import weights_of
 from .serving import ANSWER_WORDS, Answer, Request
 
-Wait = Callable[[], None]
 _MOST_SPARE = 32
 """Answers whose memory is kept for others."""
 
 
-@dataclasses.dataclass(frozen=True)
 class _Part:
-    """A request to all holders of a block, and the memory of their answers.
+    """A request to all holders of a block.
 
-    Attributes:
+    Args:
         block: the lost block.
         runs: of words that are asked for.
         width: words of a run.
-        answers: of the holders, in the order of the block's sources.
-        arrived: waits for the answers.
-        sent: waits for the requests.
+        what: names the wait for the answers.
+
+    Attributes:
+        is_here: whether all holders have answered.
+        found: uint64 [runs, width], new; None if a holder does not have them as of the transaction.
+        delay_ns: for how long a holder's training waited for a processor meanwhile, at most.
     """
 
-    block: int
-    runs: int
-    width: int
-    answers: Sequence[Words]
-    arrived: Sequence[Wait]
-    sent: Sequence[Wait]
+    def __init__(self, block: int, runs: int, width: int, what: str) -> None:
+        self.block, self.runs, self.width, self.what = block, runs, width, what
+        self.is_here, self.delay_ns = False, 0
+        self.found: Words | None = None
 
 
 class Asked:
@@ -71,54 +70,46 @@ class Asked:
         Raises:
             PeerFailure: a holder died, or refuses to answer.
         """
-        found = [(at, first, *self._sources.add_up(part)) for at, first, part in self._parts]
-        self.delay_ns = max((delay_ns for *_, delay_ns in found), default=0)
-        if len(found) == 1:
-            return found[0][2]
+        for *_, part in self._parts:
+            self._sources.take(part)
+        self.delay_ns = max((part.delay_ns for *_, part in self._parts), default=0)
+        if len(self._parts) == 1:
+            return self._parts[0][2].found
         words = np.empty(self._size, np.uint64)
-        for at, first, given, _ in found:
-            if given is None:
+        for at, first, part in self._parts:
+            if part.found is None:
                 return None
-            words[at : at + given.shape[0], first : first + given.shape[1]] = given
+            words[at : at + part.runs, first : first + part.width] = part.found
         return words
 
 
 class Sources:
-    """The holders of what one replacement rank lost.
+    """The holders of what one replacement rank lost. For one thread.
 
     Args:
         memory: this rank's.
-        transport: of a group that has this rank and the holders, for this purpose alone.
-        ranks: the job's ranks in the order of the group's.
+        requests: connections with the holders.
         kernels: add the blocks up.
         plan: the same on all ranks.
     """
 
-    def __init__(
-        self,
-        memory: RankMemory,
-        transport: Transport,
-        ranks: Sequence[int],
-        kernels: Kernels,
-        plan: RecoveryPlan,
-    ) -> None:
-        self._transport, self._ranks, self._kernels = transport, list(ranks), kernels
+    def __init__(self, memory: RankMemory, requests: Requests, kernels: Kernels, plan: RecoveryPlan) -> None:
+        self._rank, self._kernels = memory.rank, kernels
         self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
         self._weights = {block: weights_of(task, memory.geometry) for block, task in self._tasks.items()}
-        self._rank = memory.rank
+        self._holders = holders(plan, memory.rank)
+        self._dialogue = requests.dialogue(self._holders)
+        self._under_way = deque[_Part]()
         self._spare: list[Words] = []
 
     def ask(self, block: int, offsets: Ids, width: int, of: int) -> Asked:
-        """Asks for runs of words of one lost block. One thread asks, and waits for the answers in this order.
+        """Asks for runs of words of one lost block. The next wait for an answer sends what was asked.
 
         Args:
             block: number of the block in its stripe: data 0..k-1, parity k..n-1.
             offsets: int64 [m], where each run begins, counted from the block's start; read.
             width: words of a run.
             of: the transaction as of which the words are wanted.
-
-        Raises:
-            PeerFailure: a holder died.
         """
         rows, wide = max(1, CHUNK_WORDS // max(1, width)), min(width, CHUNK_WORDS)
         parts = [
@@ -128,59 +119,59 @@ class Sources:
         ]
         return Asked(self, len(offsets), width, parts)
 
+    def take(self, part: _Part) -> None:
+        """Waits for the answers to a part, and to all that was asked before it."""
+        while not part.is_here:
+            self._receive(self._under_way.popleft())
+
     def end(self) -> None:
-        """Says to all holders that this rank asks no more.
+        """Says to all holders that this rank asks no more, once all that it asked for is here.
 
         Raises:
             PeerFailure: a holder died.
         """
-        holders = {rank for task in self._tasks.values() for _, rank in task.sources}
-        for wait in [self._say(Request().words, rank, "the end of a rebuild") for rank in sorted(holders)]:
-            wait()
+        while self._under_way:
+            self._receive(self._under_way.popleft())
+        for rank in self._holders:
+            self._dialogue.say(Request().words, rank)
+        self._dialogue.hear({}, "the end of a rebuild")
 
     def _part(self, block: int, offsets: Ids, of: int, width: int) -> _Part:
         """Asks all holders for a part that fits a request."""
         task = self._tasks[block]
         what = f"asking for block {block} of stripe class {task.stripe_class}"
-        runs, size = len(offsets), ANSWER_WORDS + len(offsets) * width
-        answers = [self._room(size) for _ in task.sources]
-        arrived, sent = list[Wait](), list[Wait]()
-        for (other, rank), answer in zip(task.sources, answers, strict=True):
-            request = Request(task.stripe_class, other, of, width, runs, int(offsets[0]))
-            sent.append(self._say(request.words, rank, what))
-            if runs > 1:
-                sent.append(self._say(offsets.view(np.uint64), rank, what))
-            arrived.append(self._expect(answer, rank, what))
-        return _Part(block, runs, width, answers, arrived, sent)
+        part = _Part(block, len(offsets), width, what)
+        for other, rank in task.sources:
+            request = Request(task.stripe_class, other, of, width, len(offsets), int(offsets[0]))
+            self._dialogue.say(request.words, rank)
+            if len(offsets) > 1:
+                self._dialogue.say(offsets.view(np.uint64), rank)
+        self._under_way.append(part)
+        return part
+
+    def _receive(self, part: _Part) -> None:
+        """Receives the next answers of the holders of a part, and adds them up."""
+        sources, size = self._tasks[part.block].sources, part.runs * part.width
+        heads = {rank: np.empty(ANSWER_WORDS, np.uint64) for _, rank in sources}
+        self._dialogue.hear(heads, part.what)
+        part.delay_ns = max(int(head[1]) for head in heads.values())
+        words = {rank: self._room(size) for rank, head in heads.items() if self._gives(head, rank)}
+        self._dialogue.hear(words, part.what)
+        if len(words) == len(sources):
+            total, weights = np.empty(size, np.uint64), self._weights[part.block].reshape(1, -1)
+            self._kernels.dot([words[rank] for _, rank in sources], weights, [total])
+            part.found = total.reshape(part.runs, part.width)
+        if size >= CHUNK_WORDS // 2:
+            self._spare += list(words.values())[: _MOST_SPARE - len(self._spare)]
+        part.is_here = True
 
     def _room(self, size: int) -> Words:
-        """Memory of an answer, uint64 [size], of any content."""
+        """Memory for words, uint64 [size], of any content."""
         found = self._spare.pop() if self._spare else np.empty(0, np.uint64)
         return (found if len(found) >= size else np.empty(size, np.uint64))[:size]
 
-    def add_up(self, part: _Part) -> tuple[Words | None, int]:
-        """Waits for a part, and adds it up; see `Asked.wait`."""
-        for wait in part.arrived:
-            wait()
-        sources = self._tasks[part.block].sources
-        delay_ns = max(int(answer[1]) for answer in part.answers)
-        given = [
-            self._answer(head, rank) == Answer.GIVEN
-            for head, (_, rank) in zip(part.answers, sources, strict=True)
-        ]
-        for wait in part.sent:  # a holder that refuses may not have received all
-            wait()
-        total = None
-        if all(given):
-            total = np.empty(part.runs * part.width, np.uint64)
-            blocks = [answer[ANSWER_WORDS:] for answer in part.answers]
-            self._kernels.dot(blocks, self._weights[part.block].reshape(1, -1), [total])
-            total = total.reshape(part.runs, part.width)
-        large = [answer for answer in part.answers if len(answer) >= CHUNK_WORDS // 2]
-        self._spare += large[: _MOST_SPARE - len(self._spare)]
-        return total, delay_ns
-
-    def _answer(self, head: Words, rank: int) -> Answer:
+    def _gives(self, head: Words, rank: int) -> bool:
+        """Whether words follow the head of an answer."""
         answer = int(head[0])
         if answer == Answer.REFUSED:
             text = f"rank {rank} refuses to give rank {self._rank} what it lacks: see the log of rank {rank}"
@@ -191,13 +182,9 @@ class Sources:
                 f"{int(Answer.REFUSED)}: the network is damaged, or the ranks run different versions of "
                 f"ecemb; restart the job"
             )
-        return Answer(answer)
+        return answer == Answer.GIVEN
 
-    def _say(self, words: Words, rank: int, what: str) -> Callable[[], None]:
-        tag = self._transport.tag(Kind.REQUEST, 0)
-        return self._transport.send(words, self._ranks.index(rank), what, tag)
 
-    def _expect(self, words: Words, rank: int, what: str) -> Callable[[], None]:
-        return self._transport.expect(
-            words, self._ranks.index(rank), what, self._transport.tag(Kind.ANSWER, 0)
-        )
+def holders(plan: RecoveryPlan, rank: int) -> list[int]:
+    """The ranks that hold what a replacement rank lost, ascending."""
+    return sorted({holder for task in plan.rebuild if task.rank == rank for _, holder in task.sources})

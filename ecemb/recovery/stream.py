@@ -10,13 +10,12 @@ Must not know: the ranks that hold the bytes, and the state of the arena.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,8 @@ import numpy as np
 
 from ..coding.rows import WORD_BYTES
 from ..errors import PeerFailure, UndeclaredWrite
-from ..group.collectives import Transport
+from ..group.requests import Requests
+from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
 from .delays import Delays
@@ -92,25 +92,25 @@ class Arrivals:
 
     Args:
         memory: this rank's; its rows and parity are written by a thread of this object.
-        transport: of a group that has this rank and the holders, for this purpose alone.
-        ranks: the job's ranks in the order of the group's.
+        requests: connections with the holders.
         kernels: add blocks up.
         plan: the same on all ranks.
+        whereabouts: says that the thread that trains waits.
         on_whole: called once, by the thread, when all rows and all parity are there.
     """
 
     def __init__(
         self,
         memory: RankMemory,
-        transport: Transport,
-        ranks: Sequence[int],
+        requests: Requests,
         kernels: Kernels,
         plan: RecoveryPlan,
+        whereabouts: Whereabouts,
         on_whole: Callable[[], None],
     ) -> None:
-        self._memory, self._transport, self._on_whole = memory, transport, on_whole
+        self._memory, self._whereabouts, self._on_whole = memory, whereabouts, on_whole
         self._missing = Missing(memory)
-        self._sources = Sources(memory, transport, ranks, kernels, plan)
+        self._sources = Sources(memory, requests, kernels, plan)
         self._flights = deque[_Flight]()
         self._changed = threading.Condition()  # held by stores, and for all that follows
         self._wishes = deque[_Wish]()
@@ -247,22 +247,26 @@ class Arrivals:
             "waited_by_table_s": self._waited_by_table_s,
         }
 
-    def close(self, wait_s: float = 1.0) -> None:
+    def close(self, wait_s: float = 1.0) -> bool:
         """Asks no more. What has not arrived stays missing.
 
         Args:
             wait_s: seconds to wait for the thread, which may be waiting for a holder.
+
+        Returns:
+            Whether it has ended.
         """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> float:
         """Waits until something is there; for how long, in seconds."""
         began_s, left = time.monotonic(), self._missing.bytes_left
-        with self._changed, self._transport.whereabouts.waiting():
+        with self._changed, self._whereabouts.waiting():
             while not is_met():
                 if self._is_over:
                     raise self._error or PeerFailure(
@@ -291,7 +295,7 @@ class Arrivals:
             self._say_end()
             self._is_whole = True
         except _Closed:
-            self._end_early()
+            self._say_end()
         except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
             self._error = error
         self._delays.close()
@@ -299,13 +303,6 @@ class Arrivals:
             self._ended_s = time.monotonic()
             self._is_over = True
             self._changed.notify_all()
-
-    def _end_early(self) -> None:
-        """Lets what is under way arrive, as holders wait until it is sent, and asks no more."""
-        with contextlib.suppress(PeerFailure):
-            for flight in self._flights:
-                flight.asked.wait()
-        self._say_end()
 
     def _say_end(self) -> None:
         try:

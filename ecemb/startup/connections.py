@@ -1,7 +1,8 @@
-"""The process groups that ecemb makes for itself, beside the training's own.
+"""The connections that ecemb makes for itself, beside the training's own.
 
-Owns their creation, with the session's deadline: the control group, which carries every collective of the
-protocol, and the fabric, which carries deltas where `parity_backend` asks for one. Both are collective calls.
+Owns their creation, with the session's deadline: the control group and its lines, which carry the collectives
+of the protocol; the streams, or the fabric that `parity_backend` asks for, which carry deltas; and those over
+which ranks ask for what they lost. All are collective calls.
 
 A gloo device is a thread that looks for messages a hundred times a second, also while there are none. The
 control group uses that of the training, where there is one.
@@ -25,8 +26,9 @@ from ..group.fabric import Fabric
 from ..group.handshake import Listener, Peer, connect
 from ..group.lines import Lines
 from ..group.links import Link, neighbours
+from ..group.requests import Requests
 from ..group.streams import Streams
-from ..recovery.background import concerned
+from ..recovery.background import partners
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from .request import ParityBackend
@@ -107,18 +109,14 @@ def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout:
     return gloo(store, rank, world_size, options)
 
 
-def rebuild_group(session: Session, plan: RecoveryPlan) -> Transport | None:
-    """A gloo group of the ranks that a rebuild in the background concerns; None on others. All ranks."""
-    ranks = concerned(plan)
-    patience = datetime.timedelta(seconds=session.patience_s)
-    group = cast("dist.ProcessGroup", dist.new_group(ranks=ranks, backend="gloo", timeout=patience))
-    if session.rank not in ranks:
-        return None
+def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Requests:
+    """This rank's connections for a rebuild beside training. All ranks."""
+    links = _links(session, transport, partners(plan, session.rank), b"requests")
     # A holder may get no request while other blocks are rebuilt; the failure detector knows which rank died.
-    patience_s = session.patience_s if session.rank in plan.lost else _WHOLE_REBUILD_S
-    transport = Transport(group, patience_s)
-    transport.whereabouts = session.whereabouts
-    return transport
+    timeout_s = session.patience_s if session.rank in plan.lost else _WHOLE_REBUILD_S
+    made = Requests(links, session.rank, session.world_size, timeout_s)
+    transport.barrier("connecting for a rebuild")  # a request could be taken for a part of a handshake
+    return made
 
 
 def fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:

@@ -44,7 +44,7 @@ from ..state import rank_state as rank_states
 from ..state.optimizers import NamedOptimizers
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
-from .connections import control_group, fabric, rebuild_group, streams
+from .connections import control_group, fabric, requests, streams
 from .create import Start, begin, claim_or_create
 from .former import is_former
 from .history import shared_history
@@ -219,7 +219,8 @@ def _recover(
         )
         if in_background:
             with start.watch.phase("connect"):
-                background.begin(memory, rebuild_group(start.session, plan), plan, kernels)
+                partners = requests(start.session, transport, plan)
+                background.begin(memory, partners, plan, kernels, start.session.whereabouts)
             with start.watch.phase("rebuild"):
                 _fetch_first(memory, tables, background, putter)
         with start.watch.phase("restore"):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,46 +14,23 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.group.channels import Lost
-from ecemb.group.links import Link, keep
 from ecemb.group.streams import Streams
+from support.linked import linked, together
 from support.processes import DEADLINE_S
 
 Words = NDArray[np.uint64]
 LARGE = 1 << 18  # words: more than sockets hold
 
 
-def connected() -> tuple[socket.socket, socket.socket]:
-    """The ends of a connection. Sockets of other families drop nothing unread."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    return keep(one), keep(other)
-
-
 @contextmanager
 def mesh(size: int, timeout_s: float = DEADLINE_S) -> Iterator[list[Streams]]:
     """Ranks of which each is linked with each other one."""
-    links: list[list[Link]] = [[] for _ in range(size)]
-    for i in range(size):
-        for j in range(i):
-            one, other = connected()
-            links[i].append(Link(j, one))
-            links[j].append(Link(i, other))
-    streams = [Streams(one, timeout_s) for one in links]
+    streams = [Streams(one, timeout_s) for one in linked(size)]
     try:
         yield streams
     finally:
         for one in streams:
             one.close()
-
-
-def together(size: int, run: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
 
 
 def swapped(streams: Streams, send: Mapping[int, Words], sources: Sequence[int]) -> dict[int, Words]:

@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from ecemb.arena.backing import Backing, promised
 from ecemb.arena.scan import Directory
 from ecemb.errors import InconsistentArenas, PeerFailure
-from ecemb.group.collectives import Kind, Transport
+from ecemb.group.collectives import Transport
+from ecemb.group.whereabouts import Whereabouts
 from ecemb.kernels.contract import get_kernels
 from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import missing, serving, sources
+from ecemb.recovery.background import Background
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.serving import ANSWER_WORDS, Answer, Request, Serving
 from ecemb.recovery.stream import Arrivals
@@ -46,10 +48,10 @@ Found = tuple[Words, dict[int, Words], dict[str, Any]]
 """A rank's row space without the rank state's record; its parity; facts of the stream."""
 
 
-def opened(timeout_s: float = DEADLINE_S) -> Transport:
+def opened() -> Transport:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    return Transport(group, timeout_s)
+    return Transport(group, DEADLINE_S)
 
 
 class Worker:
@@ -64,7 +66,7 @@ class Worker:
 
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
-        self.control, self.wires = opened(), opened(timeout_s)
+        self.control = opened()
         self.control.streams = connections.streams(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
@@ -89,13 +91,14 @@ class Worker:
         self.control.barrier("the plan")
         self.whole: list[int] = []
         self.arrivals = self.serving = None
-        ranks = range(job.size)
+        self.requests = requests = connections.requests(session_of(), self.control, self.plan)
         if self.number in lost:
+            requests.timeout_s = timeout_s
             _lose(self.memory)
-            self.arrivals = Arrivals(self.memory, self.wires, ranks, kernels, self.plan, self._be_whole)
+            self.arrivals = Arrivals(self.memory, requests, kernels, self.plan, Whereabouts(), self._be_whole)
             self.arrivals.start()
         else:
-            self.serving = Serving(self.memory, self.wires, ranks, self.plan)
+            self.serving = Serving(self.memory, requests, self.plan)
             self.serving.start()
 
     def _be_whole(self) -> None:
@@ -265,6 +268,39 @@ def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
     assert run_ranks(2, ask_again, tmp_path, two(seed)) == [3, 0]
 
 
+def read_for_long(folder: Path, job: Job) -> list[bool]:
+    """Rank 1 ends while its answer is not read yet; whether its socket is open then, and after that."""
+    begun, may_end, read = threading.Event(), threading.Event(), AsOf.read
+
+    def reads(self: AsOf, *arguments: Any) -> bool:
+        begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return read(self, *arguments)
+
+    found: list[bool] = []
+    with mock.patch.object(AsOf, "read", reads):
+        worker = Worker(folder, job, (0,))
+        if worker.serving is not None:
+            background = Background()
+            background._requests, background._serving = worker.requests, worker.serving
+            background.is_over = False
+            assert begun.wait(DEADLINE_S)
+            background.end()
+            found.append(worker.requests._sockets[0].fileno() >= 0)
+            may_end.set()
+            found.append(worker.serving.close(DEADLINE_S))
+        else:
+            with pytest.raises(PeerFailure):
+                worker.ensure_state()
+        worker.close()
+    return found
+
+
+def test_a_socket_lasts_as_long_as_the_thread_that_may_use_it(tmp_path: Path, seed: int) -> None:
+    """The next connection, which may be another part's, would get its number."""
+    assert run_ranks(2, read_for_long, tmp_path, two(seed)) == [[], [True, True]]
+
+
 Meddle = Callable[[Arrivals, Words | None], Words | None]
 
 
@@ -388,13 +424,12 @@ def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
     """Rank 0 sends a request of its own making; returns the answer."""
     with mock.patch.object(Arrivals, "start"):
         worker = Worker(folder, job, (0,))
-    answer = np.zeros(ANSWER_WORDS + 2, np.uint64)  # two words are asked for at most
+    answer = np.zeros(ANSWER_WORDS, np.uint64)
     if worker.serving is None:
-        wires = worker.wires
+        dialogue = worker.requests.dialogue([1])
         for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
-            if len(words):
-                wires.send(words, 1, "the test", wires.tag(Kind.REQUEST, 0))()
-        wires.expect(answer, 1, "the test", wires.tag(Kind.ANSWER, 0))()
+            dialogue.say(words, 1)
+        dialogue.hear({1: answer}, "the test")
     else:
         worker.serving.close(DEADLINE_S)
         assert "ecemb-serve-0" not in [thread.name for thread in threading.enumerate()]
@@ -465,9 +500,9 @@ def mislead(folder: Path, job: Job, answer: int | None) -> str:
             worker.arrivals.pause()
         raised = str(error.value)
     elif answer is not None:
-        wires = worker.wires
-        words = np.array([answer, 0], np.uint64)
-        wires.send(words, 0, "the test", wires.tag(Kind.ANSWER, 0))()
+        dialogue = worker.requests.dialogue([0])
+        dialogue.say(np.array([answer, 0], np.uint64), 0)
+        dialogue.hear({}, "the test")
     worker.control.barrier("the end")
     return raised
 
