@@ -63,6 +63,24 @@ def emptied(memory: RankMemory) -> tuple[Words, dict[int, Words]]:
     return rows, parity
 
 
+def test_all_rows_of_a_span_are_backed_before_they_are_written(memory: RankMemory) -> None:
+    """Of each column, whether or not some of the rows are there."""
+    backed, space = set[int](), memory.space
+
+    def ensure(_: str, starts: NDArray[np.int64], size_bytes: int) -> None:
+        for start in starts.tolist():
+            backed.update(range(start, start + size_bytes))
+
+    with mock.patch.object(memory, "_backing", mock.Mock(ensure=ensure)):
+        missing, rows = Missing(memory), rows_of(space)
+        for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
+            missing.store_span_(block, 0, rows[low:high])
+    for owner in {owner for owner, _ in space.owners}:
+        table = space.named[owner]
+        for start, column in zip(table.starts, table.columns, strict=True):
+            assert backed.issuperset(range(start, start + column.size)), table.layout.name
+
+
 def every_chunk(missing: Missing, rows: Words, parity: dict[int, Words]) -> Iterator[Chunk]:
     """All chunks; each is stored when the next one is asked for."""
     bounds = missing._space.bounds  # pyright: ignore[reportPrivateUsage]
