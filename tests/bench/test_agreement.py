@@ -22,10 +22,18 @@ ANSWER: dict[str, Any] = {
 }
 
 
+def taking(ms: float) -> list[dict[str, Any]]:
+    """The answers of two ranks that take this in a transaction, in the mean."""
+    return [
+        ANSWER | {"rank": rank, "cpu_s": {"status": share * ms / 1000, "agree": share * ms / 1000}}
+        for rank, share in enumerate((0.75, 1.25))
+    ]
+
+
 def test_real_ranks_agree_at_the_end_of_a_window_alone() -> None:
     scale = dataclasses.replace(QUICK, ranks=(5,), transactions=2)
     answers = agreement.count(scale, 5, seed=1)
-    rows = list(agreement.counted(answers, 5))
+    rows = list(agreement.counted([answers], 5))
     values = {row.metric: row for row in rows}
     assert values["agreement_messages_inside"].high == 0
     assert values["agreement_messages_per_transaction"].low >= CODE.n - 1
@@ -34,14 +42,22 @@ def test_real_ranks_agree_at_the_end_of_a_window_alone() -> None:
 
 
 def test_messages_and_time_of_a_transaction() -> None:
-    rows = {
-        (row.metric, row.labels.get("phase")): row
-        for row in agreement.counted([ANSWER, ANSWER | {"rank": 1}], 2)
-    }
+    rounds = [taking(2), taking(4), taking(6)]
+    rows = {(row.metric, row.labels.get("phase")): row for row in agreement.counted(rounds, 2)}
     assert rows["agreement_messages_per_transaction", None].value == 9
     assert rows["agreement_messages_inside", None].value == 0
     assert rows["agreement_bytes_per_transaction", "exchange"].value == 900
-    assert rows["agreement_cpu_ms", None].value == pytest.approx(3)
+    assert (cpu := rows["agreement_cpu_ms", None]).value == pytest.approx(4)
+    assert (cpu.low, cpu.high) == pytest.approx((2, 6))
+
+
+def test_numbers_of_ranks_are_compared_round_by_round() -> None:
+    assert not list(agreement.compared({16: [taking(2)]}))
+    (over,) = agreement.compared(
+        {16: [taking(2), taking(4), taking(1)], 64: [taking(4), taking(4), taking(3)]}
+    )
+    assert (over.low, over.value, over.high) == pytest.approx((1, 2, 3))
+    assert over.labels == {"ranks": 64, "than": 16}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +91,6 @@ def test_more_ranks_follow_from_those_that_were_run(
         rows.append(once("agreement_cpu_ms", "ms", 0.5 + 0.02 * sent, ranks=ranks))
     found = list(agreement.modelled(rows))
     values = {(row.metric, row.labels.get("ranks")): row for row in found}
-    over = (0.5 + 0.02 * messages[64]) / (0.5 + 0.02 * messages[16])
-    assert values["agreement_cpu_over", 64].value == pytest.approx(over)
     assert values["agreement_cpu_fixed_ms", None].value == pytest.approx(0.5)
     assert values["agreement_cpu_us_per_message", None].value == pytest.approx(20)
     assert {row.labels["law"] for row in found if "law" in row.labels} == ({law} if law else set())

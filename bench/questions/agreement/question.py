@@ -2,7 +2,8 @@
 
 Real ranks, one process each, forked from one server that has imported everything, train windows of two steps
 with the code (4, 3) on tiny tables. ecemb's calls of torch.distributed are counted in the processes
-themselves.
+themselves. The numbers of ranks take turns, ascending and descending, so that a change of the machine's speed
+meets all of them.
 
 - `agreement_messages_per_transaction`: messages that a rank sends for protection in one transaction: what the
   ranks say to one another, and the sizes and the deltas for the n - 1 ranks that keep a rank's parity.
@@ -12,12 +13,14 @@ themselves.
 - `agreement_cpu_ms`: processor time of a rank in one transaction in the phases that speak to other ranks, and
   in the threads that send and receive for them, by their own clocks, less what these take in as much time
   when no rank sends (gloo looks for messages a hundred times a second, as it does for the training). So ranks
-  that share cores, and wait, pay no more than others. Low and high are over the ranks.
+  that share cores, and wait, pay no more than others. It is the mean of the ranks; low and high are over the
+  rounds.
 - `agreement_cpu_fixed_ms`, `agreement_cpu_us_per_message`: the straight line through these, by messages.
 - `agreement_messages_modelled`, `agreement_cpu_modelled_ms`: of more ranks than were run: a line through the
   messages by `law`, whichever fits the ranks that were run exactly, and the time of as many messages by
   the line above. `log2`: a number for each doubling of the ranks. `linear`: a number for each rank.
-- `agreement_cpu_over`: processor time with 64 ranks over that with 16.
+- `agreement_cpu_over`: processor time with 64 ranks over that with 16, in each round; median, least and most
+  of the rounds. Six of them have the true median between least and most with a probability of 97 %.
 
 Parity has to fit all rows afterwards, and all messages have to be counted.
 """
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +40,9 @@ from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, s
 from bench.questions.agreement.rank import Order, work
 from bench.workloads.table_training import answers_of
 from ecemb.coding.code import Code
+
+Answers = Sequence[Mapping[str, Any]]
+"""The reports of all ranks, in their order."""
 
 CODE = Code(4, 3)
 MODELLED_RANKS = (256, 1024, 4096)
@@ -56,7 +63,8 @@ class Scale:
         ranks: How many there are, ascending.
         rows: Of the table on each.
         batch: Samples a rank takes in a step.
-        transactions: That are measured.
+        transactions: That are measured in a round.
+        rounds: How often all numbers of ranks take their turn.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
     """
@@ -65,12 +73,13 @@ class Scale:
     rows: int = 200
     batch: int = 50
     transactions: int = 20
+    rounds: int = 6
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1200.0
 
 
 FULL = Scale()
-QUICK = Scale(ranks=(4, 5, 8), transactions=3, timeout_s=280.0)
+QUICK = Scale(ranks=(4, 5, 8), transactions=3, rounds=1, timeout_s=280.0)
 
 
 def run(arguments: Arguments) -> list[Row]:
@@ -78,12 +87,15 @@ def run(arguments: Arguments) -> list[Row]:
     scale = QUICK if arguments.quick else FULL
     if arguments.setting:
         scale = replace(scale, ranks=(int(arguments.setting),))
-    counts = {ranks: count(scale, ranks, arguments.seed) for ranks in scale.ranks}
-    rows = [row for ranks, answers in counts.items() for row in counted(answers, ranks)]
-    return by_metric([*rows, *modelled(rows)])
+    rounds: dict[int, list[Answers]] = {ranks: [] for ranks in scale.ranks}
+    for number in range(scale.rounds):
+        for ranks in scale.ranks[:: -1 if number % 2 else 1]:
+            rounds[ranks].append(count(scale, ranks, arguments.seed + number))
+    rows = [row for ranks, answers in rounds.items() for row in counted(answers, ranks)]
+    return by_metric([*rows, *compared(rounds), *modelled(rows)])
 
 
-def count(scale: Scale, ranks: int, seed: int) -> list[dict[str, Any]]:
+def count(scale: Scale, ranks: int, seed: int) -> Answers:
     """Trains on this number of ranks.
 
     Returns:
@@ -109,7 +121,7 @@ def count(scale: Scale, ranks: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def check(answers: Sequence[Mapping[str, Any]]) -> None:
+def check(answers: Answers) -> None:
     """Looks for what has to be there.
 
     Raises:
@@ -129,8 +141,9 @@ def messages_of(step: Mapping[str, Sequence[int]]) -> int:
     return sum(messages for messages, _ in step.values())
 
 
-def counted(answers: Sequence[Mapping[str, Any]], ranks: int) -> Iterator[Row]:
+def counted(rounds: Sequence[Answers], ranks: int) -> Iterator[Row]:
     """Returns what was counted on this number of ranks."""
+    answers = [answer for of_round in rounds for answer in of_round]
     transactions = len(answers[0]["ends"])
     for metric, steps in (
         ("agreement_messages_per_transaction", "ends"),
@@ -143,19 +156,27 @@ def counted(answers: Sequence[Mapping[str, Any]], ranks: int) -> Iterator[Row]:
             sum(step.get(phase, (0, 0))[1] for step in answer["ends"]) / transactions for answer in answers
         ]
         yield summary("agreement_bytes_per_transaction", "bytes", each, ranks=ranks, phase=phase)
-    cpu = [1000 * sum(answer["cpu_s"].values()) / transactions for answer in answers]
-    yield Row(
-        "agreement_cpu_ms", sum(cpu) / len(cpu), "ms", min(cpu), max(cpu), transactions, {"ranks": ranks}
-    )
+    yield summary("agreement_cpu_ms", "ms", [cpu_ms(of_round) for of_round in rounds], ranks=ranks)
+
+
+def cpu_ms(answers: Answers) -> float:
+    """Processor time of a transaction, the mean of the ranks."""
+    spent_s = statistics.fmean(sum(answer["cpu_s"].values()) for answer in answers)
+    return 1000 * spent_s / len(answers[0]["ends"])
+
+
+def compared(rounds: Mapping[int, Sequence[Answers]]) -> Iterator[Row]:
+    """Returns how processor time grows with the ranks, if both numbers were run."""
+    many, few = COMPARED
+    if many in rounds and few in rounds:
+        each = [cpu_ms(one) / cpu_ms(other) for one, other in zip(rounds[many], rounds[few], strict=True)]
+        yield summary("agreement_cpu_over", "ratio", each, ranks=many, than=few)
 
 
 def modelled(rows: Sequence[Row]) -> Iterator[Row]:
     """Returns lines through what was counted, and what they say of more ranks."""
     messages = of(rows, "agreement_messages_per_transaction")
     cpu = of(rows, "agreement_cpu_ms")
-    if all(ranks in cpu for ranks in COMPARED):
-        many, few = COMPARED
-        yield once("agreement_cpu_over", "ratio", cpu[many] / cpu[few], ranks=many, than=few)
     if len(cpu) < len(LAWS) + 1:
         return
     per_message, fixed = np.polyfit([messages[ranks] for ranks in cpu], [*cpu.values()], 1)
