@@ -32,7 +32,8 @@ def taking(ms: float) -> list[dict[str, Any]]:
 
 def test_real_ranks_agree_at_the_end_of_a_window_alone() -> None:
     scale = dataclasses.replace(QUICK, ranks=(5,), transactions=2)
-    answers = agreement.count(scale, 5, seed=1)
+    answers = agreement.count(scale, 5, seed=1, jobs=2)
+    assert [answer["rank"] for answer in answers] == [*range(5), *range(5)]
     rows = list(agreement.counted([answers], 5))
     values = {row.metric: row for row in rows}
     assert values["agreement_messages_inside"].high == 0
@@ -51,13 +52,15 @@ def test_messages_and_time_of_a_transaction() -> None:
     assert (cpu.low, cpu.high) == pytest.approx((2, 6))
 
 
-def test_numbers_of_ranks_are_compared_round_by_round() -> None:
-    assert not list(agreement.compared({16: [taking(2)]}))
-    (over,) = agreement.compared(
-        {16: [taking(2), taking(4), taking(1)], 64: [taking(4), taking(4), taking(3)]}
-    )
+def test_numbers_of_ranks_are_compared_round_by_round_alone_and_beside_other_jobs() -> None:
+    few, many = [taking(2), taking(4), taking(1)], [taking(4), taking(4), taking(3)]
+    assert not list(agreement.compared({(16, 1): few}))
+    (over,) = agreement.compared({(16, 1): few, (64, 1): many})
     assert (over.low, over.value, over.high) == pytest.approx((1, 2, 3))
-    assert over.labels == {"ranks": 64, "than": 16}
+    assert over.labels == {"ranks": 64, "than": 16, "jobs": 1}
+    _, crowded, beside = agreement.compared({(16, 1): few, (64, 1): many, (16, 4): many})
+    assert (crowded.low, crowded.value, crowded.high) == pytest.approx((3, 4, 4))
+    assert (beside.value, beside.labels["jobs"]) == (pytest.approx(1), 4)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,11 @@ meets all of them.
 - `agreement_messages_modelled`, `agreement_cpu_modelled_ms`: of more ranks than were run: a line through the
   messages by `law`, whichever fits the ranks that were run exactly, and the time of as many messages by
   the line above. `log2`: a number for each doubling of the ranks. `linear`: a number for each rank.
+- `agreement_cpu_crowded_ms`: processor time with 16 ranks while 4 `jobs` of 16 ranks train side by side, in
+  64 processes. More processes on a processor find colder caches, whatever they run.
 - `agreement_cpu_over`: processor time with 64 ranks over that with 16, in each round; median, least and most
-  of the rounds. Six of them have the true median between least and most with a probability of 97 %.
+  of the rounds. Six of them have the true median between least and most with a probability of 97 %. With one
+  of the `jobs` at a time, caches that are colder count; with 4, it is what more ranks cost by themselves.
 
 Parity has to fit all rows afterwards, and all messages have to be counted.
 """
@@ -30,15 +33,18 @@ from __future__ import annotations
 import math
 import secrets
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, summary
 from bench.questions.agreement.rank import Order, work
-from bench.workloads.table_training import answers_of
 from ecemb.coding.code import Code
 
 Answers = Sequence[Mapping[str, Any]]
@@ -87,38 +93,54 @@ def run(arguments: Arguments) -> list[Row]:
     scale = QUICK if arguments.quick else FULL
     if arguments.setting:
         scale = replace(scale, ranks=(int(arguments.setting),))
-    rounds: dict[int, list[Answers]] = {ranks: [] for ranks in scale.ranks}
+    many, few = COMPARED
+    launches = [(ranks, 1) for ranks in scale.ranks]
+    if {many, few} <= set(scale.ranks):
+        launches.append((few, many // few))
+    rounds: dict[tuple[int, int], list[Answers]] = {launch: [] for launch in launches}
     for number in range(scale.rounds):
-        for ranks in scale.ranks[:: -1 if number % 2 else 1]:
-            rounds[ranks].append(count(scale, ranks, arguments.seed + number))
-    rows = [row for ranks, answers in rounds.items() for row in counted(answers, ranks)]
+        for ranks, jobs in launches[:: -1 if number % 2 else 1]:
+            rounds[ranks, jobs].append(count(scale, ranks, arguments.seed + number, jobs))
+    alone = {ranks: answers for (ranks, jobs), answers in rounds.items() if jobs == 1}
+    rows = [row for ranks, answers in alone.items() for row in counted(answers, ranks)]
     return by_metric([*rows, *compared(rounds), *modelled(rows)])
 
 
-def count(scale: Scale, ranks: int, seed: int) -> Answers:
-    """Trains on this number of ranks.
+def count(scale: Scale, ranks: int, seed: int, jobs: int = 1) -> Answers:
+    """Trains on this number of ranks, in one job or in several side by side.
 
     Returns:
-        The report of each rank, in their order.
+        The report of each rank, in their order, job by job.
 
     Raises:
         WrongResult: Messages were not counted, or parity doesn't fit.
         RankFailed: A rank failed.
     """
-    order = Order(
-        job=f"bench-agreement-{secrets.token_hex(4)}",
-        arena_dir=scale.arena_dir,
-        n=CODE.n,
-        k=CODE.k,
-        rows=scale.rows,
-        batch=scale.batch,
-        transactions=scale.transactions,
-        seed=seed,
-        timeout_s=scale.timeout_s,
-    )
-    found = answers_of(ranks, work, order)
-    check(found)
-    return found
+    answers: list[Mapping[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as meeting, ExitStack() as stack:
+        running: list[Ranks] = []
+        for number in range(jobs):
+            order = Order(
+                job=f"bench-agreement-{secrets.token_hex(4)}",
+                arena_dir=scale.arena_dir,
+                n=CODE.n,
+                k=CODE.k,
+                rows=scale.rows,
+                batch=scale.batch,
+                transactions=scale.transactions,
+                seed=seed + number,
+                timeout_s=scale.timeout_s,
+                meeting=Path(meeting),
+                jobs=jobs,
+            )
+            stack.enter_context(order.leaving_nothing())
+            running.append(stack.enter_context(Ranks(ranks, work, order, deadline_s=scale.timeout_s)))
+        for job in running:
+            found = sorted(job.answers(), key=lambda answer: answer["rank"])
+            job.finished()
+            check(found)
+            answers += found
+    return answers
 
 
 def check(answers: Answers) -> None:
@@ -165,12 +187,21 @@ def cpu_ms(answers: Answers) -> float:
     return 1000 * spent_s / len(answers[0]["ends"])
 
 
-def compared(rounds: Mapping[int, Sequence[Answers]]) -> Iterator[Row]:
-    """Returns how processor time grows with the ranks, if both numbers were run."""
+def compared(rounds: Mapping[tuple[int, int], Sequence[Answers]]) -> Iterator[Row]:
+    """Returns how processor time grows with the ranks, if both numbers were run.
+
+    Args:
+        rounds: By number of ranks, and of jobs side by side.
+    """
     many, few = COMPARED
-    if many in rounds and few in rounds:
-        each = [cpu_ms(one) / cpu_ms(other) for one, other in zip(rounds[many], rounds[few], strict=True)]
-        yield summary("agreement_cpu_over", "ratio", each, ranks=many, than=few)
+    for ranks, jobs in rounds:
+        if ranks != few or (many, 1) not in rounds:
+            continue
+        spent = [cpu_ms(answers) for answers in rounds[few, jobs]]
+        if jobs > 1:
+            yield summary("agreement_cpu_crowded_ms", "ms", spent, ranks=few, jobs=jobs)
+        each = [cpu_ms(answers) / less for answers, less in zip(rounds[many, 1], spent, strict=True)]
+        yield summary("agreement_cpu_over", "ratio", each, ranks=many, than=few, jobs=jobs)
 
 
 def modelled(rows: Sequence[Row]) -> Iterator[Row]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +28,30 @@ class Order(TableJob):
 
     Attributes:
         transactions: That are measured.
+        meeting: A folder where jobs meet that are measured side by side.
+        jobs: How many these are.
     """
 
     transactions: int
+    meeting: Path
+    jobs: int
     window: int = WINDOW
+
+
+def meet(order: Order, rank: int) -> None:
+    """Returns when all jobs have come so far. All ranks.
+
+    Raises:
+        TimeoutError: One doesn't come.
+    """
+    if rank == 0:
+        (order.meeting / order.job).touch()
+        deadline = time.monotonic() + order.timeout_s
+        while len(os.listdir(order.meeting)) < order.jobs:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{order.job}: not all of {order.jobs} jobs have begun")
+            time.sleep(0.01)
+    dist.barrier()
 
 
 def work(line: Line, order: Order) -> None:
@@ -49,6 +71,7 @@ def work(line: Line, order: Order) -> None:
     with counting() as sent:
         sent.phase = lambda: phases.now
         train(WINDOW)  # the first transaction compares more than others do, and connects
+        meet(order, training.rank)
         spent, beside, began = dict(phases.spent_s), network.read(), time.perf_counter()
         steps = train(WINDOW * order.transactions)
         dist.barrier()
