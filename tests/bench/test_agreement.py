@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.harness.result import Row, WrongResult, once
 from bench.questions.agreement import question as agreement
+from bench.questions.agreement import rank
 from bench.questions.agreement.question import CODE, QUICK
 
 ENDS = {"status": (3, 120), "exchange": (3, 900), "agree": (3, 3)}
@@ -40,6 +42,35 @@ def test_real_ranks_agree_at_the_end_of_a_window_alone() -> None:
     assert values["agreement_messages_per_transaction"].low >= CODE.n - 1
     assert values["agreement_cpu_ms"].low > 0
     assert {row.labels["phase"] for row in rows if "phase" in row.labels} >= {"exchange", "agree"}
+
+
+def test_jobs_side_by_side_are_measured_when_all_have_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[int] = []
+    monkeypatch.setattr(rank.dist, "barrier", lambda: together.append(len(list(tmp_path.iterdir()))))
+    first, second = (
+        rank.Order(
+            job=job,
+            arena_dir=str(tmp_path),
+            n=CODE.n,
+            k=CODE.k,
+            rows=1,
+            batch=1,
+            transactions=1,
+            seed=0,
+            timeout_s=0,
+            meeting=tmp_path,
+            jobs=2,
+        )
+        for job in ("first", "second")
+    )
+    with pytest.raises(TimeoutError, match="first: not all of 2 jobs have begun"):
+        rank.meet(first, 0)
+    assert not together
+    rank.meet(second, 0)
+    rank.meet(second, 1)
+    assert together == [2, 2]
 
 
 def test_messages_and_time_of_a_transaction() -> None:
