@@ -90,7 +90,7 @@ if args.changes:
 
     source = Increments(source)
 follower = Follower(source, tables=["centres"])
-threading.Thread(target=follow, daemon=True).start()
 server = ThreadingHTTPServer(("127.0.0.1", args.port), Answers)
-print(f"http://127.0.0.1:{server.server_port}/list", flush=True)
+print(f"http://127.0.0.1:{server.server_port}/list", flush=True)  # before another thread prints: lines mix
+threading.Thread(target=follow, daemon=True).start()
 server.serve_forever()

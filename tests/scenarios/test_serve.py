@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,7 +45,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 @contextmanager
 def process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("ab") as out:
         running = subprocess.Popen([sys.executable, *words], stdout=out, stderr=out, env=environment)
     try:
@@ -61,13 +62,13 @@ def process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]
 class Server:
     """examples/serve.py."""
 
-    def __init__(self, running: subprocess.Popen[bytes], log: Path, before: int) -> None:
-        self.running, self.log = running, log
-        self.url = await_(lambda: self._urls()[before:], f"an address in {log}")[0]
+    def __init__(self, running: subprocess.Popen[bytes], log: Path) -> None:
+        def address() -> re.Match[str] | None:
+            ended, said = running.poll() is not None, log.read_text()
+            assert not ended, said
+            return re.search(r"^(http://.*)/list\n", said, re.MULTILINE)
 
-    def _urls(self) -> list[str]:
-        lines = self.log.read_text().splitlines()
-        return [line.rpartition("/")[0] for line in lines if line.startswith("http://")]
+        self.url = await_(address, f"an address in {log}")[1]
 
     def ask(self, word: str) -> tuple[int, dict[str, Any]]:
         """Status and answer."""
@@ -107,7 +108,7 @@ def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_
     text = tmp_path / "text"
     text.write_text(" ".join(topics.topics[name] for name in sorted(topics.topics)[:40]))
     job, folder = f"serve-{uuid.uuid4().hex}", tmp_path / "checkpoints"
-    training, serving = tmp_path / "training.log", tmp_path / "serving.log"
+    training, logs = tmp_path / "training.log", [tmp_path / f"serving{i}.log" for i in range(2)]
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS} --max-restarts 3"
     options = f"--code 2,1 --dim 8 --batch 64 --steps {STEPS} --every {EVERY} --job {job} --words list"
     options += f" --arena-dir {tmp_path}" + (f" --changes {changes}" if changes else "")
@@ -116,18 +117,17 @@ def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_
     script = [str(tmp_path / "dies.py"), *options.split(), "--text", str(text)]
     server = [str(ROOT / "examples" / "serve.py"), str(folder), "--port", "0", "--text", str(text)]
     server += ["--changes"] if changes else []
-    serving.touch()
     answers: list[dict[str, Any]] = []
     try:
         with process([*torchrun.split(), *script, "--checkpoints", str(folder)], training) as trains:
-            with process(server, serving) as running:
-                first = Server(running, serving, 0)
+            with process(server, logs[0]) as running:
+                first = Server(running, logs[0])
                 assert first.ask("qqq")[0] in (404, 503)
                 answers += first.await_step(EVERY)
                 running.kill()
                 running.wait()
-            with process(server, serving) as running:
-                again = Server(running, serving, 1)
+            with process(server, logs[1]) as running:
+                again = Server(running, logs[1])
                 answers += again.await_step(STEPS)
                 assert again.ask("qqq")[0] == 404
             assert trains.wait(DEADLINE_S) == 0, training.read_text()
