@@ -27,7 +27,7 @@ OURS = "ecemb (4, 3)"
 EXACT = "that lose no samples"
 """Methods of the second map."""
 UNKNOWN = "cannot tell"
-"""Of a cost whose interval has 0 in it, and of methods whose intervals overlap."""
+"""Of a cost whose interval contains 0, and of methods whose intervals overlap."""
 
 Row = Mapping[str, Any]
 
@@ -203,7 +203,7 @@ def simulated(
         lines.append([said, *(ahead(found, chosen, size) for size, _ in heads)])
     return (
         f"{grid(('method', *(head for _, head in heads)), 1, lines)}\n\nThe share of time that trains{job}, "
-        "by simulation: no cluster was used. In brackets: with all costs at the dear and at the cheap end of "
+        "by simulation: no cluster was used. In brackets: with all costs at the upper and the lower ends of "
         f"their intervals. *{UNKNOWN}*: these overlap."
     )
 
@@ -267,14 +267,18 @@ def verdicts(documents: Documents) -> str:
 
 
 def turning(rows: Sequence[Row]) -> list[str]:
-    """The inputs that turn most cells, if they are halved or doubled."""
-    most: dict[str, float] = {}
-    for row in rows:
-        if row["metric"] == "cells_turned" and row["among"] == EXACT:
-            most[row["input"]] = max(row["value"], most.get(row["input"], 0.0))
-    ranked = sorted(most, key=lambda name: -most[name])[:3]
-    said = ", ".join(f"{name} ({most[name]:.0f} cells)" for name in ranked)
-    return [f"- **What would turn it** most, if it is halved or doubled: {said}."] if ranked else []
+    """The inputs that turn most cells, if one of them is halved or doubled."""
+    lines: list[str] = []
+    for among, where in (("all", "samples may be lost"), (EXACT, "no sample may be lost")):
+        most: dict[str, float] = {}
+        for row in rows:
+            if row["metric"] == "cells_turned" and row["among"] == among:
+                most[row["input"]] = max(row["value"], most.get(row["input"], 0.0))
+        ranked = sorted(most, key=lambda name: -most[name])[:3]
+        said = ", ".join(f"{name} ({most[name]:.0f})" for name in ranked)
+        if ranked:
+            lines.append(f"- **Cells that turn**, where {where}, if one input is halved or doubled: {said}.")
+    return lines
 
 
 def measured(documents: Documents) -> tuple[list[Row], dict[str, dict[str, Row]], str]:
@@ -320,8 +324,8 @@ def reading(rows: Sequence[Row], engine: str) -> str:
     return (
         f"Tables of {tables} ({setting}), all ranks on one machine. Training: processor time of steps, and "
         f"the time that saves take, at the method's own interval with 14 hours between failures; in brackets "
-        f"the 95 % interval, and that of one bare model over another. *{UNKNOWN}*: it has 0 in it. A failure "
-        f"takes training that runs again, or is forgotten. The next step: from the kill, by warm starts, of "
-        f"{kills} failures that delete a rank's memory the median; in all of them the script "
-        "builds its tables again. Memory includes the buffers of a step."
+        f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval contains "
+        f"0. A failure takes training that runs again, or is forgotten. The next step: the median time from the "
+        f"kill to it, over {kills} failures that delete a rank's memory, with warm starts; the script builds its "
+        "tables again meanwhile. Memory includes the buffers of a step."
     )

@@ -13,7 +13,7 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   code, not checked against the paper), and the planner's chance of loss.
 - `ettr`: effective training-time ratio, what was trained over the time it took: the mean of several months.
   Faults "exponential"; "gamma 0.5": the same rate in swarms. In brackets: the worst and the best month.
-- `ettr_by_hosts`, `ettr_by_mtbf`: the same; in brackets with all costs at the dear and at the cheap end of
+- `ettr_by_hosts`, `ettr_by_mtbf`: the same; in brackets with all costs at the upper and at the lower end of
   their intervals. The latter is of 128 hosts, by hours between faults of the job.
 - `steps_run_again`: per fault. `samples_lost_pct`: what failed servers forgot, CPR's PLS.
 - `ettr_on_trace`, `steps_run_again_on_trace`, `samples_lost_on_trace_pct`: the same for the hosts that a
