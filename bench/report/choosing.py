@@ -324,8 +324,8 @@ def reading(rows: Sequence[Row], engine: str) -> str:
     return (
         f"Tables of {tables} ({setting}), all ranks on one machine. Training: processor time of steps, and "
         f"the time that saves take, at the method's own interval with 14 hours between failures; in brackets "
-        f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval contains "
-        f"0. A failure takes training that runs again, or is forgotten. The next step: the median time from the "
-        f"kill to it, over {kills} failures that delete a rank's memory, with warm starts; the script builds its "
-        "tables again meanwhile. Memory includes the buffers of a step."
+        f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval "
+        f"contains 0. A failure takes training that runs again, or is forgotten. The next step: the median "
+        f"time from the kill to it, over {kills} failures that delete a rank's memory, with warm starts; the "
+        "script builds its tables again meanwhile. Memory includes the buffers of a step."
     )
