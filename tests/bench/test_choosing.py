@@ -35,8 +35,8 @@ def simulated() -> list[dict[str, Any]]:
             if among == EXACT and name != UNKNOWN:
                 rows.append(once("cells_first", "cells", cells + 1, among=among, method=name))
                 rows.append(once("cells_possible", "cells", cells + 9, among=among, method=name))
-    for factor, cells in ((0.5, 3), (2.0, 8)):
-        rows.append(once("cells_turned", "cells", cells, among=EXACT, input="storage", times=factor))
+    for among, factor, cells in (("all", 0.5, 9), (EXACT, 0.5, 3), (EXACT, 2.0, 8)):
+        rows.append(once("cells_turned", "cells", cells, among=among, input="storage", times=factor))
     return [row.to_json() for row in rows]
 
 
@@ -69,7 +69,8 @@ def test_sentences_carry_the_verdicts_of_the_map() -> None:
     assert "**Where samples may be lost**, of 49 cells **CPR** leads 44 for certain. In 5 one" in said
     assert "of 49 cells **Check-N-Run** leads 20, **ecemb** leads 12 for certain. In 17 one" in said
     assert "it leads 12 cells for certain, 13 at the likeliest costs, and may lead 21." in said
-    assert "if it is halved or doubled: storage (8 cells)." in said
+    assert "where samples may be lost, if one input is halved or doubled: storage (9)." in said
+    assert "where no sample may be lost, if one input is halved or doubled: storage (8)." in said
     assert summary.answer("simulate", DOCUMENTS) == (
         "cells of the map that lead for certain: CPR 44, cannot tell 5; without lost samples: ecemb 12, "
         "Check-N-Run 20, cannot tell 17"

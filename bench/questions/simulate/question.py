@@ -110,14 +110,14 @@ TURNED: dict[str, tuple[str, ...]] = {
     "network": (),
     "restart": (),
     "touched rows": (),
-    "step": (),
+    "length of a step": (),
 }
 """Inputs that are halved and doubled -> the costs that they are."""
 ON_JOB = {
     "network": "network_bytes_per_s",
     "restart": "restart_s",
     "touched rows": "touched_rows",
-    "step": "step_s",
+    "length of a step": "step_s",
 }
 """Inputs of the job -> its attribute."""
 TURNED_FAULTS, QUICK_TURNED_FAULTS = 200, 5
