@@ -66,6 +66,7 @@ class Server:
         def address() -> re.Match[str] | None:
             ended, said = running.poll() is not None, log.read_text()
             assert not ended, said
+            assert "is served" not in said.partition("http://")[0], "another thread prints before the address"
             return re.search(r"^(http://.*)/list\n", said, re.MULTILINE)
 
         self.url = await_(address, f"an address in {log}")[1]
