@@ -190,6 +190,14 @@ class Channels:
         """
         self._hold(rank, _OUT_AT, data)
 
+    def unsent(self, rank: int) -> Array:
+        """What is still to be sent to a rank: uint8, a view of what `send` was given."""
+        left = int(self._plan[self._places[rank], _OUT_LEFT])
+        if not left:
+            return np.empty(0, np.uint8)
+        data = self._held[rank, _OUT_AT].reshape(-1).view(np.uint8)
+        return data[len(data) - left :]
+
     def expect(self, rank: int, out: Array) -> None:
         """Has `run` receive as much as fits into `out`; contiguous, overwritten.
 

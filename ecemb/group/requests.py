@@ -69,27 +69,37 @@ class Dialogue:
         self._unsent: dict[int, list[Words]] = {}
 
     def say(self, words: Words, to: int) -> None:
-        """Has words (uint64 [m], contiguous) sent by the next `hear`, after what was said before."""
+        """Has words (uint64 [m], contiguous) sent by the next `hear`, after what was said before.
+
+        They must not change until a `hear` has sent them.
+        """
         self._unsent.setdefault(to, []).append(words)
 
-    def hear(self, outs: Mapping[int, Words], what: str) -> None:
-        """Returns when all that was said is sent, and `outs` are received.
+    def hear(self, outs: Mapping[int, Words], what: str, *, all_sent: bool = True) -> None:
+        """Returns when `outs` are received and, with `all_sent`, all that was said is sent.
+
+        A rank that has asked for more than fits on the way must not wait until all of it is sent: whom it
+        asks reads no further request before its answer is on its way, and an answer is long too.
 
         Args:
             outs: rank -> uint64, contiguous, overwritten with what comes next from there.
             what: names the wait in the error.
+            all_sent: if not, the next `hear` sends the rest.
 
         Raises:
             PeerFailure: a rank has ended, or nothing came or went before the deadline.
         """
         began = time.monotonic()
         for rank, parts in self._unsent.items():
+            rest = self._channels.unsent(rank)
+            if len(rest):
+                parts = [rest, *(words.view(np.uint8) for words in parts)]
             self._channels.send(rank, parts[0] if len(parts) == 1 else np.concatenate(parts))
         self._unsent = {}
         for rank, words in outs.items():
             self._channels.expect(rank, words)
         try:
-            self._channels.run()
+            self._channels.run(all_sent=all_sent)
         except Lost as error:
             of = self._of
             waited_s = time.monotonic() - began

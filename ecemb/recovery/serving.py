@@ -138,7 +138,6 @@ class Serving:
                 )
                 room[:ANSWER_WORDS] = (Answer.GIVEN if given else Answer.GONE, delays.so_far_ns() - began_ns)
                 dialogue.say(answer if given else room[:ANSWER_WORDS], rank)
-            dialogue.hear({}, what)
         except PeerFailure as error:  # its end is the failure detector's business
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:

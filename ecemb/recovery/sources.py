@@ -103,7 +103,7 @@ class Sources:
         self._spare: list[Words] = []
 
     def ask(self, block: int, offsets: Ids, width: int, of: int) -> Asked:
-        """Asks for runs of words of one lost block. The next wait for an answer sends what was asked.
+        """Asks for runs of words of one lost block. The next waits for answers send what was asked.
 
         Args:
             block: number of the block in its stripe: data 0..k-1, parity k..n-1.
@@ -153,10 +153,10 @@ class Sources:
         """Receives the next answers of the holders of a part, and adds them up."""
         sources, size = self._tasks[part.block].sources, part.runs * part.width
         heads = {rank: np.empty(ANSWER_WORDS, np.uint64) for _, rank in sources}
-        self._dialogue.hear(heads, part.what)
+        self._dialogue.hear(heads, part.what, all_sent=False)
         part.delay_ns = max(int(head[1]) for head in heads.values())
         words = {rank: self._room(size) for rank, head in heads.items() if self._gives(head, rank)}
-        self._dialogue.hear(words, part.what)
+        self._dialogue.hear(words, part.what, all_sent=False)
         if len(words) == len(sources):
             total, weights = np.empty(size, np.uint64), self._weights[part.block].reshape(1, -1)
             self._kernels.dot([words[rank] for _, rank in sources], weights, [total])

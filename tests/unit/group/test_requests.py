@@ -33,8 +33,11 @@ def words(first: int, size: int) -> NDArray[np.uint64]:
 
 
 def test_requests_are_heard_in_the_order_in_which_they_were_said() -> None:
-    """Many to each of two ranks, before any answer is waited for; each answers with what it was asked for."""
-    sizes = [1, 7, LARGE, 1, LARGE]
+    """Many to each of two ranks, before any answer is waited for; each answers with what it was asked for.
+
+    Requests and answers are both more than sockets hold, and who answers reads one request at a time.
+    """
+    sizes = [1, 7, *[LARGE] * 12, 1, LARGE]
 
     def ask(one: Requests) -> None:
         dialogue = one.dialogue([1, 2])
@@ -44,7 +47,7 @@ def test_requests_are_heard_in_the_order_in_which_they_were_said() -> None:
                 dialogue.say(words(rank, size), rank)
         for number, size in enumerate(sizes):
             found = {rank: np.zeros(size + 1, np.uint64) for rank in (1, 2)}
-            dialogue.hear(found, "a test")
+            dialogue.hear(found, "a test", all_sent=False)
             for rank, answer in found.items():
                 assert np.array_equal(answer, np.append(words(rank, size), np.uint64(number)))
         for rank in (1, 2):
@@ -62,6 +65,26 @@ def test_requests_are_heard_in_the_order_in_which_they_were_said() -> None:
 
     with mesh(3) as ranks:
         together(3, lambda rank: (answer if rank else ask)(ranks[rank]))
+
+
+def test_what_is_said_while_more_is_unsent_comes_after_it() -> None:
+    def ask(one: Requests) -> None:
+        dialogue, out = one.dialogue([1]), np.zeros(1, np.uint64)
+        for number in range(6):
+            dialogue.say(words(number * LARGE, LARGE), 1)
+            if number % 2:
+                dialogue.hear({1: out}, "a test", all_sent=False)
+        dialogue.hear({}, "a test")
+
+    def read(one: Requests) -> None:
+        dialogue, found = one.dialogue([0]), np.zeros(6 * LARGE, np.uint64)
+        for number in range(3):
+            dialogue.say(words(number, 1), 0)
+        dialogue.hear({0: found}, "a test")
+        assert np.array_equal(found, words(0, 6 * LARGE))
+
+    with mesh(2) as ranks:
+        together(2, lambda rank: (read if rank else ask)(ranks[rank]))
 
 
 def test_ranks_that_both_send_more_than_sockets_hold_do_not_wait_for_each_other() -> None:

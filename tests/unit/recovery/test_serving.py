@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -266,6 +267,29 @@ def ask_again(folder: Path, job: Job) -> int:
 
 def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
     assert run_ranks(2, ask_again, tmp_path, two(seed)) == [3, 0]
+
+
+def look_much_up(folder: Path, job: Job) -> None:
+    """Rank 0 asks for all rows in one lookup: requests and answers are far more than its sockets hold."""
+    narrow = mock.patch.multiple(sources, CHUNK_WORDS=16)
+    with narrow, mock.patch.object(Arrivals, "_run", return_value=None):
+        worker = Worker(folder, job, (0,))
+        for connection in worker.requests._sockets.values():
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, buffer, 1 << 14)
+        worker.control.barrier("sockets are small")
+        if worker.arrivals is not None:
+            arrivals = worker.arrivals
+            found = arrivals._sources
+            asked = [found.ask(0, np.arange(1 << 13) % 64, 4, worker.memory.committed) for _ in range(2)]
+            assert [one.wait() is not None for one in asked] == [True, True]
+            found.end()
+        worker.close()
+
+
+def test_a_lookup_of_more_rows_than_sockets_hold_comes_to_its_end(tmp_path: Path, seed: int) -> None:
+    """A holder reads a request only when its last answer is on its way."""
+    run_ranks(2, look_much_up, tmp_path, two(seed, rows=4000))
 
 
 def read_for_long(folder: Path, job: Job) -> list[bool]:
