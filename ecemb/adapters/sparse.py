@@ -27,6 +27,7 @@ from .host_mirror import is_apart
 from .lookups import announce
 from .residence import Places
 from .sparse_checks import check_module, owners_of, states_of
+from .step_hooks import StepHooks
 
 Optimizer = torch.optim.Optimizer
 
@@ -189,13 +190,6 @@ class SparseTable:
             )
         return grad._indices()[0]
 
-    def gradient(self) -> tuple[int, ...] | None:
-        """An identity of the sparse gradient's rows, which changes if they do."""
-        grad = self.weight.grad
-        if grad is None or not grad.is_sparse:
-            return None
-        return id(grad), grad._nnz(), grad._indices().data_ptr(), grad._indices()._version
-
     def mark_clean(self) -> None:
         """Accepts the tensors' present versions as declared."""
         self._versions = self._now()
@@ -273,7 +267,6 @@ class SparseTables:
         ]
         self._handles: list[Any] = []
         self._touched: set[int] = set()
-        self._gradients: dict[int, tuple[torch.Tensor | None, tuple[int, ...] | None]] = {}
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """See `Engine.tensors`."""
@@ -294,8 +287,7 @@ class SparseTables:
         self._hooks = hooks
         for optimizer in {id(t.optimizer): t.optimizer for t in self.tables if t.optimizer}.values():
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+                StepHooks(optimizer, self._before_step, self._after_step),
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
             ]
         for index, table in enumerate(self.tables):
@@ -407,7 +399,6 @@ class SparseTables:
             if index not in self._touched:
                 self._check(table)
             rows = table.touched()
-            self._gradients[index] = table.weight.grad, table.gradient()  # held, so that its id stays unique
             if rows is not None and table.is_apart:
                 self._hooks.mark(index, rows)
             elif rows is not None and len(rows):
@@ -415,14 +406,7 @@ class SparseTables:
         return None if closure is None else (args[:1], {"closure": lambda: loss})
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
-        for index, table in self._of(optimizer):
-            _, noted = self._gradients.pop(index, (None, None))
-            if table.weight.grad is not None and table.gradient() != noted:
-                self._hooks.on_undeclared()
-                raise UndeclaredWrite(
-                    f"the gradient of table {table.name!r} was changed by a pre-hook of "
-                    f"{type(optimizer).__name__} that runs after ecemb's: register it before ecemb.protect()"
-                )
+        for _, table in self._of(optimizer):
             table.mark_clean()
 
     def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:

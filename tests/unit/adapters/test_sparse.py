@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -562,18 +561,6 @@ def drop_state(module: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
 
-def test_a_gradient_that_is_dropped_changes_no_rows() -> None:
-    """A later pre-hook that drops it, or a post-hook that zeroes it before ecemb's, harms nothing."""
-    watched, module, optimizer = watch()
-    optimizer.register_step_pre_hook(lambda *_: no_rows(module.weight))
-    module.weight.grad = gradient([1, 2], module.weight)
-    before = watched.rows()
-    with watched.step():
-        optimizer.step()
-    assert (watched.rows() == before).all()
-    assert watched.undeclared == 0
-
-
 @pytest.mark.parametrize(
     "change", [replace_data, replace_parameter, cast, replace_state, drop_state], ids=lambda f: f.__name__
 )
@@ -657,53 +644,83 @@ def no_rows(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def all_rows(parameter: nn.Parameter) -> None:
-    parameter.grad = parameter.grad.to_dense()
+def with_hook(
+    kind: str, register: str, hook: Callable[[nn.Parameter], None], first: bool
+) -> tuple[Watched, nn.Module, Optimizer]:
+    """A watched table whose optimizer has a hook that was registered first, or after ecemb's."""
+    module = embedding()
+    optimizer = OPTIMIZERS[kind]([module.weight])  # type: ignore[list-item]
 
+    def add() -> None:
+        getattr(optimizer, f"register_step_{register}_hook")(lambda *_: hook(module.weight))
 
-@pytest.mark.parametrize(
-    "change",
-    [other_rows, more_rows, rows_in_place, rows_in_the_same_memory, all_rows],
-    ids=lambda f: f.__name__,
-)
-def test_a_hook_that_changes_the_gradient_after_it_was_captured(
-    change: Callable[[nn.Parameter], None],
-) -> None:
-    watched, module, optimizer = watch()
-    optimizer.register_step_pre_hook(lambda *_: change(module.weight))
+    if first:
+        add()
+    watched = Watched({"user": module}, [optimizer])
+    if not first:
+        add()
     module.weight.grad = gradient([1, 2], module.weight)
-    words = ("gradient", "'user'", "pre-hook of SGD", "before ecemb.protect()")
-    with refused(UndeclaredWrite, *words), watched.step():
+    return watched, module, optimizer
+
+
+hooked = pytest.mark.parametrize("first", [True, False])
+
+
+@hooked
+@pytest.mark.parametrize(
+    ("change", "captured"),
+    [
+        (other_rows, [7, 8]),
+        (more_rows, [1, 2, 7]),
+        (rows_in_place, [2, 3]),
+        (rows_in_the_same_memory, [7, 8]),
+        (no_rows, []),
+    ],
+)
+def test_a_hook_may_change_the_gradient(
+    change: Callable[[nn.Parameter], None], captured: list[int], first: bool
+) -> None:
+    watched, _, optimizer = with_hook("sgd", "pre", change, first)
+    before = watched.rows()
+    with watched.step():
+        optimizer.step()
+    assert differing(before, watched.rows()) == captured and watched.undeclared == 0
+    assert watched.captured == ([(0, captured)] if captured else [])
+
+
+def write(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter[5] = 0
+
+
+@hooked
+@pytest.mark.parametrize("register", ["pre", "post"])
+def test_what_a_hook_writes_is_not_the_optimizers(register: str, first: bool) -> None:
+    watched, _, optimizer = with_hook("adagrad", register, write, first)
+    with refused(UndeclaredWrite, "'user'", "guard.touch('user', rows)"), watched.step():
         optimizer.step()
     assert watched.undeclared == 1
 
 
-def test_a_captured_gradient_lives_on_so_that_no_other_passes_for_it() -> None:
-    watched, module, optimizer = watch()
-    kept: list[bool] = []
+@hooked
+@pytest.mark.parametrize("register", ["pre", "post"])
+def test_a_hook_may_write_what_it_has_declared(register: str, first: bool) -> None:
+    def declare_and_write(parameter: nn.Parameter) -> None:
+        watched.tables.touch("user", torch.tensor([5]))
+        write(parameter)
 
-    def drop(*_: object) -> None:
-        old = weakref.ref(module.weight.grad)
-        module.weight.grad = None
-        kept.append(old() is not None)
-        module.weight.grad = gradient([7, 8], module.weight)
-
-    optimizer.register_step_pre_hook(drop)
-    module.weight.grad = gradient([1, 2], module.weight)
-    with refused(UndeclaredWrite, "gradient", "'user'"), watched.step():
-        optimizer.step()
-    assert kept == [True]
+    watched, _, optimizer = with_hook("adagrad", register, declare_and_write, first)
+    for _ in range(2):
+        with watched.step():
+            optimizer.step()
+    assert watched.undeclared == 0 and (0, [5]) in watched.captured
 
 
-def test_a_hook_that_was_there_before_may_change_the_gradient() -> None:
-    module = embedding()
-    optimizer = OPTIMIZERS["sgd"]([module.weight])
-    optimizer.register_step_pre_hook(lambda *_: other_rows(module.weight))
-    watched = Watched({"user": module}, [optimizer])
-    module.weight.grad = gradient([1, 2], module.weight)
-    with watched.step():
-        optimizer.step()
-    assert watched.captured == [(0, [7, 8])]
+def test_hooks_end_with_the_watch() -> None:
+    watched, _, optimizer = watch()
+    watched.tables.unwatch()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert not watched.tables._handles
 
 
 # --- declared by hand ---------------------------------------------------------------------------
