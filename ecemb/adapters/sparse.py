@@ -218,9 +218,12 @@ class SparseTable:
         return {key: value for key, value in state.items() if key not in self.states}
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Restores that state."""
+        """Restores that state; what it has not is removed."""
         if self.optimizer is not None:
-            self.optimizer.state[self.weight].update(scalars)
+            state = self.optimizer.state[self.weight]
+            for key in self.scalars().keys() - scalars.keys():
+                del state[key]
+            state.update(scalars)
 
     def _tensors(self) -> list[Any]:
         tensors: list[Any] = [self.weight]
@@ -340,11 +343,6 @@ class SparseTables:
         """All tables' scalars, by table."""
         return {table.name: table.scalars() for table in self.tables}
 
-    def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores them."""
-        for table in self.tables:
-            table.set_scalars(scalars[table.name])
-
     def state(self) -> dict[str, Any]:
         """The state that differs by rank and is not per row: scalars and options."""
         return {"scalars": self.scalars(), "options": self.options()}
@@ -356,7 +354,8 @@ class SparseTables:
         if set(then.values()) == set(kept):
             self.set_options(state["options"])
         for table in self.tables:
-            table.set_scalars(kept.get(then[table.name], {}))
+            if (own := kept.get(then[table.name])) is not None:
+                table.set_scalars(own)
 
     def options(self) -> list[list[dict[str, Any]]]:
         """The options of optimizers that update tables alone, by optimizer and group."""
@@ -376,6 +375,8 @@ class SparseTables:
             )
         for optimizer, groups in zip(self._alone, kept, strict=True):
             for group, one in zip(optimizer.param_groups, groups, strict=True):
+                for key in options(group).keys() - one.keys():
+                    del group[key]
                 group.update(one)
 
     def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..coding.slices import ALIGN_BYTES, WHOLE, Share
 from ..errors import ConfigurationError, InconsistentArenas
-from .serialize import WAY_OUT, dump, load, plain, replaced
+from .serialize import WAY_OUT, dump, load, plain, replaced, with_scalars
 
 _HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
 _CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
@@ -269,7 +269,8 @@ def outline_of(head: NDArray[np.uint8]) -> Any:
     """
     _, packed, _, numbers = _parts(head)
     words = iter([numbers[at : at + WORD_BYTES] for at in range(0, len(numbers), WORD_BYTES)])
-    return replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
+    filled = replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
+    return with_scalars(filled)
 
 
 def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:

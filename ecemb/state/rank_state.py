@@ -24,7 +24,7 @@ from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
 from . import scalars as together
-from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked
+from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked, with_scalars
 
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
@@ -222,7 +222,7 @@ class RankState:
         if positions:
             states = saved["positions"]
             for i, position in enumerate(self.positions):
-                position.load_state_dict(states[i] if i < len(states) else self._at_bind[i])
+                position.load_state_dict(states[i] if i < len(states) else with_scalars(self._at_bind[i]))
             self._pending = states[len(self.positions) :]
         rng.set_process_states(drawn)
         if saved["cuda"]:
@@ -233,10 +233,11 @@ class RankState:
         """A copy of the current state except positions, for `put`."""
         states, cuda, scalars = self._look()
         stateful = [
-            plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()")
+            with_scalars(plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()"))
             for key, item in self._objects.items()
         ]
-        return Taken(states, cuda, plain(scalars, _clone, "the tables' scalars"), stateful)
+        kept = with_scalars(plain(scalars, _clone, "the tables' scalars"))
+        return Taken(states, cuda, kept, stateful)
 
     def put(self, taken: Taken) -> None:
         """Restores the result of `take`; positions are unchanged."""

@@ -1,8 +1,8 @@
 """State as bytes that are read without pickle: plain values and tensors, by torch.save.
 
 Packed state is read with torch.load(weights_only=True), so its types are checked when it is packed, not when
-it is needed. Numbers of numpy become those of python, and mappings become dicts, except types that torch.load
-reads. Equal structures have equal bytes.
+it is needed. What comes back has the types that it had: numpy's scalars are packed with their dtype, and
+mappings that torch.load doesn't read are refused. Equal structures have equal bytes.
 
 torch.save takes a third of a millisecond, so state that is packed in each step goes through a `Packer`, which
 needs it only for structures that have changed.
@@ -25,9 +25,11 @@ from ..errors import ConfigurationError, InconsistentArenas
 
 _PLAIN = (bool, int, float, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_IN_NUMPY = (bool, int, float, complex, str, bytes)  # what a numpy scalar is packed as
 _SMALL_BYTES = 256
 _SMALL = "ecemb.state.serialize: a small tensor"
 _EMPTY = "ecemb.state.serialize: no bytes"
+_NUMPY = "ecemb.state.serialize: a numpy scalar"  # its dtype and its value follow
 _APART, _AGAIN = (f"ecemb.state.serialize: {what}" for what in ("a tensor's bytes", "a tensor again"))
 _SIZES = struct.Struct("<II")  # of the values and of the outline, which follow
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -46,10 +48,10 @@ def plain(
     at: str = "state",
     on_number: Callable[[int | float], object] | None = None,
 ) -> Any:
-    """A copy of a nested structure, in types that `load` reads.
+    """A copy of a nested structure, in types that torch.load reads; `with_scalars` puts numpy's scalars back.
 
     Args:
-        value: dicts, lists and tuples of tensors, numbers, strings, None.
+        value: dicts, lists and tuples of tensors, numbers, numpy's scalars, strings, None.
         on_tensor: returns the replacement of each tensor, in order; by default the tensor itself.
         at: the place of the value, for the error.
         on_number: returns the replacement of each int and float that is not a key, in order; by default the
@@ -86,18 +88,32 @@ def _copy(
         return tuple([_copy(item, on_tensor, on_number) for item in value])
     if kind is dict:
         return {
-            sys.intern(key) if type(key) is str else _copy(key, None): _copy(item, on_tensor, on_number)
+            sys.intern(key) if type(key) is str else _key(key): _copy(item, on_tensor, on_number)
             for key, item in value.items()
         }
     if isinstance(value, torch.Tensor):
         return value if on_tensor is None else on_tensor(value)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return like(value, {_copy(key, None): _copy(item, on_tensor, on_number) for key, item in items})
+    if kind is OrderedDict or kind is Counter:
+        return like(value, {_key(key): _copy(item, on_tensor, on_number) for key, item in value.items()})
     if isinstance(value, np.generic):
         item = value.item()
-        return on_number(item) if on_number is not None and type(item) in (int, float) else item
+        if type(item) in _IN_NUMPY:
+            return (_NUMPY, value.dtype.str, _copy(item, None, on_number))
     raise _NotPlainError
+
+
+def _key(key: Any) -> Any:
+    """A key of a dict: a numpy scalar is found by the python value that equals it."""
+    return _copy(key.item() if isinstance(key, np.generic) else key, None)
+
+
+def with_scalars(value: Any) -> Any:
+    """A copy of a result of `plain`, or of `load`, in which numpy's scalars are what they were."""
+    return replaced(value, _is_scalar, lambda one: np.array(one[2], one[1])[()])
+
+
+def _is_scalar(value: Any) -> bool:
+    return type(value) is tuple and value[:1] == (_NUMPY,) and type(value[2]) in _IN_NUMPY
 
 
 def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
@@ -153,7 +169,7 @@ def load(data: bytes) -> Any:
     Raises:
         InconsistentArenas: the bytes are not those of `dump`.
     """
-    return _read(data, _load)
+    return _read(data, lambda packed: with_scalars(_load(packed)))
 
 
 class Packer:
@@ -314,7 +330,7 @@ def _refilled(data: bytes) -> Any:
     value = replaced(outline, _is_placeholder, put)
     if left:
         raise ValueError(f"{len(left)} values are left")
-    return value
+    return with_scalars(value)
 
 
 def _is_placeholder(value: Any) -> bool:

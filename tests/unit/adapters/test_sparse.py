@@ -316,7 +316,7 @@ def test_memory_that_holds_a_table_is_pointed_to_and_not_written(kind: str, devi
     generator = torch.get_rng_state()
     tables = SparseTables({"user": again}, [optimizer_again])
     tables.tables[0].place(first.memory[0], fresh=False)
-    tables.set_scalars(scalars)
+    tables.set_state({"scalars": scalars, "options": tables.options()}, {})
     assert torch.equal(torch.get_rng_state(), generator)
     assert (first.rows() == held).all()
     assert again.weight is parameter
@@ -347,11 +347,24 @@ def test_scalars_are_what_is_not_per_row() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert watched.engine.scalars() == {"a": {}, "b": {"step": torch.tensor(1.0)}, "c": {"step": 1}, "d": {}}
-    watched.engine.set_scalars({"a": {}, "b": {"step": torch.tensor(7.0)}, "c": {"step": 7}, "d": {}})
+    then = {"a": {}, "b": {"step": torch.tensor(7.0)}, "c": {"step": 7}, "d": {}}
+    watched.engine.set_state({"scalars": then, "options": watched.engine.options()}, {})
     assert optimizers[1].state[modules["b"].weight]["step"] == 7
     assert optimizers[2].state[modules["c"].weight]["step"] == 7
     with watched.step():
         pass
+
+
+def test_what_an_undone_step_added_is_removed() -> None:
+    watched, module, optimizer = watch("sparse-adam")
+    kept = copy.deepcopy(watched.engine.state())
+    optimizer.state[module.weight]["seen"] = 1
+    optimizer.param_groups[0]["boost"] = 2.0
+    optimizer.param_groups[0]["lr"] = 0.25
+    watched.engine.set_state(kept, {})
+    assert watched.engine.state() == kept
+    assert set(optimizer.state[module.weight]) == {"step", *STATES["sparse-adam"]}
+    assert "boost" not in optimizer.param_groups[0] and optimizer.param_groups[0]["lr"] == 0.5
 
 
 # --- tables that are refused --------------------------------------------------------------------

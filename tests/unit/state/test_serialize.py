@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecemb.errors import ConfigurationError, InconsistentArenas
-from ecemb.state.serialize import Packer, dump, load, plain, unpacked
+from ecemb.state.serialize import Packer, dump, load, plain, unpacked, with_scalars
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -61,17 +61,40 @@ def test_many_small_tensors_take_little_room() -> None:
     assert len(dump([torch.tensor(7.0) for _ in range(100)])) < 100 * 100
 
 
-def test_numbers_of_numpy_become_pythons() -> None:
-    """A metric's mean is a numpy number, and weights_only refuses those."""
-    got = plain({"best": np.float64(0.5), "epoch": np.int32(3), "done": np.bool_(True)})
-    assert got == {"best": 0.5, "epoch": 3, "done": True}
-    assert [type(value) for value in got.values()] == [float, int, bool]
+SCALARS = [
+    np.float64(0.1),
+    np.float32(0.1),
+    np.float16(0.1),
+    np.float64("-0.0"),
+    np.float32("nan"),
+    np.int8(-3),
+    np.int32(3),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.str_("abc"),
+    np.str_(""),
+    np.datetime64(12345, "ns"),
+]
 
 
-def test_mappings_become_dicts() -> None:
-    got = plain(types.MappingProxyType({"a": collections.defaultdict(int, b=1)}))
-    assert got == {"a": {"b": 1}}
-    assert type(got) is type(got["a"]) is dict
+def test_scalars_of_numpy_keep_their_type_and_their_bits() -> None:
+    """A metric's mean is one, and a rate that became a float of 64 bits would round otherwise."""
+    value = {"all": SCALARS, "one": (SCALARS[1],)}
+    for got in (load(dump(value)), unpacked(Packer().pack(value)), with_scalars(plain(value))):
+        for kept, one in zip([*got["all"], *got["one"]], [*SCALARS, SCALARS[1]], strict=True):
+            assert kept.dtype == one.dtype and type(kept) is type(one)
+            assert kept.tobytes() == one.tobytes()
+
+
+def test_a_key_of_numpy_finds_what_it_found() -> None:
+    assert load(dump({np.int64(3): "a"}))[np.int64(3)] == "a"
+
+
+def test_mappings_that_come_back_as_another_type_are_refused() -> None:
+    for value in (types.MappingProxyType({"a": 1}), collections.defaultdict(int, b=1)):
+        with pytest.raises(ConfigurationError, match=rf"history\['seen'\] is a .*{type(value).__qualname__}"):
+            plain({"seen": value}, at="history")
 
 
 def test_dicts_that_can_be_read_back_keep_their_type() -> None:
@@ -132,6 +155,8 @@ class Number(float):
         Colour.RED,
         Number(1.0),
         np.zeros(3),
+        np.longdouble(1),
+        np.datetime64("2026-01-01"),
         fractions.Fraction(1, 2),
         torch.Generator(),
         torch.nn.Linear(1, 1),

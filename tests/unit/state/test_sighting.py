@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ecemb.coding.slices import Share
+from ecemb.errors import ConfigurationError
 from ecemb.local.state_slots import Savepoint
 from ecemb.state.flatten import same, separated
 from ecemb.state.replicated import ReplicatedState
@@ -403,12 +404,14 @@ def test_state_that_is_another_in_each_step_is_not_looked_at_for_long() -> None:
     assert looks(model, groups, lambda group: group.update(lr=group["lr"] / 2)) == (1, 11)
 
 
-@pytest.mark.parametrize("value", [Own(a=1), OrderedDict(a=1), [Own()]], ids=str)
-def test_containers_of_unknown_types_are_not_looked_at(value: Any) -> None:
+def test_containers_of_known_types_are_looked_at_and_others_are_refused() -> None:
     model = nn.Linear(1, 1)
-    groups = [{"params": list(model.parameters()), "value": value}]
-    enough = looks(model, groups, lambda group: None)[1]
-    assert enough == (11 if type(value) is OrderedDict else 0)
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "value": OrderedDict(a=1)}]
+    assert looks(model, groups, lambda group: None)[1] == 11
+    for value in (Own(a=1), [Own()]):
+        groups[0]["value"] = value
+        with pytest.raises(ConfigurationError, match=r"\['options'\]\[0\]\['value'\].* is a .*Own"):
+            looks(model, groups, lambda group: None)
 
 
 def test_extra_state_is_asked_for_in_each_step() -> None:
