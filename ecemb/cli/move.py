@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ..arena import leave_request
 from ..arena.header import Found
 from ..arena.private_files import Folder
 from ..arena.scan import arenas
-from ..errors import EcembError
 from .arenas import add_arena_dir
 
 _HELP = "end a running job's launch with a save, so that it goes on elsewhere"
@@ -21,7 +21,7 @@ _SHOWS = """
 The job has to ask, `if guard.asked_to_leave(): guard.leave(path)`: then it commits, saves and removes its
 memory. This command waits until no memory of the job is left on this machine, and then becomes COMMAND, if
 one is given: a torchrun here with another number of ranks, or one that a scheduler starts elsewhere. Run it
-on any of the job's hosts. Ctrl-C takes the request back.
+on any of the job's hosts. The request is gone when this command ends, also by Ctrl-C.
 """
 _POLL_S = 0.2
 _PATIENCE_S = 120.0  # torchrun restarts a job within it
@@ -43,9 +43,16 @@ def run(options: argparse.Namespace) -> int:
     """Asks, waits, and starts.
 
     Returns:
-        The exit code: 1 if no such job runs here, or if it did not leave. Does not return if there is a
-        command to start.
+        The exit code: 1 if no such job runs here, if it did not leave, or if there is no such command. Does
+        not return if there is a command to start.
     """
+    if options.start and shutil.which(options.start[0]) is None:
+        print(
+            f"ecemb: {options.start[0]!r}, the command that is to start job {options.job!r} again, can't be "
+            f"found or executed: the job is not asked to leave",
+            file=sys.stderr,
+        )
+        return 1
     found = _left(options)
     if not any(one.holder for one in found):
         what = "its memory is here, and no process holds it" if found else "no memory of it is here"
@@ -59,15 +66,11 @@ def run(options: argparse.Namespace) -> int:
         Folder(options.arena_dir.absolute(), options.job, host)
         for host in sorted({one.host for one in found if one.holder and one.host})
     ]
-    has_left = False
-    try:
+    with contextlib.ExitStack() as requests:
         for place in places:
-            leave_request.ask(place)
+            requests.enter_context(leave_request.asking(place))
         print(f"job {options.job} is asked to leave; waiting for guard.asked_to_leave() in its script")
         has_left = _wait(options)
-    finally:
-        if not has_left:
-            _withdraw(places)
     if not has_left:
         return 1
     print(f"job {options.job} has left this machine", flush=True)
@@ -104,11 +107,3 @@ def _wait(options: argparse.Namespace) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def _withdraw(places: Sequence[Folder]) -> None:
-    for place in places:
-        try:
-            leave_request.withdraw(place)
-        except EcembError as error:
-            print(f"ecemb: {error}", file=sys.stderr)

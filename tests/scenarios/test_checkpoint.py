@@ -7,6 +7,7 @@ job's marks), and with fewer processes than there are: the others wait.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -476,8 +477,9 @@ def a_job_that_has_left_goes_on_in_another_launch(place: Place) -> None:
         training.run(guard, 2)
         assert not guard.asked_to_leave()
         dist.barrier()
+        asker = contextlib.ExitStack()
         if place.index == 1:
-            leave_request.ask(guard._session.directory)
+            asker.enter_context(leave_request.asking(guard._session.directory))
         dist.barrier()
         with pytest.raises(UsageError, match="inside guard.step"), guard.step():
             guard.asked_to_leave()
@@ -492,6 +494,7 @@ def a_job_that_has_left_goes_on_in_another_launch(place: Place) -> None:
         guard.leave(place.checkpoints)
         guard.leave(place.checkpoints)
         guard.close()
+        asker.close()
         assert not place.arenas() and not list(place.root.rglob(f"{place.job}/*/leave"))
         with matching(UsageError, "the job has left", "resume="):
             guard.save(place.checkpoints)

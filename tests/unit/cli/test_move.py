@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from ecemb.arena import leave_request
 from ecemb.arena.header import State
 from ecemb.arena.scan import Directory
 from ecemb.cli import move
+from ecemb.errors import ConfigurationError
 from support.arena_holders import create, hold, holding
 
 
@@ -44,27 +48,70 @@ def test_a_job_that_ends_without_leaving_is_not_waited_for(
     arena_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(move, "_PATIENCE_S", 0.0)
-    ask = leave_request.ask
     with holding(hold, left(arena_dir)) as holder:
         holder.told()
+        wait = move._wait
 
-        def asked(place: Directory) -> None:
-            ask(place)
+        def waits(options: argparse.Namespace) -> bool:
             holder.process.kill()
             holder.ended()
+            return wait(options)
 
-        monkeypatch.setattr(leave_request, "ask", asked)
+        monkeypatch.setattr(move, "_wait", waits)
         assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir)]) == 1
     assert "it has ended without leaving" in capsys.readouterr().err
     assert not list(arena_dir.rglob(leave_request.NAME))
 
 
-def test_a_request_stands_once_and_goes_with_its_folder(arena_dir: Path) -> None:
+def test_a_job_is_not_asked_for_a_command_that_can_not_start(
+    arena_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with holding(hold, left(arena_dir)) as holder:
+        holder.told()
+        assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir), "--", "torchrum", "a.py"]) == 1
+    assert "'torchrum'" in capsys.readouterr().err
+    assert not list(arena_dir.rglob(leave_request.NAME))
+
+
+def test_a_request_stands_once_and_goes_with_its_folder(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leave_request, "_PATIENCE_S", 0.0)
     place = Directory(arena_dir, "ctr", "a")
     assert not leave_request.is_asked(place)
     for _ in range(2):
-        leave_request.ask(place)
+        with leave_request.asking(place):
+            assert leave_request.is_asked(place)
+            again = leave_request.asking(place)
+            with pytest.raises(ConfigurationError, match="another process asks job 'ctr'"), again:
+                raise AssertionError("two processes ask")
+            assert leave_request.is_asked(place)
+        assert not leave_request.is_asked(place) and not place.path.exists()
+    leave_request.withdraw(place)
+
+
+def test_a_job_may_take_the_request_away_when_it_leaves(arena_dir: Path) -> None:
+    place = Directory(arena_dir, "ctr", "a")
+    with leave_request.asking(place):
+        leave_request.withdraw(place)
+        assert not leave_request.is_asked(place)
+
+
+def asks(told: Connection, place: Directory) -> None:
+    with leave_request.asking(place):
+        told.send("it stands")
+        signal.pause()
+
+
+def test_the_request_of_a_process_that_was_killed_stands_no_more(arena_dir: Path) -> None:
+    """Days later, the job's next launch would leave."""
+    place = Directory(arena_dir, "ctr", "a")
+    with holding(asks, place) as asker:
+        asker.told()
         assert leave_request.is_asked(place)
-    leave_request.withdraw(place)
-    leave_request.withdraw(place)
-    assert not leave_request.is_asked(place) and not place.path.exists()
+        asker.process.kill()
+        asker.ended()
+    assert place.status(leave_request.NAME) is not None and not leave_request.is_asked(place)
+    with leave_request.asking(place):
+        assert leave_request.is_asked(place)
+    assert not place.path.exists()
