@@ -103,7 +103,7 @@ class CheckpointFolder:
             save = {"save": token.rpartition(".")[2]}  # the same step may be saved again, in its place
             _write_text(folder / FACTS, json.dumps({**facts, **save}, sort_keys=True))
             _sync(folder)
-            os.rename(folder, self.path / f"step-{facts['step']:012d}")  # makes it visible
+            os.rename(folder, self.path / _name(facts["step"]))  # makes it visible
             _sync(self.path)
 
     def discard(self, token: str) -> None:
@@ -163,9 +163,12 @@ class CheckpointFolder:
                 text = (folder / FACTS).read_text()
             try:
                 facts = json.loads(text)
-                return Stored(names[-1], int(facts["step"]), facts)
+                step = int(facts["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(folder, f"{FACTS}: {error!r}") from error
+            if names[-1] != _name(step):
+                raise _damaged(folder, f"{FACTS} is that of step {step}")
+            return Stored(names[-1], step, facts)
 
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader`."""
@@ -226,6 +229,10 @@ class CheckpointFolder:
                     f"that all ranks share; pass one on a file system that all hosts have mounted"
                 )
             time.sleep(_POLL_S)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:012d}"
 
 
 @contextmanager
