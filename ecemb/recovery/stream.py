@@ -284,6 +284,7 @@ class Arrivals:
 
     def _run(self) -> None:
         try:
+            self._memory.record_lacking(self._missing.bytes_left)
             while not self._missing.is_whole():
                 wish = self._next()
                 if wish is not None:
@@ -291,6 +292,7 @@ class Arrivals:
                 else:
                     self._stream()
             self._land()
+            self._memory.record_lacking(0)
             self._on_whole()
             self._say_end()
             self._is_whole = True
@@ -429,6 +431,7 @@ class Arrivals:
                 self._drops = 0
         if stored is None:
             stored = flight.store(words)  # a row may come at any moment, and `pause` waits for none
+        self._memory.record_lacking(self._missing.bytes_left)
         with self._changed:
             self._stored_bytes += stored
             self._changed.notify_all()

@@ -6,7 +6,6 @@ import importlib
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from unittest import mock
 
 NAME = "ecemb.lightning"
 
@@ -16,6 +15,12 @@ def lightning() -> ModuleType:
     library = ModuleType("pytorch_lightning")
     library.__spec__ = ModuleSpec(library.__name__, None)
     library.Callback = type("Callback", (), {})
-    with mock.patch.dict(sys.modules, {library.__name__: library}):
-        sys.modules.pop(NAME, None)
+    before = {name: sys.modules.pop(name, None) for name in (library.__name__, NAME)}
+    sys.modules[library.__name__] = library
+    try:
         return importlib.import_module(NAME)
+    finally:  # these two alone: what the module imports is not to be imported a second time
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module

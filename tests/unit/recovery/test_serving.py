@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ecemb.arena.backing import Backing, promised
+from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
 from ecemb.errors import InconsistentArenas, PeerFailure
 from ecemb.group.collectives import Transport
@@ -174,14 +175,19 @@ def _place(path: Path) -> tuple[Path, str, str]:
 def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int) -> Found:
     """Trains while what is lost comes in chunks of some words."""
     small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, sources)]
-    run = Arrivals._run
+    run, told, record = Arrivals._run, list[int](), RankMemory.record_lacking
 
     def runs_when_awaited(self: Arrivals) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._wishes, DEADLINE_S)
         run(self)
 
-    with small[0], small[1], mock.patch.object(Arrivals, "_run", runs_when_awaited):
+    def records(self: RankMemory, size_bytes: int) -> None:
+        told.append(size_bytes)
+        record(self, size_bytes)
+
+    recording = mock.patch.object(RankMemory, "record_lacking", records)
+    with small[0], small[1], recording, mock.patch.object(Arrivals, "_run", runs_when_awaited):
         worker = Worker(folder, job, lost)
         if worker.arrivals is not None:
             worker.follow()
@@ -192,6 +198,7 @@ def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int)
             worker.arrivals.ensure_all()
             assert worker.arrivals.is_whole and worker.whole == [worker.number]
             arena = worker.memory.arena
+            assert told[0] > max(told[1:-1], default=0) and told[-1] == arena.get(Word.LACKING_BYTES) == 0
             assert all(arena.reserved(name) == len(arena.region(name)) for name in LATER)
             worker.ensure_state()
         worker.control.barrier("all is there")
