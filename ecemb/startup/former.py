@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from .._wording import counted
 from ..checkpoint.contents import FORMAT
 from ..checkpoint.interface import Stored
 from ..errors import LayoutMismatch, RendezvousError
@@ -86,21 +85,20 @@ def check(session: Session, request: Request, history: History) -> None:
     """Refuses another number of ranks, unless the job is elastic.
 
     Raises:
-        RendezvousError: this start is not.
         LayoutMismatch: the start that made the arenas was not.
+        RendezvousError: this start is not.
     """
     before, now = history.world_size, session.world_size
     launch = f"launch {before} (torchrun --nnodes x --nproc-per-node)"
-    if not request.elastic:
-        raise RendezvousError(
-            f"the number of ranks of job {session.job!r} was {before} when it was started, and is {now} in "
-            f"this launch: {launch}, let its memory move to this number with ecemb.protect(elastic=True), or "
-            f"begin a new job under another name"
-        )
+    other = f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch"
     if not history.everyone:
         raise LayoutMismatch(
-            f"the arenas of job {session.job!r} were made by {counted(before, 'rank')} without elastic=True, "
-            f"so they don't say where the rows of each rank stand, and {counted(now, 'rank')} can't go on "
-            f"with them: {launch} and guard.save(path), then begin from there with "
+            f"{other}, and its arenas were made without elastic=True, so they don't say where the rows of "
+            f"each rank stand: {launch}; to go on with {now}, guard.save(path) there, and begin from it with "
             f"ecemb.protect(..., resume=path, elastic=True) under another job="
+        )
+    if not request.elastic:
+        raise RendezvousError(
+            f"{other}: {launch}, let its memory move to this number with ecemb.protect(elastic=True), or "
+            f"begin a new job under another name"
         )

@@ -249,7 +249,7 @@ def what_cannot_move_is_refused_and_nothing_is_lost(place: Place) -> None:
         assert place.arenas() == arenas, name
 
     refused(
-        "plain", "ab", RendezvousError, "was 3 when it was started, and is 2", "elastic=True", elastic=False
+        "plain", "ab", RendezvousError, "had 3 ranks when it was started, and has 2", "move to", elastic=False
     )
     refused("code", "ab", PlacementError, "codes that fit here: .2, 1.", code=ecemb.Code(3, 2))
     refused(
@@ -292,7 +292,7 @@ def arenas_that_do_not_say_where_rows_stand_do_not_move(place: Place) -> None:
     before = live(place, "abc", lambda: trained(2, elastic=False))
 
     def refused() -> None:
-        with matching(LayoutMismatch, "made by 3 ranks without elastic=True", "launch 3 .*guard.save"):
+        with matching(LayoutMismatch, "had 3 ranks", "made without elastic=True", "launch 3 .*guard.save"):
             Training().protect()
 
     live(place, "ab", refused)

@@ -32,7 +32,6 @@ from ecemb.errors import (
     NotInitialized,
     PeerFailure,
     PlacementError,
-    RendezvousError,
     StepFailed,
     UndeclaredWrite,
     UsageError,
@@ -353,7 +352,9 @@ def be_killed_in_step_3(folder: Path, meet: Barrier) -> None:
 
 def start_as_one(folder: Path, meet: Barrier) -> None:
     initialise(folder)
-    with refused(RendezvousError, "'guard'", "was 2 when", "is 1 in this launch", "launch 2", "elastic=True"):
+    with refused(
+        LayoutMismatch, "'guard'", "had 2 ranks", "has 1 in this launch", "launch 2", "without elastic=True"
+    ):
         bags().protect(2, 1)
 
 
