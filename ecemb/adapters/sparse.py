@@ -268,6 +268,7 @@ class SparseTables:
             for optimizer in optimizers
             if all(id(p) in weights for group in optimizer.param_groups for p in group["params"])
         ]
+        self._groups = [len(optimizer.param_groups) for optimizer in self._alone]
         self._handles: list[Any] = []
         self._touched: set[int] = set()
 
@@ -344,7 +345,18 @@ class SparseTables:
         return {table.name: table.scalars() for table in self.tables}
 
     def state(self) -> dict[str, Any]:
-        """The state that differs by rank and is not per row: scalars and options."""
+        """The state that differs by rank and is not per row: scalars and options.
+
+        Raises:
+            LayoutMismatch: a restart could not restore it.
+        """
+        for optimizer, before in zip(self._alone, self._groups, strict=True):
+            if (now := len(optimizer.param_groups)) != before:
+                raise LayoutMismatch(
+                    f"the number of parameter groups of {type(optimizer).__name__} has changed under "
+                    f"protection ({before} before, {now} now): after a failure the script would start "
+                    f"without the change; make it before ecemb.protect()"
+                )
         return {"scalars": self.scalars(), "options": self.options()}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:

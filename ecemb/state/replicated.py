@@ -66,6 +66,7 @@ class ReplicatedState:
         self._optimizers = [one for one in with_inner(optimizers) if self._dense(one)]
         check_optimizers(self._optimizers)
         self._at_start = buffers(model, self._aside)
+        self._modules = {name for name, _ in model.named_modules()}
         self._extra: dict[str, nn.Module] = {}
         self._fixed = self._fixed_now()
         self._outline: Outline | None = None  # of the last save or load
@@ -331,6 +332,11 @@ class ReplicatedState:
         fixed: dict[str, object] = {
             name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
         }
+        now, extra = buffers(self._model, self._aside), with_extra_state(self._model, self._aside)
+        fixed |= {f"buffer {name}": "there" for name in now if name in self._at_start}
+        above = {name.rpartition(".")[0] for name in now} - self._modules
+        fixed |= {f"module {name} with buffers": "there" for name in above}
+        fixed |= {f"extra state of module {name}": "there" for name in extra}
         for i, optimizer in enumerate(self._optimizers):
             fixed[f"groups of optimizer {i}"] = len(optimizer.param_groups)
             for j, group in enumerate(optimizer.param_groups):

@@ -23,7 +23,7 @@ from ecemb.adapters.discover import Tables
 from ecemb.adapters.engine import Hooks, Tied
 from ecemb.adapters.sparse import SparseTables
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ecemb.errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from support.refusals import refused
 from support.stepping import Stepping
 
@@ -353,6 +353,15 @@ def test_scalars_are_what_is_not_per_row() -> None:
     assert optimizers[2].state[modules["c"].weight]["step"] == 7
     with watched.step():
         pass
+
+
+def test_a_group_that_a_restart_would_not_have_is_refused() -> None:
+    watched, _, optimizer = watch()
+    watched.engine.state()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    optimizer.param_groups[1]["params"].clear()
+    with refused(LayoutMismatch, "groups of SGD has changed", "1 before, 2 now", "before ecemb.protect()"):
+        watched.engine.state()
 
 
 def test_what_an_undone_step_added_is_removed() -> None:

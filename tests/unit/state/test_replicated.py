@@ -484,6 +484,39 @@ def test_buffers_come_back_as_they_were_filled(slots: Slots) -> None:
     assert any(torch.equal(tensor, torch.full((2,), 4.0)) for tensor in unpacked(slots.read(2))[2])
 
 
+def lose_a_buffer(model: nn.Module) -> None:
+    del model.norm.running_mean
+
+
+def gain_a_module_with_buffers(model: nn.Module) -> None:
+    model.other = nn.BatchNorm1d(2, affine=False)
+
+
+def gain_extra_state(model: nn.Module) -> None:
+    model.ways = Counting(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lose_a_buffer, "buffer norm.running_mean has changed .*there before, None now"),
+        (gain_a_module_with_buffers, "module other with buffers has changed .*None before, there now"),
+        (gain_extra_state, "extra state of module ways has changed .*None before, there now"),
+    ],
+)
+def test_a_commit_takes_only_what_the_scripts_model_can_take_back(
+    change: Callable[[nn.Module], None], what: str, slots: Slots
+) -> None:
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2)})
+    state = ReplicatedState(model, [], [])
+    state.save(slots, 0)
+    change(model)
+    with pytest.raises(LayoutMismatch, match=what):
+        state.save(slots, 1)
+    again = nn.ModuleDict({"norm": nn.BatchNorm1d(2)})  # a restart, which knows nothing of the change
+    ReplicatedState(again, [], []).load(slots, 0)
+
+
 def test_what_a_restart_could_not_put_back_is_refused_when_it_is_saved(slots: Slots) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
