@@ -15,6 +15,7 @@ from failures.namespaces import Namespaces, NotPossible
 from failures.trace import Opened, Trace
 
 
+@pytest.mark.long  # test_agents.py has hosts that die and come, under agents of torchrun
 def test_a_new_host_takes_the_ranks_of_one_that_is_gone_with_its_memory() -> None:
     result = SCENARIOS["lost"]()
     print(result)

@@ -21,7 +21,7 @@ SCRIPTS = {  # ranks, arguments, what it imports
     "lightning_bags": (2, "--epochs 1 --lines 38 --rows 50 --batch 4", "pytorch_lightning"),
     "torchrec_dlrm": (4, "--steps 4 --batch 8", "torchrec"),
 }
-LONG = ("loaders", "torchrec_dlrm")  # the latter is also killed, in test_examples_torchrec
+LONG = ("by_hand", "loaders", "torchrec_dlrm")  # the last one is also killed, in test_examples_torchrec
 
 
 def digests(here: Home, name: str, job: str, command: list[str]) -> list[str]:

@@ -145,7 +145,7 @@ def taken(script: OnBags) -> tuple[list[Tensor], list[Any]]:
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("priority", [None, "scar"])
+@pytest.mark.parametrize("priority", [pytest.param(None, marks=pytest.mark.long), "scar"])
 def test_a_kill_at_any_moment_of_a_steps_end(priority: str | None, tmp_path: Path, seed: int) -> None:
     every = 4 if priority is None else 8  # a save after the fourth step
     draw, most = random.Random(seed), 300

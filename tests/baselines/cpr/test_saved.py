@@ -76,7 +76,7 @@ def test_storage_may_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert slept == [pytest.approx(rank.stored_bytes / 100)]
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_kill_at_any_moment_leaves_whole_rows(*, whole: bool, tmp_path: Path) -> None:
     def work(folder: Path) -> None:
         rank = SavedRank(folder, 0)
