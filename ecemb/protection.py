@@ -111,8 +111,10 @@ def protect(
         UsageError: this process has a guard already.
         ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
             PlacementError.
-        LayoutMismatch: the job was started with another model or code.
-        RendezvousError: the job was started with another number of ranks, and `elastic` is not set.
+        LayoutMismatch: the job was started with another model or code, or, without `elastic`, with another
+            number of ranks.
+        RendezvousError: it was started with `elastic` and another number of ranks, and now `elastic` is not
+            set.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
         CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
 from ..errors import UndeclaredWrite, UnsupportedTable
-from ..state.composition import options
+from ..state.composition import drop_options, options
 from .engine import Hooks, Ids
 from .fbgemm_lookups import Features
 from .host_mirror import is_apart
@@ -401,7 +401,9 @@ class Batch:
             if self._has_max_counter:
                 self.module.max_counter.fill_(state["max_counter"])
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])
-        for group, then in zip(self.kernel.fused_optimizer.param_groups, state["groups"], strict=True):
+        fused = self.kernel.fused_optimizer
+        for group, then in zip(fused.param_groups, state["groups"], strict=True):
+            drop_options(fused, group, then)
             group.update(then)
 
 

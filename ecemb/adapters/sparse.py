@@ -21,7 +21,7 @@ from torch import nn
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
-from ..state.composition import options
+from ..state.composition import drop_options, options
 from .engine import Hooks, Ids, Tied, all_rows
 from .host_mirror import is_apart
 from .lookups import announce
@@ -387,8 +387,7 @@ class SparseTables:
             )
         for optimizer, groups in zip(self._alone, kept, strict=True):
             for group, one in zip(optimizer.param_groups, groups, strict=True):
-                for key in options(group).keys() - one.keys():
-                    del group[key]
+                drop_options(optimizer, group, one)
                 group.update(one)
 
     def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:

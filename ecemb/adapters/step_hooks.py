@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import UsageError
 
 Optimizer = torch.optim.Optimizer
 
@@ -35,18 +36,26 @@ class StepHooks:
         self._before = optimizer.register_step_pre_hook(before)
         self._after = optimizer.register_step_post_hook(after)
         own = weakref.WeakMethod(self._move)
-        self._mover = register_optimizer_step_pre_hook(functools.partial(_call, own))
+        mover = register_optimizer_step_pre_hook(functools.partial(_call, own))
+        self._end = weakref.finalize(self, mover.remove)  # torch keeps it apart from the optimizer
 
     def remove(self) -> None:
         """Removes them. May be called twice."""
-        for handle in (self._mover, self._before, self._after):
-            handle.remove()
+        self._end()
+        self._before.remove()
+        self._after.remove()
 
     def _move(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer:
-            own: Mapping[str, OrderedDict[int, Any]] = vars(optimizer)
-            own["_optimizer_step_pre_hooks"].move_to_end(self._before.id)
-            own["_optimizer_step_post_hooks"].move_to_end(self._after.id, last=False)
+        if optimizer is not self._optimizer:
+            return
+        before, after = (vars(optimizer)[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post"))
+        if self._before.id not in before or self._after.id not in after:
+            raise UsageError(
+                f"the hooks of {type(optimizer).__name__} were removed, and among them those that tell which "
+                f"rows of protected tables a step changes: keep them, or remove yours by their handles"
+            )
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
 
 
 def _call(hook: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: Any) -> None:

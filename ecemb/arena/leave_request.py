@@ -43,7 +43,7 @@ def asking(place: Folder) -> Generator[None, None, None]:
         yield
     finally:
         with contextlib.suppress(EcembError):  # without the lock it is no request
-            withdraw(place)
+            place.unlink(NAME, os.fstat(fd).st_ino)
         os.close(fd)
 
 
@@ -58,6 +58,7 @@ def is_asked(place: Folder) -> bool:
     try:
         return not _locks(fd, fcntl.LOCK_SH)
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(fd)
 
 

@@ -160,7 +160,6 @@ def facts_of(job: JobIdentity, told: Sequence[Mapping[str, Any]]) -> dict[str, A
         "step": told[0]["step"],
         "world_size": len(told),
         "code": list(job.code),
-        "dense": told[0]["dense"],
         "torch": torch.__version__,
         "tables": tables,
         "rank_state_bytes": [one["rank_state"] for one in told],

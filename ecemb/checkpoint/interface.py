@@ -51,9 +51,8 @@ class Stored:
         name: distinguishes it from other checkpoints of the same store.
         step: number of the step to run next.
         facts: plain values (JSON) that the writer was given: format, job, lineage, step, world_size, code,
-            torch (its version), dense (a checksum of dense state, as that version packs it), tables (for each
-            rank: name, rows of the whole or None, else rows of the rank's own, and name, type and width of
-            each column), sizes.
+            tables (for each rank: name, rows of the whole or None, else rows of the rank's own, and name,
+            type and width of each column), sizes.
     """
 
     name: str
@@ -71,8 +70,7 @@ def is_stored(place: object, newest: Stored | None, step: int, facts: Mapping[st
         facts: of the new checkpoint.
 
     Raises:
-        CheckpointMismatch: the store holds another training's checkpoints, later steps, or this step with
-            other dense state.
+        CheckpointMismatch: the store holds another training's checkpoints, or later steps.
     """
     if newest is None:
         return False
@@ -86,13 +84,6 @@ def is_stored(place: object, newest: Stored | None, step: int, facts: Mapping[st
         raise CheckpointMismatch(
             f"{place} holds a checkpoint of step {newest.step}, and this training stands at step "
             f"{step}: another training continued from the same checkpoint; save to another folder"
-        )
-    then, now = ([one.get(key) for key in ("torch", "dense")] for one in (newest.facts, facts))
-    if newest.step == step and then[0] == now[0] and then[1] != now[1]:
-        raise CheckpointMismatch(
-            f"{place} holds a checkpoint of step {step} with other dense state: another training continued "
-            f"from the same checkpoint, or this one's model was changed since; save to another folder, or "
-            f"after a further step"
         )
     return newest.step == step
 
@@ -120,7 +111,7 @@ class CheckpointWriter(Protocol):
             A token that names the place for all ranks; "" if this very checkpoint is stored already.
 
         Raises:
-            CheckpointMismatch: as `is_stored` raises.
+            CheckpointMismatch: the store holds another training's checkpoints, or later steps.
         """
         ...
 

@@ -270,7 +270,8 @@ def _placement_of(
 
     Raises:
         RendezvousError: another number of ranks made them, and this start is not elastic.
-        LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
+        LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state,
+            or another number of ranks made them without elastic=True.
     """
     if is_former(history, session):
         formers.check(session, request, history)

@@ -114,6 +114,15 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def drop_options(optimizer: Any, group: dict[str, Any], then: Mapping[str, Any]) -> None:
+    """Removes the options of a parameter group that an earlier state of it does not have.
+
+    Those that all groups of the optimizer have by default stay: an older version may have saved the state.
+    """
+    for key in options(group).keys() - then.keys() - getattr(optimizer, "defaults", {}).keys():
+        del group[key]
+
+
 def _flatten(value: Any, tensors: list[torch.Tensor], rest: list[object]) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)

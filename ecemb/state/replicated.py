@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
-from .composition import Composition, StepBegin, options, record
+from .composition import Composition, StepBegin, drop_options, options, record
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizer_match import check_fit, kind
 from .optimizers import others, with_inner
@@ -167,8 +167,7 @@ class ReplicatedState:
         self.load(slots, transaction)
         for optimizer, groups in zip(self._optimizers, began.options, strict=True):
             for group, then in zip(optimizer.param_groups, groups, strict=True):
-                for key in options(group).keys() - then.keys():
-                    del group[key]
+                drop_options(optimizer, group, then)
                 group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
         self._seen = self._composition()
 
@@ -424,8 +423,7 @@ class ReplicatedState:
         self, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], ours: Collection[int]
     ) -> None:
         for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
-            for key in options(group).keys() - then.keys():
-                del group[key]
+            drop_options(optimizer, group, then)
             beside = next(iter(group["params"]), None)
             group.update({key: put(group.get(key), value, beside, ours) for key, value in then.items()})
         dense = self._dense(optimizer)

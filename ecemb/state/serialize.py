@@ -11,7 +11,6 @@ needs it only for structures that have changed.
 from __future__ import annotations
 
 import io
-import itertools
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -95,21 +94,36 @@ def _copy(
         return value if on_tensor is None else on_tensor(value)
     if kind is OrderedDict or kind is Counter:
         return like(value, {_key(key): _copy(item, on_tensor, on_number) for key, item in value.items()})
-    if isinstance(value, np.generic):
-        item = value.item()
-        if type(item) in _IN_NUMPY:
-            return (_NUMPY, value.dtype.str, _copy(item, None, on_number))
+    if isinstance(value, np.generic) and type(item := _item(value)) in _IN_NUMPY:
+        return (_NUMPY, value.dtype.str, _copy(item, None, on_number))
     raise _NotPlainError
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict: a numpy scalar is found by the python value that equals it."""
-    return _copy(key.item() if isinstance(key, np.generic) else key, None)
+    """A key of a dict: a numpy scalar is found by the python value that equals it, if one does."""
+    if not isinstance(key, np.generic):
+        return _copy(key, None)
+    item = _item(key)
+    if type(item) in _IN_NUMPY and item == key and hash(item) == hash(key):
+        return item
+    raise _NotPlainError
 
 
 def with_scalars(value: Any) -> Any:
     """A copy of a result of `plain`, or of `load`, in which numpy's scalars are what they were."""
-    return replaced(value, _is_scalar, lambda one: np.array(one[2], one[1])[()])
+    return replaced(value, _is_scalar, lambda one: _scalar(*one[1:]))
+
+
+def _item(scalar: np.generic) -> Any:
+    """A numpy scalar as a value of python; None if none has all that it is."""
+    if isinstance(scalar, (bytes, str)):  # item() cuts zeros off at their ends
+        return bytes(scalar) if isinstance(scalar, bytes) else str.__str__(scalar)
+    return None if isinstance(scalar, np.void) else scalar.item()
+
+
+def _scalar(dtype: str, item: Any) -> Any:
+    kinds: dict[type, Any] = {bytes: np.bytes_, str: np.str_}
+    return kinds[type(item)](item) if type(item) in kinds else np.array(item, dtype)[()]
 
 
 def _is_scalar(value: Any) -> bool:
@@ -141,19 +155,28 @@ def _complaint(value: Any, at: str) -> str:
     items: Iterable[tuple[Any, str]] = ()
     if isinstance(value, Mapping):
         pairs = list(cast("Mapping[Any, Any]", value).items())
-        items = itertools.chain.from_iterable(((key, at), (item, f"{at}[{key!r}]")) for key, item in pairs)
+        for key, _ in pairs:
+            if _is_refused(_key, key):
+                return _complaint(key, f"a key in {at}")
+        items = ((item, f"{at}[{key!r}]") for key, item in pairs)
     elif type(value) in (list, tuple):
         items = ((item, f"{at}[{i}]") for i, item in enumerate(value))
     for item, there in items:
-        try:
-            _copy(item, lambda tensor: tensor)
-        except _NotPlainError:
+        if _is_refused(_copy, item, lambda tensor: tensor):
             return _complaint(item, there)
     return (
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
         f"torch.load(weights_only=True) doesn't read, and ecemb loads no pickles: use numbers, strings, "
         f"tensors, None, lists, tuples and dicts"
     )
+
+
+def _is_refused(copy: Callable[..., object], *arguments: Any) -> bool:
+    try:
+        copy(*arguments)
+    except _NotPlainError:
+        return True
+    return False
 
 
 def dump(value: object) -> bytes:

@@ -204,8 +204,9 @@ def _numeric(value: Any) -> bool:
     return bool(items) and all(is_number(_plain(item)) for item in items)
 
 
-def _kinds(value: Any) -> list[type]:
-    return [type(value), *map(type, _items(value))]
+def _kinds(value: Any) -> list[Any]:
+    kinds = (one.dtype if isinstance(one, np.generic) else type(one) for one in _items(value))
+    return [type(value), *kinds]
 
 
 def _items(value: Any) -> tuple[Any, ...]:

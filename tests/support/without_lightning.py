@@ -21,6 +21,6 @@ def lightning() -> ModuleType:
         return importlib.import_module(NAME)
     finally:  # these two alone: what the module imports is not to be imported a second time
         for name, module in before.items():
-            del sys.modules[name]
+            sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module

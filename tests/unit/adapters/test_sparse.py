@@ -6,6 +6,7 @@ Every refusal must name the table and the way out, and say so before anything is
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ecemb
 from ecemb.adapters.discover import Tables
@@ -738,11 +740,27 @@ def test_a_hook_may_write_what_it_has_declared(register: str, first: bool) -> No
     assert watched.undeclared == 0 and (0, [5]) in watched.captured
 
 
-def test_hooks_end_with_the_watch() -> None:
+def test_hooks_end_with_the_watch_or_with_the_optimizer() -> None:
+    everywhere = {*_global_optimizer_pre_hooks}
     watched, _, optimizer = watch()
     watched.tables.unwatch()
+    watched.tables.unwatch()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-    assert not watched.tables._handles
+    assert {*_global_optimizer_pre_hooks} <= everywhere
+    watched, _, optimizer = watch()
+    del watched, _, optimizer
+    gc.collect()
+    assert {*_global_optimizer_pre_hooks} <= everywhere
+
+
+def test_an_optimizer_without_its_hooks_takes_no_step() -> None:
+    watched, module, optimizer = watch()
+    optimizer._optimizer_step_post_hooks.clear()
+    module.weight.grad = gradient([1, 2], module.weight)
+    before = watched.rows()
+    with refused(UsageError, "hooks of SGD were removed"), watched.step():
+        optimizer.step()
+    assert differing(before, watched.rows()) == []
 
 
 # --- declared by hand ---------------------------------------------------------------------------

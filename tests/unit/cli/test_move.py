@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,6 +96,19 @@ def test_a_job_may_take_the_request_away_when_it_leaves(arena_dir: Path) -> None
     with leave_request.asking(place):
         leave_request.withdraw(place)
         assert not leave_request.is_asked(place)
+
+
+def test_who_ends_takes_no_other_request_away(arena_dir: Path) -> None:
+    """A rank has taken the first one away, as it left; the job has begun again, and is asked once more."""
+    place = Directory(arena_dir, "ctr", "a")
+    first, second = leave_request.asking(place), leave_request.asking(place)
+    with contextlib.ExitStack() as both:
+        both.enter_context(first)
+        leave_request.withdraw(place)
+        later = both.pop_all()
+        both.enter_context(second)
+        later.close()
+        assert leave_request.is_asked(place)
 
 
 def asks(told: Connection, place: Directory) -> None:

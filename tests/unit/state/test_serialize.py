@@ -74,6 +74,8 @@ SCALARS = [
     np.complex64(1 + 2j),
     np.str_("abc"),
     np.str_(""),
+    np.str_("a\0"),
+    np.bytes_(b"ab\0\0"),
     np.datetime64(12345, "ns"),
 ]
 
@@ -89,6 +91,8 @@ def test_scalars_of_numpy_keep_their_type_and_their_bits() -> None:
 
 def test_a_key_of_numpy_finds_what_it_found() -> None:
     assert load(dump({np.int64(3): "a"}))[np.int64(3)] == "a"
+    with pytest.raises(ConfigurationError, match="a key in state is a numpy.datetime64"):
+        plain({np.datetime64(5, "ns"): "a"})
 
 
 def test_mappings_that_come_back_as_another_type_are_refused() -> None:
