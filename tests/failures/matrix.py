@@ -285,7 +285,8 @@ class Chains:
 
         Of those that fit, one that few other recoveries could do with.
         """
-        every = [Cell(row.name, *column, recovery.setting) for row in ROWS for column in _columns(row)]
+        rows = [row for row in ROWS if row.phase != "aborting" or recovery.setting.abortable]
+        every = [Cell(row.name, *column, recovery.setting) for row in rows for column in _columns(row)]
         again = [c for c in every if c.victims <= recovery.setting.tolerated and ROW[c.row].how == "line"]
         again = self._random.sample(again, len(again))
         for there in ([cell for cell in self._left if cell.warm == self._warm], again):

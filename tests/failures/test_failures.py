@@ -188,6 +188,12 @@ def test_no_plan_takes_memory_that_a_rank_may_not_have(seed: int) -> None:
                     gone = gone | {victim.rank for victim in event.victims if victim.lost}
 
 
+def test_where_no_step_is_aborted_nothing_is_to_die_in_that(seed: int) -> None:
+    for number in range(60):
+        for chain in Chains(seed + number, Lengths(), cells("*not abortable*")):
+            assert all(getattr(event, "phase", None) != "aborting" for event in chain.plan.events)
+
+
 def test_a_victim_that_was_past_the_start_was_not_starting() -> None:
     """Other phases wait for all ranks: there the first victim's counts alone."""
     for phase in ("starting", "joining"):
