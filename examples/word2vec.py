@@ -155,7 +155,8 @@ with torch.no_grad():
 if rank == 0:
     for word in filter(vocabulary.__contains__, args.words.split(",")):
         closeness = vectors @ vectors[vocabulary.index(word)]
-        print(f"{word}:", *(vocabulary[i] for i in closeness.topk(8).indices[1:]))
+        nearest = [vocabulary[i] for i in closeness.topk(8).indices[1:]]
+        print(f"{word}: {' '.join(nearest)}", flush=True)
 if args.save:
     args.save.mkdir(parents=True, exist_ok=True)
     final = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -44,10 +44,10 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 @contextmanager
 def process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block."""
+    """A process that ends with the block; what it logs is in another file, no line mixes with its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with log.open("ab") as out:
-        running = subprocess.Popen([sys.executable, *words], stdout=out, stderr=out, env=environment)
+    with log.open("ab") as out, errors_of(log).open("ab") as errors:
+        running = subprocess.Popen([sys.executable, *words], stdout=out, stderr=errors, env=environment)
     try:
         yield running
     finally:
@@ -59,13 +59,17 @@ def process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]
             running.wait()
 
 
+def errors_of(log: Path) -> Path:
+    return log.with_suffix(".errors")
+
+
 class Server:
     """examples/serve.py."""
 
     def __init__(self, running: subprocess.Popen[bytes], log: Path) -> None:
         def address() -> re.Match[str] | None:
             ended, said = running.poll() is not None, log.read_text()
-            assert not ended, said
+            assert not ended, errors_of(log).read_text()
             assert "is served" not in said.partition("http://")[0], "another thread prints before the address"
             return re.search(r"^(http://.*)/list\n", said, re.MULTILINE)
 
@@ -131,7 +135,7 @@ def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_
                 again = Server(running, logs[1])
                 answers += again.await_step(STEPS)
                 assert again.ask("qqq")[0] == 404
-            assert trains.wait(DEADLINE_S) == 0, training.read_text()
+            assert trains.wait(DEADLINE_S) == 0, errors_of(training).read_text()
     finally:
         for one in arenas(tmp_path):
             remove(one, force=True)
@@ -139,7 +143,7 @@ def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_
     assert steps == sorted(steps) and all(step % EVERY == 0 for step in steps) and steps[-1] == STEPS
     by_step = {answer["step"]: answer["nearest"] for answer in answers}
     assert all(answer["nearest"] == by_step[answer["step"]] for answer in answers)
-    said = training.read_text()
+    said = errors_of(training).read_text()
     assert [f"goes on from step {step}" in said for step in (12, 33)] == [True, True]
-    printed = [line for line in said.splitlines() if line.startswith("list: ")]
+    printed = [line for line in training.read_text().splitlines() if line.startswith("list: ")]
     assert printed == [f"list: {' '.join(by_step[STEPS])}"]
