@@ -28,8 +28,8 @@ def asking(place: Folder) -> Generator[None, None, None]:
     """The request stands within the block, and the file is gone after it.
 
     Raises:
-        ArenaError: the file can't be made, or another process asks.
-        ConfigurationError: the file can't be made.
+        ArenaError: the file can't be made.
+        ConfigurationError: another process asks.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while (fd := _locked(place)) is None:

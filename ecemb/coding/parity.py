@@ -85,7 +85,6 @@ class ParityBlocks:
     ) -> None:
         self.rank = rank
         self._placement = placement
-        self._generator = generator
         self._kernels = kernels
         self.blocks: dict[int, tuple[int, Words]] = {}
         self.starts: dict[int, int] = {}
@@ -95,6 +94,11 @@ class ParityBlocks:
             self.blocks[stripe_class] = (row, memory[start : start + size])
             self.starts[stripe_class] = start
             start += size
+        self._targets: dict[tuple[int, int], tuple[Words, int]] = {}
+        for sender in placement.senders(rank):
+            for block in placement.recipients(sender)[rank]:
+                row, words = self.blocks[placement.stripe_class(sender, block)]
+                self._targets[sender, block] = words, int(generator[placement.k + row, block])
 
     def block(self, stripe_class: int) -> Words:
         """The parity block of a class that this rank keeps, uint64, a view."""
@@ -175,13 +179,11 @@ class ParityBlocks:
         return found
 
     def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
-        found = None
-        if 0 <= delta.block < self._placement.k:
-            found = self.blocks.get(self._placement.stripe_class(sender, delta.block))
-        if found is None:
+        """The parity that a Delta changes, and its weight there."""
+        target = self._targets.get((sender, delta.block))
+        if target is None:
             raise InconsistentArenas(
                 f"rank {sender} sent rank {self.rank} a delta of its block {delta.block}, whose parity "
                 f"rank {self.rank} does not keep: the ranks disagree on the placement; restart the job"
             )
-        row, words = found
-        return words, int(self._generator[self._placement.k + row, delta.block])
+        return target

@@ -57,6 +57,7 @@ class Columns:
         self.words: int = -(-end // _WORD_BYTES)
         addresses = [column.__array_interface__["data"][0] for column, _ in parts]
         self.addresses: NDArray[np.int64] = np.array(addresses, np.int64)
+        self._named = {f"column {number} of the table": column for number, (column, _) in enumerate(parts)}
 
     def check(self, operation: str, ids: Ids, *, out: Words, **read: Words) -> None:
         """Raises KernelError unless `ids` are rows, and `out` and what is `read` have a record for each.
@@ -72,6 +73,4 @@ class Columns:
                     f"[{ids.size}, {self.words}], a record for each id"
                 )
         check_ids(operation, ids, self.rows, "table")
-        check_output(operation, "out", out, **read)
-        for column, _ in self.parts:
-            check_output(operation, "out", out, table=column)
+        check_output(operation, "out", out, **read, **self._named)

@@ -90,15 +90,16 @@ def check(session: Session, request: Request, history: History) -> None:
     """
     before, now = history.world_size, session.world_size
     launch = f"launch {before} (torchrun --nnodes x --nproc-per-node)"
-    other = f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch"
     if not history.everyone:
         raise LayoutMismatch(
-            f"{other}, and its arenas were made without elastic=True, so they don't say where the rows of "
-            f"each rank stand: {launch}; to go on with {now}, guard.save(path) there, and begin from it with "
+            f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch, and "
+            f"its arenas were made without elastic=True, so they don't say where the rows of each rank "
+            f"stand: {launch}; to go on with {now}, guard.save(path) there, and begin from it with "
             f"ecemb.protect(..., resume=path, elastic=True) under another job="
         )
     if not request.elastic:
         raise RendezvousError(
-            f"{other}: {launch}, let its memory move to this number with ecemb.protect(elastic=True), or "
-            f"begin a new job under another name"
+            f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch: "
+            f"{launch}, let its memory move to this number with ecemb.protect(elastic=True), or begin a new "
+            f"job under another name"
         )

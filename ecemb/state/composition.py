@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 
 _LEAVES = (int, float, bool, str, type(None))
+_version = attrgetter("_version")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +101,12 @@ def record(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Compositi
     return Composition(tensors, versions_of(tensors), rest, options_of(optimizers), kinds)
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Version counters of tensors; -1 for those that have none."""
-    return [-1 if one.is_inference() else one._version for one in tensors]
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # an inference tensor has none
+        return [-1 if one.is_inference() else one._version for one in tensors]
 
 
 def options_of(optimizers: Iterable[Any]) -> list[list[dict[str, Any]]]:

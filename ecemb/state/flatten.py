@@ -269,8 +269,8 @@ def outline_of(head: NDArray[np.uint8]) -> Any:
     """
     _, packed, _, numbers = _parts(head)
     words = iter([numbers[at : at + WORD_BYTES] for at in range(0, len(numbers), WORD_BYTES)])
-    filled = replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
-    return with_scalars(filled)
+    outline = replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
+    return with_scalars(outline)  # those of numbers: `load` has made the others
 
 
 def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, cast
@@ -80,7 +80,7 @@ class Sighting:
         counted = (self._words * WORD_BYTES, self._rest)
         if counted == (len(self.numbers), len(self.composition.rest)) and "extra" not in collected:
             self._lengths = [*map(len, self._containers)]
-            self._held = self._now_held()
+            self._held = [*self._holding()]
             self._forms = [*map(_form, self.composition.tensors)]
             self._is_watched = True
 
@@ -91,14 +91,14 @@ class Sighting:
         """
         if not self._is_watched or any(self._empty) or [*map(len, self._containers)] != self._lengths:
             return None
-        held, before = self._now_held(), self.composition
-        same = all(map(is_, held, self._held))
+        before = self.composition
+        same = all(map(is_, self._holding(), self._held))
         versions = versions_of(before.tensors)
         if same and versions == before.versions:
             return self
         again = copy.copy(self)
         again.composition = Composition(before.tensors, versions, before.rest, before.options, before.kinds)
-        return again if same or again._renumber(held) else None
+        return again if same or again._renumber([*self._holding()]) else None
 
     def fits(self) -> bool:
         """Whether the tensors still have the types, shapes and devices that they had."""
@@ -125,9 +125,10 @@ class Sighting:
         )
         return True
 
-    def _now_held(self) -> list[Any]:
+    def _holding(self) -> Iterator[Any]:
+        """What the containers hold now, as many as before if their lengths are the same."""
         roots = [(type(one), one.param_groups, one.state) for one in self._optimizers]
-        return [*chain.from_iterable(self._views), *chain.from_iterable(roots)]
+        return chain(chain.from_iterable(self._views), chain.from_iterable(roots))
 
     def _watch(self, container: Any) -> int:
         """The place of the container's first value."""

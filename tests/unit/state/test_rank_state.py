@@ -320,7 +320,8 @@ def test_scalars_of_another_type_or_sign_have_changed(tensor: bool) -> None:
     if tensor:
         scalars["t"]["rate"] = torch.zeros(1)
     state = state_of(scalars=scalars)
-    for key, value in (("step", True), ("step", 1.0), ("groups", [{"lr": -0.0}]), ("none", 0)):
+    others = ("groups", [{"lr": -0.0}]), ("groups", [{"lr": np.float64(0)}]), ("none", 0)
+    for key, value in (("step", True), ("step", 1.0), *others):
         then = scalars["t"][key]
         state.pack()
         scalars["t"] |= {key: value, "nan": float("nan")}
