@@ -26,7 +26,7 @@ from .optimizer_match import check_fit, kind
 from .optimizers import others, with_inner
 from .partitioned import check_modules, check_optimizers, check_whole
 from .sighting import Sighting
-from .tensor_copies import any_of, copied, put, raw
+from .tensor_copies import any_of, copied, overwrite_, put, raw
 from .tensor_places import Members, buffers, has_room, takes, with_extra_state
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -404,7 +404,7 @@ class ReplicatedState:
         for name, then in saved["model"].items():
             now = tensors.get(name)
             if isinstance(then, torch.Tensor) and now is not None and self._takes(now, then, ours):
-                now.copy_(then)
+                overwrite_(now, then)
             elif isinstance(then, torch.Tensor) or then is None:
                 value = copied(then, device if now is None else now)
                 members.put(name, value, persistent=made.get(name, True))
@@ -439,7 +439,7 @@ class ReplicatedState:
         for key, value in other.items():
             optimizer.state[key] = put(optimizer.state.get(key), value, dense[0], ours)
         for index, value in kept.get("outside", {}).items():
-            dense[index].copy_(value)
+            overwrite_(dense[index], value)
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -27,11 +27,19 @@ def any_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return next((one for one in tensors.values() if one.device.type != "cpu"), None)
 
 
+def overwrite_(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Copies values into a tensor. One that was made in inference mode is written in that mode alone."""
+    if tensor.is_inference():
+        with torch.inference_mode():
+            return tensor.copy_(values)
+    return tensor.copy_(values)
+
+
 def put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
     """Saved state, in our current tensors where possible: a CUDA graph may have their addresses."""
     if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
         if takes(now, then):
-            return now.copy_(then)
+            return overwrite_(now, then)
     if isinstance(now, dict) and isinstance(then, dict):
         mapping = cast("dict[Any, Any]", then)
         held = cast("dict[Any, Any]", now)

@@ -101,6 +101,28 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {"model": flat(tensors), "optimizer": flat(optimizer.state_dict())}
 
 
+def test_what_was_made_in_inference_mode_comes_back(slots: Slots) -> None:
+    """As a frozen part of a model that is loaded there: a buffer, a parameter, and an optimizer's state."""
+
+    def made(value: float) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net(1)
+        optimizer = torch.optim.Adagrad(model.first.parameters())
+        with torch.inference_mode():
+            model.first.register_buffer("table", torch.full((3,), value))
+            model.first.register_parameter(
+                "frozen", nn.Parameter(torch.full((2,), value), requires_grad=False)
+            )
+            optimizer.state[model.first.weight]["sum"] = torch.full_like(model.first.weight, value)
+        return model, optimizer
+
+    model, optimizer = made(1.0)
+    ReplicatedState(model, [optimizer], []).save(slots, 3)
+    for again, other in (made(2.0), (model, optimizer)):
+        ReplicatedState(again, [other], []).load(slots, 3)
+        assert everything(again, other) == everything(*made(1.0))
+        assert all(one.is_inference() for one in (again.first.table, again.first.frozen))
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit_in_another_process(kind: str, slots: Slots) -> None:
     model = Net(1)
