@@ -209,6 +209,6 @@ dist.all_gather_object(everyones, (mine.hexdigest(), batches.malformed))
 if rank == 0:
     digests, malformed = zip(*everyones, strict=True)
     print(f"malformed lines left out: {sum(malformed)}")
-    print("digest:", hashlib.sha256("".join(digests).encode()).hexdigest()[:16], flush=True)
+    print(f"digest: {hashlib.sha256(''.join(digests).encode()).hexdigest()[:16]}", flush=True)
 guard.close()
 dist.destroy_process_group()

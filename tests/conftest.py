@@ -22,9 +22,6 @@ settings.load_profile("any machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions are made
 
-# With it, print() writes the end of a line by itself, and lines of processes that share a log mix.
-os.environ.pop("PYTHONUNBUFFERED", None)
-
 
 BY_PATH = {
     "processes": ("unit/launch/", "unit/cli/test_check.py"),

@@ -77,7 +77,7 @@ def start(script: Path, *options: object, ranks: int = 4, restarts: int = 0) -> 
         [sys.executable, *torchrun.split(), str(script), *map(str, options)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,  # lines of other ranks would mix with those of rank 0
         text=True,
     )
 
@@ -85,11 +85,11 @@ def start(script: Path, *options: object, ranks: int = 4, restarts: int = 0) -> 
 def end(process: subprocess.Popen[str]) -> tuple[str, ...]:
     """What the script says at its end: malformed lines and digest."""
     try:
-        said = process.communicate(timeout=DEADLINE_S)[0]
+        said, errors = process.communicate(timeout=DEADLINE_S)
     finally:
         process.terminate()  # torchrun stops its workers
     found = END.search(said)
-    assert found and (process.returncode == 0 or ABORTED in said), said
+    assert found and (process.returncode == 0 or ABORTED in errors), said + errors
     return found.groups()
 
 
