@@ -170,14 +170,18 @@ def cells(*patterns: str, device: str = "cpu") -> list[Cell]:
     found = [Cell(row.name, count, memory, MAIN) for row in ROWS for count, memory in _columns(row)]
     for setting in (dataclasses.replace(one, device=device if one.apart else "cpu") for one in OTHERS):
         sizes = {"1": 1, "r": setting.tolerated, "r+1": setting.tolerated + 1}
-        rows = {
-            row: numbers for row, numbers in OTHER_ROWS.items() if not (setting.apart and row == "capture")
-        }
-        for row, numbers in rows.items():  # rows that are apart are captured as part of "delta"
+        rows = {row: numbers for row, numbers in OTHER_ROWS.items() if _happens(ROW[row], setting)}
+        for row, numbers in rows.items():
             for number, memory in zip(numbers, (False, True), strict=True):
                 if number:
                     found.append(Cell(row, sizes[number], memory, setting))
     return [cell for cell in found if any(fnmatch.fnmatch(str(cell), one) for one in patterns or ("*",))]
+
+
+def _happens(row: Row, setting: Setting) -> bool:
+    """Whether runs of a setting have the row's phase. Rows that are apart are captured as part of "delta"."""
+    absent = {"aborting": not setting.abortable, "capture": setting.apart}
+    return not absent.get(row.phase or "", False)
 
 
 def _columns(row: Row) -> list[tuple[int, bool]]:
@@ -285,7 +289,7 @@ class Chains:
 
         Of those that fit, one that few other recoveries could do with.
         """
-        rows = [row for row in ROWS if row.phase != "aborting" or recovery.setting.abortable]
+        rows = [row for row in ROWS if _happens(row, recovery.setting)]
         every = [Cell(row.name, *column, recovery.setting) for row in rows for column in _columns(row)]
         again = [c for c in every if c.victims <= recovery.setting.tolerated and ROW[c.row].how == "line"]
         again = self._random.sample(again, len(again))
