@@ -11,7 +11,6 @@ Must not know: the place of the record, its protection.
 from __future__ import annotations
 
 import itertools
-import marshal
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +136,7 @@ class RankState:
         self._reader = rng.Reader()
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
-        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's and scalars
+        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
         self._kinds: list[str] = list(map(_kind, self._objects.values()))
         self._bare: bytes = self._pack_rest([], [], [])
         for key, item in self._objects.items():
@@ -163,8 +162,7 @@ class RankState:
         Raises:
             StepFailed: the state takes more than `room_bytes`.
         """
-        states, cuda, found = self._note()
-        scalars = self._pack_scalars(found)
+        states, cuda, scalars = self._note()
         stateful = [_state(key, item) for key, item in self._objects.items()]
         positions = [_position(position) for position in self.positions]
         rest = self._bare  # the same in each step of most trainings
@@ -194,18 +192,11 @@ class RankState:
         """Generators, those of CUDA, and scalars, as they are now."""
         return self._reader.read(), rng.cuda_states(), self._scalars()
 
-    def _note(self) -> tuple[dict[str, Any], list[Any], Any]:
-        """The same, kept: `moved` compares with it."""
+    def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
+        """The same with packed scalars, kept: `moved` compares with it."""
         states, cuda, scalars = self._look()
-        self._last = states, cuda, self._exactly(scalars)
-        return states, cuda, scalars
-
-    def _exactly(self, scalars: Any) -> bytes:
-        """Bytes that only equal scalars of equal types have."""
-        try:
-            return marshal.dumps(scalars, 2)  # a tenth of the time; later versions count references
-        except ValueError:  # a value of another type, such as a tensor
-            return self._pack_scalars(scalars)
+        self._last = states, cuda, self._pack_scalars(scalars)
+        return self._last
 
     def _pack_scalars(self, scalars: Any) -> bytes:
         return self._packer_of_scalars.pack(scalars, "the tables' scalars")
@@ -265,14 +256,14 @@ class RankState:
         """
         if self._last is None:
             return {}
-        then, cuda_then, scalars_then = self._last
+        then, cuda_then, packed = self._last
         states, cuda, scalars = self._look() if taken is None else taken[:3]
         drawn = [] if states is then else [one for one in states if not rng.same({one: states[one]}, then)]
         names = [f"{name}'s random generator" for name in drawn]
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             names.append("a CUDA device's random generator")
         moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
-        if self._exactly(scalars) != scalars_then:
+        if self._pack_scalars(scalars) != packed:
             moved["options of a table's optimizer"] = "its learning rate, or a counter"
         return moved
 
