@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Sequence
-from operator import methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +24,6 @@ _REST = (
     "restart goes on from the last commit"
 )
 
-_data_ptr = methodcaller("data_ptr")
 
 Form: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """A tensor's address, sizes, strides and type."""
@@ -92,11 +90,7 @@ class Places:
 
     def check_addresses(self, tensors: Sequence[object]) -> None:
         """The same without forms, in a third of the time: for tensors that only show what others train."""
-        try:
-            there = [*map(_data_ptr, tensors)] == self._addresses
-        except (AttributeError, RuntimeError):  # as `_address`
-            there = False
-        if not there:
+        if list(map(_address, tensors)) != self._addresses:
             self._find(tensors)
 
     def _find(self, tensors: Sequence[object]) -> None:

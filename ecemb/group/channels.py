@@ -179,7 +179,7 @@ class Channels:
         self._plan = np.zeros((len(sockets), _CHANNEL_WORDS), np.int64)
         self._polled = np.zeros(len(sockets), np.int64)
         self._plan[:, _SOCKET] = [one.fileno() for one in sockets.values()]
-        self._tables = [one.__array_interface__["data"][0] for one in (self._plan, self._polled)]
+        self._addresses = [one.__array_interface__["data"][0] for one in (self._plan, self._polled)]
         self._held: dict[tuple[int, int], Array] = {}  # what is sent from, and received to
 
     def send(self, rank: int, data: Array) -> None:
@@ -225,7 +225,7 @@ class Channels:
         wait_s, left = self._timeout_s, list[int]()
         while True:
             ended = loop()(
-                *self._tables,
+                *self._addresses,
                 len(self._polled),
                 all_sent,
                 min(math.ceil(wait_s * 1000), _LONGEST_MS),

@@ -97,7 +97,7 @@ class _Line:
         self._peer = peer
         self._sending, self._reading = (Channels({peer: connection}, timeout_s) for _ in range(2))
         self._sent, self._read = np.zeros((2, size), np.uint8)
-        self._sends, self._is_sent = threading.Lock(), True
+        self._sends = threading.Lock()
         self._notes: dict[int, bytes] = {}  # by tag, the oldest first
         self._changed = threading.Condition()
         self._reader: int | None = None  # the thread that reads the socket, for all
@@ -105,14 +105,12 @@ class _Line:
 
     def send(self, tag: int, data: bytes) -> None:
         with self._sends:
-            if not self._is_sent:  # what an interruption has left of the last one
+            if len(self._sending.unsent(self._peer)):  # left by an interruption
                 self._sending.run()
             note = (_HEAD.pack(tag, len(data) // 8) + data).ljust(len(self._sent), b"\0")
             self._sent[:] = np.frombuffer(note, np.uint8)
-            self._is_sent = False
             self._sending.send(self._peer, self._sent)
             self._sending.run()
-            self._is_sent = True
 
     def receive(self, tag: int) -> bytes:
         me = threading.get_ident()

@@ -102,11 +102,13 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def test_what_was_made_in_inference_mode_comes_back(slots: Slots) -> None:
-    """As a frozen part of a model that is loaded there: a buffer, a parameter, and an optimizer's state."""
+    """As a frozen part that is loaded there: a buffer, parameters in and outside of the model, and state."""
 
     def made(value: float) -> tuple[Net, torch.optim.Optimizer]:
         model = Net(1)
-        optimizer = torch.optim.Adagrad(model.first.parameters())
+        with torch.inference_mode():
+            outside = nn.Parameter(torch.full((2,), value), requires_grad=False)
+        optimizer = torch.optim.Adagrad([*model.first.parameters(), outside])
         with torch.inference_mode():
             model.first.register_buffer("table", torch.full((3,), value))
             model.first.register_parameter(
@@ -120,7 +122,9 @@ def test_what_was_made_in_inference_mode_comes_back(slots: Slots) -> None:
     for again, other in (made(2.0), (model, optimizer)):
         ReplicatedState(again, [other], []).load(slots, 3)
         assert everything(again, other) == everything(*made(1.0))
-        assert all(one.is_inference() for one in (again.first.table, again.first.frozen))
+        outside = other.param_groups[0]["params"][-1]
+        assert outside.tolist() == [1.0, 1.0]
+        assert all(one.is_inference() for one in (again.first.table, again.first.frozen, outside))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
