@@ -420,7 +420,7 @@ def test_pairs_go_where_verdicts_need_them(monkeypatch: pytest.MonkeyPatch) -> N
         overhead.run(Arguments(engine=engine))
     few = {overhead.FEWER}
     assert asked == {
-        ("torchrec", "dlrm"): few | {overhead.FULL.pairs, 2 * overhead.FULL.pairs},
+        ("torchrec", "dlrm"): few | {overhead.FULL.pairs},
         ("torchrec", "sparse-heavy"): few,
         ("sparse", "dlrm"): few,
         ("sparse", "sparse-heavy"): few,

@@ -111,8 +111,6 @@ COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), 
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
 BESIDE_COMMITS = tuple(one for one in COMMITS if one[0] != 64)
 """Of these, what is measured in the other settings, and on the other engine."""
-CLOSE: tuple[Steps, ...] = (16, "auto")
-"""Of these, what costs little: twice as many pairs decide about it."""
 FEWER, BESIDE_ENGINE = 24, "sparse"
 """Pairs beside replication, in the other settings, and on this engine."""
 HOSTS = 128
@@ -155,7 +153,7 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    pairs: int = 80
+    pairs: int = 160
     launches: int = 1
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
@@ -202,9 +200,7 @@ def run(arguments: Arguments) -> list[Row]:
         is_main = setting.name == scale.name and arguments.engine != BESIDE_ENGINE
         for code in codes:
             for window, overlap in COMMITS if is_main else BESIDE_COMMITS:
-                is_close = window in CLOSE and setting.launches > 1 and not arguments.pairs
-                chosen = replace(setting, pairs=2 * setting.pairs) if is_close else setting
-                rows += measure(chosen, arguments.engine, code, window, overlap, arguments.seed)
+                rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
             rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs), launches=1)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
