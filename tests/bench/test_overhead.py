@@ -64,7 +64,7 @@ def methods_of(rows: Sequence[Row], metric: str) -> set[Any]:
     [(QUICK, 1, True), (sparse_heavy(QUICK), 8, False), (QUICK, "auto", True)],
     ids=["dlrm", "sparse-heavy", "auto"],
 )
-@pytest.mark.parametrize("engine", ["sparse", "torchrec"])
+@pytest.mark.parametrize("engine", [pytest.param("sparse", marks=pytest.mark.long), "torchrec"])
 def test_models_stay_the_same_and_the_cost_is_told(
     engine: str, scale: Scale, window: Steps, overlap: bool
 ) -> None:

@@ -37,7 +37,13 @@ ON_TORCHREC = (
     *OF_TORCHREC,
 )
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
-UNDER_TEST = [name for name in METHODS if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER]
+LONG = {"check-n-run intermittent"}
+"""With rows of 4 bits it does all that it does, and more."""
+UNDER_TEST = [
+    pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+    for name in METHODS
+    if name not in NEEDS_MORE_RANKS | SAME_AS_ANOTHER
+]
 
 
 @dataclass(frozen=True)

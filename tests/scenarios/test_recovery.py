@@ -160,7 +160,7 @@ def run_trials(base: Machines, share: int, rng: random.Random, folder: Path, goa
         run_trial(machines, {**others, rank: end}, moments, rng.randrange(2**31), goal)
 
 
-@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 7, 12, 12, 16), strict=True)])
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 14, 24, 24, 40), strict=True)])
 def test_every_rank_killed_at_every_moment(
     shape: tuple[int, int, int],
     share: int,
@@ -174,7 +174,7 @@ def test_every_rank_killed_at_every_moment(
 
 @pytest.mark.parametrize(
     ("shape", "share", "window"),
-    [*zip(SHAPES[:3], (1, 6, 9), (1, 1, 1), strict=True), (SHAPES[0], 4, 3), (SHAPES[2], 40, 3)],
+    [*zip(SHAPES[:3], (2, 12, 24), (1, 1, 1), strict=True), (SHAPES[0], 8, 3), (SHAPES[2], 80, 3)],
 )
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_rank_interrupted_at_every_moment(
@@ -202,7 +202,7 @@ def test_every_rank_interrupted_at_every_moment(
 
 
 @pytest.mark.parametrize(
-    ("shape", "share"), [((2, 1, 2), 2), ((3, 2, 3), 9), ((4, 2, 4), 16), ((3, 1, 4), 16)]
+    ("shape", "share"), [((2, 1, 2), 4), ((3, 2, 3), 18), ((4, 2, 4), 32), ((3, 1, 4), 32)]
 )
 def test_every_rank_killed_while_a_step_is_aborted(
     shape: tuple[int, int, int],
@@ -224,7 +224,7 @@ def test_every_rank_killed_while_a_step_is_aborted(
 
 
 @pytest.mark.parametrize("can_abort", [True, False])
-@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 5), ((3, 2, 3), 19), ((4, 2, 4), 43)])
+@pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 10), ((3, 2, 3), 38), ((4, 2, 4), 86)])
 def test_every_rank_killed_in_a_window(
     shape: tuple[int, int, int],
     share: int,
@@ -250,10 +250,10 @@ def test_every_rank_killed_in_a_window(
 @pytest.mark.parametrize(
     ("shape", "share", "window", "can_abort"),
     [
-        ((2, 1, 2), 5, 1, True),
-        ((3, 2, 3), 19, 1, True),
-        ((4, 2, 4), 43, 1, True),
-        ((3, 1, 4), 43, 1, True),
+        ((2, 1, 2), 10, 1, True),
+        ((3, 2, 3), 38, 1, True),
+        ((4, 2, 4), 86, 1, True),
+        ((3, 1, 4), 86, 1, True),
         ((2, 1, 2), 11, 2, True),
         ((2, 1, 2), 11, 2, False),
         ((3, 2, 3), 43, 3, False),
@@ -292,7 +292,7 @@ def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_pat
             trial.finish(1)
 
 
-@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (1, 5, 9, 9, 12), strict=True)])
+@pytest.mark.parametrize(("shape", "share"), [*zip(SHAPES, (2, 10, 18, 18, 30), strict=True)])
 def test_every_rank_killed_during_a_rebuild(
     shape: tuple[int, int, int],
     share: int,

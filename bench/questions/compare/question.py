@@ -105,7 +105,7 @@ class Scale:
 
 FULL = Scale()
 QUICK = Scale(
-    ("nothing", "ecemb (4, 3)", "full files", "check-n-run intermittent"),
+    ("nothing", "ecemb (4, 3)", "check-n-run intermittent"),
     measured.Scale(
         tables=4, rows=2000, few_rows=400, dim=16, batch=64, pairs=4, launches=1, saves=3, timeout_s=280
     ),

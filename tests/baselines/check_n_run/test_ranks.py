@@ -50,6 +50,7 @@ def test_ecembs_own_tables(tmp_path: Path) -> None:
         ends = told[0][3]
 
 
+@pytest.mark.long  # test_torchrec_checkpoint.py has a job "differential"
 def test_tables_of_torchrec_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="TorchRec is not installed")
     run = partial(checkpoint_runs.run, "check_n_run_worker.py")

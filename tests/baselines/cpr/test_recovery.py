@@ -149,7 +149,7 @@ def taken(script: OnBags) -> tuple[list[Tensor], list[Any]]:
 def test_a_kill_at_any_moment_of_a_steps_end(priority: str | None, tmp_path: Path, seed: int) -> None:
     every = 4 if priority is None else 8  # a save after the fourth step
     draw, most = random.Random(seed), 300
-    for trial in range(8):
+    for trial in range(4):
         folder, script = tmp_path / str(trial), OnBags()
         method, _ = trained(folder, script, 3, priority, every=every)
         before = taken(script)

@@ -74,7 +74,7 @@ def check(ranks: Ranks, i: int, of: int) -> tuple[bool, bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part_words", [1, 1 << 17])
 @pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("kernel", [pytest.param("reference", marks=pytest.mark.long), "cpu"])
 @pytest.mark.parametrize("make", [grouped, job_of])
 def test_every_word_in_every_stage(
     make: Callable[..., Job],
