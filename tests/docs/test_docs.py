@@ -26,6 +26,8 @@ from support.processes import RankFailed, launch
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 DEADLINE_S = 1000
+ARENA_DIR = "/dev/shm"
+"""The default of `arena_dir`."""
 MARK = re.compile(r"<!-- (run|skip: .+|ranks \d+(?: with \w+)?|file: [\w.-]+|as in [\w./-]+) -->")
 CHECKED = ("protect", "init_process_group")
 """Public functions whose keywords are checked where code is only read."""
@@ -99,14 +101,20 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def run_script(source: str, folder: Path, ranks: int) -> None:
-    """Runs a script on ranks that are forked from a process which has imported torch already."""
+    """Runs a script on ranks that are forked from a process which has imported torch already.
+
+    Documents share names of jobs, and the folder is for this one's arenas: others may run at the same time.
+    """
     script = folder / "document.py"
-    script.write_text(source)
+    script.write_text(source.replace(ARENA_DIR, str(folder)))
     launch(ranks, _run_rank, folder, script.name)
 
 
 def _run_rank(folder: Path, meet: Barrier, script: str) -> None:
     os.chdir(folder)
+    keywords_of = ecemb.init_process_group.__kwdefaults__
+    assert keywords_of["arena_dir"] == ARENA_DIR
+    keywords_of["arena_dir"] = str(folder)
     multiprocessing.set_start_method("fork", force=True)  # what a process that was not forked has
     runpy.run_path(script, run_name="__main__")
 
