@@ -38,7 +38,7 @@ ON_TORCHREC = (
 )
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 LONG = {"check-n-run intermittent"}
-"""With rows of 4 bits it does all that it does, and more."""
+"""The method with rows of 4 bits takes the same paths."""
 UNDER_TEST = [
     pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
     for name in METHODS

@@ -26,8 +26,7 @@ from support.processes import RankFailed, launch
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 DEADLINE_S = 1000
-ARENA_DIR = "/dev/shm"
-"""The default of `arena_dir`."""
+ARENA_DIR: str = inspect.signature(ecemb.init_process_group).parameters["arena_dir"].default
 MARK = re.compile(r"<!-- (run|skip: .+|ranks \d+(?: with \w+)?|file: [\w.-]+|as in [\w./-]+) -->")
 CHECKED = ("protect", "init_process_group")
 """Public functions whose keywords are checked where code is only read."""
@@ -103,7 +102,7 @@ def run(command: list[str], folder: Path) -> str:
 def run_script(source: str, folder: Path, ranks: int) -> None:
     """Runs a script on ranks that are forked from a process which has imported torch already.
 
-    Documents share names of jobs, and the folder is for this one's arenas: others may run at the same time.
+    Its arenas lie in the folder: documents share names of jobs, and may run at the same time.
     """
     script = folder / "document.py"
     script.write_text(source.replace(ARENA_DIR, str(folder)))
@@ -112,9 +111,7 @@ def run_script(source: str, folder: Path, ranks: int) -> None:
 
 def _run_rank(folder: Path, meet: Barrier, script: str) -> None:
     os.chdir(folder)
-    keywords_of = ecemb.init_process_group.__kwdefaults__
-    assert keywords_of["arena_dir"] == ARENA_DIR
-    keywords_of["arena_dir"] = str(folder)
+    ecemb.init_process_group.__kwdefaults__["arena_dir"] = str(folder)
     multiprocessing.set_start_method("fork", force=True)  # what a process that was not forked has
     runpy.run_path(script, run_name="__main__")
 
@@ -192,6 +189,16 @@ def keywords(function: str) -> set[str | None]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_document_runs(path: Path, tmp_path: Path) -> None:
     run_document(path.read_text(), tmp_path)
+
+
+def test_arenas_of_a_document_lie_in_its_folder(tmp_path: Path) -> None:
+    source = (
+        "import os, pathlib, ecemb\n"
+        "ecemb.init_process_group('gloo', job='apart')\n"
+        "assert pathlib.Path(f'/dev/shm/ecemb-{os.geteuid()}/apart').is_dir()\n"
+    )
+    run_script(source, tmp_path, ranks=1)
+    assert [*tmp_path.glob("ecemb-*/apart")]
 
 
 SAMPLE = """
