@@ -76,7 +76,6 @@ R1, R2 = (4, 3), (4, 2)
 CODES = [pytest.param(R1, id="r = 1", marks=pytest.mark.long), pytest.param(R2, id="r = 2")]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("code", CODES)
 def test_weighted_features_and_variable_batches_survive(tmp_path: Path, code: tuple[int, int]) -> None:
     check_of(tmp_path, KILLED["weighted"], code)
