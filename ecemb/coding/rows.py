@@ -342,6 +342,7 @@ class RowSpace:
 
     Attributes:
         owners: for each table the named table that has its rows, and the number that its row 0 has there.
+        owning: the named tables that own rows, by index, ascending: together they have each row once.
         finest: for each table the named table that has no other rows; itself if there is none.
     """
 
@@ -363,6 +364,7 @@ class RowSpace:
             for one, base in zip(self.named, self.bases, strict=False)
         ]
         self.owners: list[tuple[int, int]] = list(self._owners())
+        self.owning: list[int] = sorted({owner for owner, _ in self.owners})
         self.finest: list[Table] = [
             one if one.layout.words == table.layout.words else table
             for table, one in zip(self.tables, self.named, strict=True)

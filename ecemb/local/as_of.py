@@ -27,7 +27,8 @@ class AsOf:
     """
 
     def __init__(self, memory: RankMemory) -> None:
-        self._memory = memory
+        self._memory, space = memory, memory.space
+        self._tables = [(index, space.bases[index]) for index in space.owning]
 
     def read(self, stripe_class: int, block: int, offsets: Ids, width: int, of: int, out: Words) -> bool:
         """Copies words of one of this rank's blocks as a transaction left them.
@@ -89,10 +90,11 @@ class AsOf:
             return self._memory.committed <= of
         out[:] = 0
         first, last = int(begins.min(initial=high)), int(ends.max(initial=low))
-        for index, (table, base) in enumerate(zip(space.finest, space.bases, strict=False)):
-            end, record = base + table.layout.words, table.layout.record_words
+        for index, base in self._tables:
+            layout = space.named[index].layout
+            end, record = base + layout.words, layout.record_words
             if max(base, first) >= min(end, last):
-                continue  # most tables
+                continue
             froms, tos = np.maximum(begins, base), np.minimum(ends, end)
             here = np.flatnonzero(froms < tos)
             if not len(here):
@@ -122,8 +124,8 @@ class AsOf:
         space = self._memory.space
         if stop - start != len(out) or not len(out):
             return False
-        index = bisect.bisect_right(space.bases, start) - 1
-        layout, base = space.finest[index].layout, space.bases[index]
+        index, base = self._tables[bisect.bisect_right(self._tables, start, key=lambda one: one[1]) - 1]
+        layout = space.named[index].layout
         if stop > base + layout.words:
             return False
         record = layout.record_words
@@ -141,12 +143,12 @@ class AsOf:
         """Copies records of a table as of a transaction, if no later one is committed meanwhile.
 
         Args:
-            index: of the table in the space.
+            index: of a named table that owns its rows.
             rows: int64 [m], ascending, distinct.
             of: the transaction.
             out: uint64 [m, record_words], overwritten.
         """
-        memory, table = self._memory, self._memory.space.finest[index]
+        memory, table = self._memory, self._memory.space.named[index]
         step = max(1, _PART_WORDS // table.layout.record_words)
         for at in range(0, len(rows), step):
             some, records = rows[at : at + step], out[at : at + step]
@@ -159,17 +161,21 @@ class AsOf:
 
         A row may be in both journals: the older one has it as the transaction left it.
         """
-        memory, width = self._memory, records.shape[1]
-        owner, first = memory.space.owners[index]
+        memory, space, width = self._memory, self._memory.space, records.shape[1]
         newer = [journal for journal in memory.journals if journal.label > of]
         for journal in sorted(newer, key=lambda one: one.label, reverse=True):
             saved = journal.saved()
-            for name, skipped in {(owner, first), (index, 0)}:
-                found = saved.find(name, rows + skipped, width)
+            for name in {name for name, _, _ in saved.chunks}:
+                owner, skipped = space.owners[name]
+                if owner != index:
+                    continue
+                edges = skipped, skipped + space.named[name].layout.rows
+                a, b = np.searchsorted(rows, edges).tolist()
+                found = saved.find(name, rows[a:b] - skipped, width)
                 hit = np.flatnonzero(found >= 0)
                 old = np.empty((len(hit), width), np.uint64)
                 memory.kernels.gather_rows(saved.words, found[hit], old)
-                records[hit] = old
+                records[a + hit] = old
 
 
 def _united(starts: Ids, stops: Ids) -> Ids:

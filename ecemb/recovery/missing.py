@@ -89,7 +89,7 @@ class Missing:
 
     Args:
         memory: the rank's, whose rows `store_rows_` and `store_span_` write, and `store_parity_` its parity.
-            They are backed by memory right before.
+            They are backed by memory before.
     """
 
     def __init__(self, memory: RankMemory) -> None:
@@ -204,6 +204,19 @@ class Missing:
         end = part.given = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
         skip = self._space.bases[table] - self._space.bounds[block]
         return Chunk(block, skip + at * width, skip + end * width, table=table)
+
+    def back_rows(self, table: int, ids: Ids) -> None:
+        """Backs rows by memory, which else is a part of storing them.
+
+        Args:
+            table: the table.
+            ids: int64 [m], rows of it, in any order.
+
+        Raises:
+            NotEnoughSpace: other processes have taken the memory for them.
+        """
+        owner, first = self._space.owners[table]
+        self._memory.back_rows(owner, ids + first)
 
     def store_rows_(self, table: int, ids: Ids, records: Words) -> int:
         """Stores the rows that are not there, and says that they are.

@@ -103,7 +103,7 @@ class Sources:
         self._spare: list[Words] = []
 
     def ask(self, block: int, offsets: Ids, width: int, of: int) -> Asked:
-        """Asks for runs of words of one lost block. The next waits for answers send what was asked.
+        """Asks for runs of words of one lost block. `send` sends it, and so does a wait for answers.
 
         Args:
             block: number of the block in its stripe: data 0..k-1, parity k..n-1.
@@ -118,6 +118,14 @@ class Sources:
             for first in range(0, width, wide)
         ]
         return Asked(self, len(offsets), width, parts)
+
+    def send(self) -> None:
+        """Sends what was asked, as far as it goes without a wait.
+
+        Raises:
+            PeerFailure: a holder died.
+        """
+        self._dialogue.hear({}, "asking for lost rows", all_sent=False)
 
     def take(self, part: _Part) -> None:
         """Waits for the answers to a part, and to all that was asked before it."""

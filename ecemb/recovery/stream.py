@@ -1,9 +1,9 @@
 """Brings a replacement rank its rows and its parity while it trains (docs/protocol.md, 11).
 
 Owns the thread that asks, the order in which it asks, and the moments at which answers are stored. Rows that
-a lookup waits for come first; behind them everything else comes in chunks, several of them under way, and
-with rests while training needs the processors. Parity is stored while this rank is settled on the
-transaction that it asked for, and dropped otherwise; rows are stored whenever they come.
+a lookup waits for come first; behind them everything else comes in chunks, as fast as `rate` lets them.
+Parity is stored while this rank is settled on the transaction that it asked for, and dropped otherwise; rows
+are stored whenever they come.
 
 Must not know: the ranks that hold the bytes, and the state of the arena.
 """
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from ..coding.rows import WORD_BYTES
 from ..errors import PeerFailure, UndeclaredWrite
 from ..group.requests import Requests
 from ..group.whereabouts import Whereabouts
@@ -31,16 +30,11 @@ from .delays import Delays
 from .missing import Chunk, Missing
 from .plan import RecoveryPlan
 from .progress import Progress
+from .rate import Rate
 from .sources import Asked, Sources
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-FLOOR_BYTES_PER_S = 40e6
-"""The stream is as slow as this while training, on any rank that it concerns, waits for processors."""
-BUSY_NS = 200_000
-"""A wait of training for a processor, during one chunk, from which on processors count as busy."""
-_AHEAD = 2
-"""Chunks under way at a time: while one is added up, the next ones arrive."""
 _MOST_DROPS = 4
 """After this many chunks of parity in a row that came too late, a step waits for those under way."""
 _GONE_S, _LONGEST_GONE_S = 0.001, 0.05
@@ -122,7 +116,7 @@ class Arrivals:
         self._delays = Delays()
         self._is_closing = self._is_over = self._is_whole = False
         self._error: BaseException | None = None
-        self._due_s, self._gone_s, self._is_free = 0.0, 0.0, True
+        self._rate, self._gone_s = Rate(), 0.0
         self._began_s, self._ended_s, self._stored_bytes, self._waited_s = time.monotonic(), 0.0, 0, 0.0
         self._thread = threading.Thread(target=self._run, name="ecemb-arrivals", daemon=True)
 
@@ -301,6 +295,7 @@ class Arrivals:
         except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
             self._error = error
         self._delays.close()
+        self._rate.close()
         with self._changed:
             self._ended_s = time.monotonic()
             self._is_over = True
@@ -320,10 +315,9 @@ class Arrivals:
                     raise _Closed
                 if self._wishes:
                     return self._wishes[0]
-                rest_s = self._due_s - time.monotonic()
-                if self._urgent or self._flights or rest_s <= 0:
+                if self._urgent or self._flights or not (wait_s := self._rate.wait_s()):
                     return None
-                self._changed.wait(rest_s)
+                self._changed.wait(wait_s)
 
     def _settled(self) -> int:
         """Waits while this rank is between `prepared` and `committed`; how often it has prepared."""
@@ -351,6 +345,8 @@ class Arrivals:
             self._sent(block, offsets, width, partial(self._missing.store_rows_, wish.table, ids))
             for block, ids, offsets in self._missing.place(wish.table, lacking)
         ]
+        self._sources.send()
+        self._missing.back_rows(wish.table, lacking)  # meanwhile
         taken = [self._take(flight) for flight in flights]
         if not all(taken):
             return
@@ -361,8 +357,10 @@ class Arrivals:
 
     def _stream(self) -> None:
         """Asks for chunks, and stores the first that was asked for; says when the next is due."""
-        may_ask = self._urgent or time.monotonic() >= self._due_s
-        while may_ask and len(self._flights) < (_AHEAD if self._is_free or self._urgent else 1):
+        if self._urgent:
+            self._rate.hurry()
+        may_ask = not self._rate.wait_s()
+        while may_ask and len(self._flights) < self._rate.most_under_way:
             if self._is_paused and self._flights:
                 break  # `pause` may wait for these
             chunk = self._missing.next_chunk(self._hottest())
@@ -377,9 +375,7 @@ class Arrivals:
             self._land()
             self._missing.give_again()
         delay_ns = max(flight.asked.delay_ns, self._delays.so_far_ns() - flight.delay_ns)
-        self._is_free = delay_ns < BUSY_NS
-        if not self._is_free:
-            self._due_s = time.monotonic() + flight.size * WORD_BYTES / FLOOR_BYTES_PER_S
+        self._rate.came(flight.size, delay_ns)
 
     def _land(self) -> None:
         """Waits for all chunks that are under way."""

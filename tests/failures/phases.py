@@ -37,7 +37,7 @@ from ecemb.group import rendezvous
 from ecemb.kernels.contract import Kernels
 from ecemb.kernels.cpu import Cpu
 from ecemb.local import as_of, journal, rank_memory
-from ecemb.recovery import background, execute, missing, parity_check, rebuild, sources, stream
+from ecemb.recovery import background, execute, missing, parity_check, rate, rebuild, sources
 from ecemb.startup import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
@@ -505,7 +505,7 @@ def _watch_rebuild(worker: Worker) -> None:
         _wrap(owner, name, joined)
 
     missing.CHUNK_WORDS = sources.CHUNK_WORDS = CHUNK_WORDS
-    stream._AHEAD, stream.BUSY_NS, stream.FLOOR_BYTES_PER_S = 1, 0, 1 / NEVER_S  # one chunk, and a rest
+    rate.BUSY_NS, rate.FLOOR_BYTES_PER_S = 0, 1 / NEVER_S  # one chunk, and a rest
     os.environ[background.POISON] = "1"
     for name, phase in {
         "ensure": "waiting for rows",

@@ -1,0 +1,83 @@
+"""How fast what is lost comes back beside training: at once while processors are idle, else at a floor.
+
+A chunk during which training waited for a processor is followed by a rest. It ends when the processors of
+this host have been idle at some looks one after another, and at the floor's moment at the latest. Must not
+know: what the chunks are of, and who measured the waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from ..coding.rows import WORD_BYTES
+
+FLOOR_BYTES_PER_S = 5e6
+"""For each processor of this process: so much comes while training waits for processors. A byte takes some
+6 ns of them, on all ranks that it concerns, so this takes some 3 % of the processors of one host."""
+BUSY_NS = 200_000
+"""A wait of training for a processor, during one chunk, from which on processors count as busy."""
+_LOOK_S = 0.003
+_LOOKS = 2
+"""Processors are idle when this number of looks in a row, so far apart, find less than half of them in use.
+At one look all ranks may just be waiting for each other's messages."""
+_MOST_UNDER_WAY = 2
+"""Chunks at a time, one for each two processors: while one is added up, the next one arrives. When training
+goes on, it waits for those."""
+
+
+class Rate:
+    """When the next chunk is due, and how many may be under way. For one thread."""
+
+    def __init__(self) -> None:
+        self._processors = len(os.sched_getaffinity(0))
+        self._due_s, self._idle_looks, self._is_free = 0.0, 0, True
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def most_under_way(self) -> int:
+        """Chunks that may be under way at a time."""
+        return max(1, min(_MOST_UNDER_WAY, self._processors // 2)) if self._is_free else 1
+
+    def wait_s(self) -> float:
+        """For how long to wait before this is asked again, at most; 0: the next chunk is due."""
+        left_s = self._due_s - time.monotonic()
+        if left_s <= 0:
+            return 0.0
+        self._idle_looks = self._idle_looks + 1 if self._is_idle() else 0
+        if self._idle_looks >= _LOOKS:
+            self.hurry()
+            return 0.0
+        return min(left_s, _LOOK_S)
+
+    def hurry(self) -> None:
+        """The rest is over."""
+        self._due_s, self._is_free = 0.0, True
+
+    def came(self, words: int, delay_ns: int) -> None:
+        """A chunk is here.
+
+        Args:
+            words: of the chunk.
+            delay_ns: for how long training waited for a processor meanwhile, on any rank that it concerns.
+        """
+        self._is_free, self._idle_looks = delay_ns < BUSY_NS, 0
+        if not self._is_free:
+            floor_bytes_per_s = FLOOR_BYTES_PER_S * self._processors
+            self._due_s = time.monotonic() + words * WORD_BYTES / floor_bytes_per_s
+
+    def close(self) -> None:
+        """Ends the object."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _is_idle(self) -> bool:
+        """Whether less than half of the processors are in use now, without this thread."""
+        if self._fd is None:
+            return False
+        running, _, _ = os.pread(self._fd, 128, 0).split()[3].partition(b"/")
+        return 2 * (int(running) - 1) < self._processors

@@ -1,0 +1,112 @@
+"""The rate of a rebuild beside training: at once on idle processors, at a floor on busy ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from ecemb.recovery import rate
+from ecemb.recovery.rate import BUSY_NS, FLOOR_BYTES_PER_S, Rate
+
+PROCESSORS, WORDS = 4, 1 << 17
+REST_S = 8 * WORDS / (FLOOR_BYTES_PER_S * PROCESSORS)
+
+
+class Machine:
+    """A host at a moment: what `Rate` sees of it."""
+
+    def __init__(self) -> None:
+        self.now_s, self.running = 100.0, 0
+
+    def time_s(self) -> float:
+        return self.now_s
+
+    def pread(self, *_: object) -> bytes:
+        return b"0.50 0.40 0.30 %d/321 4242\n" % (1 + self.running)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    one = Machine()
+    with (
+        mock.patch.object(rate.os, "pread", one.pread),
+        mock.patch.object(rate.os, "sched_getaffinity", return_value=set(range(PROCESSORS))),
+        mock.patch.object(rate.time, "monotonic", one.time_s),
+    ):
+        yield one
+
+
+def rested(made: Rate, machine: Machine) -> float:
+    """For how long it rests, in seconds."""
+    began_s = machine.now_s
+    while wait_s := made.wait_s():
+        machine.now_s += wait_s
+    return machine.now_s - began_s
+
+
+def test_beside_idle_processors_chunks_follow_each_other(machine: Machine) -> None:
+    made = Rate()
+    for delay_ns in (0, BUSY_NS - 1):
+        assert not made.wait_s() and made.most_under_way == 2
+        made.came(WORDS, delay_ns)
+    assert not made.wait_s() and made.most_under_way == 2
+
+
+@pytest.mark.parametrize("running", [PROCESSORS // 2, PROCESSORS, 2 * PROCESSORS])
+def test_beside_busy_ones_they_come_at_the_floor(machine: Machine, running: int) -> None:
+    made, machine.running = Rate(), running
+    for _ in range(3):
+        made.came(WORDS, BUSY_NS)
+        assert made.most_under_way == 1
+        assert math.isclose(rested(made, machine), REST_S)
+
+
+def test_a_rest_ends_when_processors_are_idle_at_two_looks(machine: Machine) -> None:
+    made, machine.running = Rate(), PROCESSORS
+    made.came(WORDS, BUSY_NS)
+    looks = iter([0, PROCESSORS, 1, 1, 0])
+    while machine.now_s < 100 + REST_S / 2:
+        machine.running = next(looks)
+        if not (wait_s := made.wait_s()):
+            break
+        machine.now_s += wait_s
+    assert list(looks) == [0]
+    assert made.most_under_way == 2
+
+
+def test_a_look_is_of_one_rest_alone(machine: Machine) -> None:
+    made, machine.running = Rate(), 0
+    for _ in range(3):
+        made.came(WORDS, BUSY_NS)
+        assert made.wait_s()
+
+
+def test_a_hurry_ends_it(machine: Machine) -> None:
+    made, machine.running = Rate(), PROCESSORS
+    made.came(WORDS, BUSY_NS)
+    made.hurry()
+    assert not made.wait_s() and made.most_under_way == 2
+
+
+@pytest.mark.parametrize(("processors", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+def test_one_chunk_is_under_way_for_each_two_processors(processors: int, most: int) -> None:
+    with mock.patch.object(rate.os, "sched_getaffinity", return_value=set(range(processors))):
+        assert Rate().most_under_way == most
+
+
+def test_a_system_that_does_not_count_has_the_floor(machine: Machine) -> None:
+    with mock.patch.object(rate.os, "open", side_effect=FileNotFoundError):
+        made = Rate()
+    made.came(WORDS, BUSY_NS)
+    assert math.isclose(rested(made, machine), REST_S)
+    made.close()
+
+
+def test_it_closes_what_it_opened_once() -> None:
+    made = Rate()
+    made.close()
+    with mock.patch.object(rate.os, "close", side_effect=AssertionError):
+        made.close()
