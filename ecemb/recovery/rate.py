@@ -32,6 +32,7 @@ class Rate:
 
     def __init__(self) -> None:
         self._processors = len(os.sched_getaffinity(0))
+        self._of_host = os.cpu_count() or 1
         self._due_s, self._idle_looks, self._is_free = 0.0, 0, True
         self._fd: int | None = None
         with contextlib.suppress(OSError):
@@ -76,8 +77,10 @@ class Rate:
             self._fd = None
 
     def _is_idle(self) -> bool:
-        """Whether less than half of the processors are in use now, without this thread."""
+        """Whether less than half of the host's processors are in use now, without this thread."""
         if self._fd is None:
             return False
-        running, _, _ = os.pread(self._fd, 128, 0).split()[3].partition(b"/")
-        return 2 * (int(running) - 1) < self._processors
+        fields = os.pread(self._fd, 128, 0).split()
+        running = fields[3].partition(b"/")[0] if len(fields) > 3 else b""
+        # This thread is one of them: a system that says 0 does not count.
+        return running.isdigit() and 0 <= 2 * (int(running) - 1) < self._of_host

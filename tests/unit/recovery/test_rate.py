@@ -11,7 +11,7 @@ import pytest
 from ecemb.recovery import rate
 from ecemb.recovery.rate import BUSY_NS, FLOOR_BYTES_PER_S, Rate
 
-PROCESSORS, WORDS = 4, 1 << 17
+PROCESSORS, OF_HOST, WORDS = 4, 8, 1 << 17
 REST_S = 8 * WORDS / (FLOOR_BYTES_PER_S * PROCESSORS)
 
 
@@ -34,6 +34,7 @@ def machine() -> Iterator[Machine]:
     with (
         mock.patch.object(rate.os, "pread", one.pread),
         mock.patch.object(rate.os, "sched_getaffinity", return_value=set(range(PROCESSORS))),
+        mock.patch.object(rate.os, "cpu_count", return_value=OF_HOST),
         mock.patch.object(rate.time, "monotonic", one.time_s),
     ):
         yield one
@@ -55,7 +56,7 @@ def test_beside_idle_processors_chunks_follow_each_other(machine: Machine) -> No
     assert not made.wait_s() and made.most_under_way == 2
 
 
-@pytest.mark.parametrize("running", [PROCESSORS // 2, PROCESSORS, 2 * PROCESSORS])
+@pytest.mark.parametrize("running", [OF_HOST // 2, OF_HOST, 2 * OF_HOST])
 def test_beside_busy_ones_they_come_at_the_floor(machine: Machine, running: int) -> None:
     made, machine.running = Rate(), running
     for _ in range(3):
@@ -65,9 +66,9 @@ def test_beside_busy_ones_they_come_at_the_floor(machine: Machine, running: int)
 
 
 def test_a_rest_ends_when_processors_are_idle_at_two_looks(machine: Machine) -> None:
-    made, machine.running = Rate(), PROCESSORS
+    made, machine.running = Rate(), OF_HOST
     made.came(WORDS, BUSY_NS)
-    looks = iter([0, PROCESSORS, 1, 1, 0])
+    looks = iter([0, OF_HOST, OF_HOST // 2 - 1, 1, 0])
     while machine.now_s < 100 + REST_S / 2:
         machine.running = next(looks)
         if not (wait_s := made.wait_s()):
@@ -85,7 +86,7 @@ def test_a_look_is_of_one_rest_alone(machine: Machine) -> None:
 
 
 def test_a_hurry_ends_it(machine: Machine) -> None:
-    made, machine.running = Rate(), PROCESSORS
+    made, machine.running = Rate(), OF_HOST
     made.came(WORDS, BUSY_NS)
     made.hurry()
     assert not made.wait_s() and made.most_under_way == 2
@@ -97,12 +98,20 @@ def test_one_chunk_is_under_way_for_each_two_processors(processors: int, most: i
         assert Rate().most_under_way == most
 
 
-def test_a_system_that_does_not_count_has_the_floor(machine: Machine) -> None:
+def test_without_a_file_to_look_at_it_has_the_floor(machine: Machine) -> None:
     with mock.patch.object(rate.os, "open", side_effect=FileNotFoundError):
         made = Rate()
     made.came(WORDS, BUSY_NS)
     assert math.isclose(rested(made, machine), REST_S)
     made.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"nonsense\n", b"0.00 0.00 0.00 0/0 0\n", b"0.00 0.00 0.00 -/1 0\n"])
+def test_a_system_that_does_not_count_has_the_floor(machine: Machine, said: bytes) -> None:
+    made = Rate()
+    made.came(WORDS, BUSY_NS)
+    with mock.patch.object(rate.os, "pread", return_value=said):
+        assert math.isclose(rested(made, machine), REST_S)
 
 
 def test_it_closes_what_it_opened_once() -> None:
