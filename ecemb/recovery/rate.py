@@ -7,17 +7,19 @@ know: what the chunks are of, and who measured the waits.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+from pathlib import Path
 
 from ..coding.rows import WORD_BYTES
 
 FLOOR_BYTES_PER_S = 5e6
 """For each processor of this process: so much comes while training waits for processors. A byte takes some
-6 ns of them, on all ranks that it concerns, so this takes some 3 % of the processors of one host."""
+7 ns of them on all ranks that it concerns (docs/results/rebuild.md), so this takes some 3.5 % of a host."""
 BUSY_NS = 200_000
 """A wait of training for a processor, during one chunk, from which on processors count as busy."""
+_LOAD = Path("/proc/loadavg")
+"""Its fourth field begins with the number of threads of the host that run or are ready to."""
 _LOOK_S = 0.003
 _LOOKS = 2
 """Processors are idle when this number of looks in a row, so far apart, find less than half of them in use.
@@ -34,9 +36,6 @@ class Rate:
         self._processors = len(os.sched_getaffinity(0))
         self._of_host = os.cpu_count() or 1
         self._due_s, self._idle_looks, self._is_free = 0.0, 0, True
-        self._fd: int | None = None
-        with contextlib.suppress(OSError):
-            self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def most_under_way(self) -> int:
@@ -70,17 +69,12 @@ class Rate:
             floor_bytes_per_s = FLOOR_BYTES_PER_S * self._processors
             self._due_s = time.monotonic() + words * WORD_BYTES / floor_bytes_per_s
 
-    def close(self) -> None:
-        """Ends the object."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
     def _is_idle(self) -> bool:
         """Whether less than half of the host's processors are in use now, without this thread."""
-        if self._fd is None:
+        try:
+            fields = _LOAD.read_bytes().split()
+        except OSError:
             return False
-        fields = os.pread(self._fd, 128, 0).split()
         running = fields[3].partition(b"/")[0] if len(fields) > 3 else b""
         # This thread is one of them: a system that says 0 does not count.
         return running.isdigit() and 0 <= 2 * (int(running) - 1) < self._of_host

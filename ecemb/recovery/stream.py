@@ -295,7 +295,6 @@ class Arrivals:
         except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
             self._error = error
         self._delays.close()
-        self._rate.close()
         with self._changed:
             self._ended_s = time.monotonic()
             self._is_over = True
@@ -356,7 +355,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def _stream(self) -> None:
-        """Asks for chunks, and stores the first that was asked for; says when the next is due."""
+        """Asks for the chunks that are due, and stores the first that was asked for."""
         if self._urgent:
             self._rate.hurry()
         may_ask = not self._rate.wait_s()

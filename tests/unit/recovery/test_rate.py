@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ class Machine:
     def time_s(self) -> float:
         return self.now_s
 
-    def pread(self, *_: object) -> bytes:
+    def read_bytes(self) -> bytes:
         return b"0.50 0.40 0.30 %d/321 4242\n" % (1 + self.running)
 
 
@@ -32,7 +33,7 @@ class Machine:
 def machine() -> Iterator[Machine]:
     one = Machine()
     with (
-        mock.patch.object(rate.os, "pread", one.pread),
+        mock.patch.object(rate, "_LOAD", one),
         mock.patch.object(rate.os, "sched_getaffinity", return_value=set(range(PROCESSORS))),
         mock.patch.object(rate.os, "cpu_count", return_value=OF_HOST),
         mock.patch.object(rate.time, "monotonic", one.time_s),
@@ -98,24 +99,16 @@ def test_one_chunk_is_under_way_for_each_two_processors(processors: int, most: i
         assert Rate().most_under_way == most
 
 
-def test_without_a_file_to_look_at_it_has_the_floor(machine: Machine) -> None:
-    with mock.patch.object(rate.os, "open", side_effect=FileNotFoundError):
-        made = Rate()
+def test_without_a_file_to_look_at_it_has_the_floor(machine: Machine, tmp_path: Path) -> None:
+    made = Rate()
     made.came(WORDS, BUSY_NS)
-    assert math.isclose(rested(made, machine), REST_S)
-    made.close()
+    with mock.patch.object(rate, "_LOAD", tmp_path / "loadavg"):
+        assert math.isclose(rested(made, machine), REST_S)
 
 
 @pytest.mark.parametrize("said", [b"", b"nonsense\n", b"0.00 0.00 0.00 0/0 0\n", b"0.00 0.00 0.00 -/1 0\n"])
 def test_a_system_that_does_not_count_has_the_floor(machine: Machine, said: bytes) -> None:
     made = Rate()
     made.came(WORDS, BUSY_NS)
-    with mock.patch.object(rate.os, "pread", return_value=said):
+    with mock.patch.object(machine, "read_bytes", return_value=said):
         assert math.isclose(rested(made, machine), REST_S)
-
-
-def test_it_closes_what_it_opened_once() -> None:
-    made = Rate()
-    made.close()
-    with mock.patch.object(rate.os, "close", side_effect=AssertionError):
-        made.close()
