@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -261,3 +262,21 @@ def test_rows_are_undone_under_the_lock(tmp_path: Path, seed: int) -> None:
                 undo()
                 ranks.check(0, 0)
         assert len(held) > 1 and all(held)
+
+
+def test_rows_that_a_table_of_a_group_has_journalled_itself(tmp_path: Path) -> None:
+    job = grouped(3, 2, 3, random.Random(1))
+    with trained(tmp_path, job, "cpu") as (memories, _):
+        memory, placement, space = memories[0], job.placement, memories[0].space
+        of, before = memory.committed, space.read(0, space.words)
+        table, _ = next((i, first) for i, (_, first) in enumerate(space.owners) if first)
+        ids = np.arange(space.named[table].layout.rows)
+        memory.arm(of + 1, 1)
+        memory.journal.capture(table, ids)
+        space.named[table].scatter_(ids, ~space.named[table].read(0, len(ids)))
+        assert not np.array_equal(space.read(0, space.words), before)
+        for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
+            c = next(c for c in range(placement.world_size) if placement.members(c)[block] == memory.rank)
+            out = np.zeros((high - low, 1), np.uint64)
+            assert AsOf(memory).read(c, block, np.arange(high - low), 1, of, out)
+            assert np.array_equal(out[:, 0], before[low:high])
