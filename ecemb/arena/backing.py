@@ -98,6 +98,25 @@ class Backing:
         }
         self._is_whole = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pages of all regions are backed."""
+        return self._is_whole
+
+    def has(self, name: str, starts: Ids, size_bytes: int) -> NDArray[np.bool_]:
+        """Of which runs of a region's bytes some page is backed.
+
+        Args:
+            name: of the region.
+            starts: int64 [m], the bytes at which the runs begin, in any order; read.
+            size_bytes: of each run, 1 or more.
+
+        Returns:
+            bool [m], new.
+        """
+        pages, edges = _pages(starts, size_bytes)
+        return np.logical_or.reduceat(self._backed[name][pages], edges)
+
     def ensure(self, name: str, starts: Ids, size_bytes: int) -> None:
         """Backs runs of a region's bytes.
 
@@ -111,10 +130,7 @@ class Backing:
         """
         if self._is_whole:
             return
-        backed, first = self._backed[name], starts // PAGE_BYTES
-        counts = (starts + size_bytes - 1) // PAGE_BYTES - first + 1
-        ends = np.cumsum(counts)
-        pages = np.repeat(first - ends + counts, counts) + np.arange(counts.sum())
+        backed, (pages, _) = self._backed[name], _pages(starts, size_bytes)
         if len(lacking := pages[~backed[pages]]):
             with self._lock:
                 lacking = np.unique(lacking)
@@ -145,6 +161,14 @@ class Backing:
         self._promise.take(len(pages) * PAGE_BYTES)
         self._arena.back(name, zip(starts.tolist(), stops.tolist(), strict=True))
         self._backed[name][pages] = True
+
+
+def _pages(starts: Ids, size_bytes: int) -> tuple[Ids, Ids]:
+    """The pages of runs, run by run, and for each run the place of its first page among them."""
+    first = starts // PAGE_BYTES
+    counts = (starts + size_bytes - 1) // PAGE_BYTES - first + 1
+    edges = np.cumsum(counts) - counts
+    return np.repeat(first - edges, counts) + np.arange(counts.sum()), edges
 
 
 def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> Promise:

@@ -104,6 +104,10 @@ class ParityBlocks:
         """The parity block of a class that this rank keeps, uint64, a view."""
         return self.blocks[stripe_class][1]
 
+    def start(self, sender: int, delta: Delta) -> int:
+        """The word of the memory at which the block under a Delta starts."""
+        return self.starts[self._placement.stripe_class(sender, delta.block)]
+
     def check(self, received: Received) -> None:
         """Raises unless every Delta fits a block whose parity this rank keeps; writes nothing.
 

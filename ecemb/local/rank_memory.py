@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..arena.arena import Arena
 from ..arena.backing import Backing
 from ..arena.header import NONE, State, Word
-from ..coding.delta import Scratch, blank, messages, size_words
+from ..coding.delta import Delta, Scratch, blank, messages, size_words
 from ..coding.parity import ParityBlocks, Received
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
@@ -336,17 +336,25 @@ class RankMemory:
         """
         self.inbox.seal(transaction)
         received = self._checked(transaction)
+        if self._backing is not None and not self._backing.is_whole:
+            received = self._with_memory(received, self._backing)
+            self._received = transaction, received
         self.parity_journal.reserve(received)
-        if self._backing is not None:
-            self._back_under(received)
         self.mark_prepared(transaction)
 
-    def _back_under(self, received: Received) -> None:
-        placement = self.geometry.placement
-        if placement is not None:
-            for sender, delta in received:
-                stripe_class = placement.stripe_class(sender, delta.block)
-                self.back_parity(stripe_class, delta.offsets, delta.words.shape[1])
+    def _with_memory(self, received: Received, backing: Backing) -> Received:
+        """The rows of deltas of whose parity some has memory, and the rest of it gets some.
+
+        Parity without memory was never stored. What is stored there later has these rows.
+        """
+        found: list[tuple[int, Delta]] = []
+        for sender, delta in received:
+            if self.parity is not None and (size := delta.words.shape[1] * WORD_BYTES):
+                starts = (self.parity.start(sender, delta) + delta.offsets) * WORD_BYTES
+                has = backing.has("parity", starts, size)
+                backing.ensure("parity", starts[has], size)
+                found.append((sender, Delta(delta.block, delta.offsets[has], delta.words[has])))
+        return found
 
     def _checked(self, transaction: int) -> Received:
         if self.parity is None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..group.requests import Requests
 from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Kernels
@@ -69,8 +71,7 @@ class Background:
         self._requests, self.is_over = requests, False
         if memory.rank in plan.lost:
             if os.environ.get(POISON):
-                memory.back_all()
-                memory.arena.region("rows")[:] = 0xFF
+                _poison(memory)
             on_whole = partial(_tell_whole, memory)
             self._arrivals = Arrivals(memory, requests, kernels, plan, whereabouts, on_whole)
             self._arrivals.start()
@@ -144,6 +145,15 @@ class Background:
         self._requests.hang_up()
         if all(part.close() for part in parts):  # else a thread may use the number of a socket once more
             self._requests.close()
+
+
+def _poison(memory: RankMemory) -> None:
+    for owner in {owner for owner, _ in memory.space.owners}:
+        table = memory.space.named[owner]
+        if rows := table.layout.rows:
+            memory.back_rows(owner, np.zeros(1, np.int64), rows)
+            for column in table.columns:
+                column[:] = 0xFF
 
 
 def _tell_whole(memory: RankMemory) -> None:

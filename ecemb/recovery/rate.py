@@ -1,8 +1,9 @@
 """How fast what is lost comes back beside training: at once while processors are idle, else at a floor.
 
 A chunk during which training waited for a processor is followed by a rest. It ends when the processors of
-this host have been idle at some looks one after another, and at the floor's moment at the latest. Must not
-know: what the chunks are of, and who measured the waits.
+this host have been idle at some looks one after another. It also ends as soon as less has come than the floor
+would have let through, over the time of `_MEMORY_S`: what came while they were idle counts. Must not know:
+what the chunks are of, and who measured the waits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from pathlib import Path
 from ..coding.rows import WORD_BYTES
 
 FLOOR_BYTES_PER_S = 5e6
-"""For each processor of this process: so much comes while training waits for processors. A byte takes some
-7 ns of them on all ranks that it concerns (docs/results/rebuild.md), so this takes some 3.5 % of a host."""
+"""For each processor of this process: so much comes at least, on average. A byte takes some 7 ns of them on
+all ranks that it concerns (docs/results/rebuild.md), so this takes some 3.5 % of a host."""
+_MEMORY_S = 1.0
+"""The longest rest, whatever came before its chunk: long beside a step, in which processors may be idle and
+busy by turns, and short beside a rebuild."""
 BUSY_NS = 200_000
 """A wait of training for a processor, during one chunk, from which on processors count as busy."""
 _LOAD = Path("/proc/loadavg")
@@ -35,6 +39,7 @@ class Rate:
     def __init__(self) -> None:
         self._processors = len(os.sched_getaffinity(0))
         self._of_host = os.cpu_count() or 1
+        self._floor_s = 0.0  # when the floor would have let through what has come
         self._due_s, self._idle_looks, self._is_free = 0.0, 0, True
 
     @property
@@ -64,10 +69,12 @@ class Rate:
             words: of the chunk.
             delay_ns: for how long training waited for a processor meanwhile, on any rank that it concerns.
         """
+        now_s = time.monotonic()
+        through_s = words * WORD_BYTES / (FLOOR_BYTES_PER_S * self._processors)
+        self._floor_s = min(max(self._floor_s, now_s) + through_s, now_s + max(through_s, _MEMORY_S))
         self._is_free, self._idle_looks = delay_ns < BUSY_NS, 0
         if not self._is_free:
-            floor_bytes_per_s = FLOOR_BYTES_PER_S * self._processors
-            self._due_s = time.monotonic() + words * WORD_BYTES / floor_bytes_per_s
+            self._due_s = self._floor_s
 
     def _is_idle(self) -> bool:
         """Whether less than half of the host's processors are in use now, without this thread."""

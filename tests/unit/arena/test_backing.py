@@ -71,6 +71,18 @@ def test_runs_are_backed_and_nothing_else(directory: Directory, arena: Arena, ba
     assert arena.reserved("rows") == arena.reserved("parity") == 0
 
 
+def test_runs_with_some_memory(backing: Backing) -> None:
+    """One page of it is enough."""
+    backing.ensure("rows", np.array([5 * PAGE, 9 * PAGE]), PAGE)
+    starts = np.array([5 * PAGE - 8, 5 * PAGE - 9, 6 * PAGE - 1, 6 * PAGE, 9 * PAGE + 7, 0])
+    assert backing.has("rows", starts, 9).tolist() == [True, False, True, False, True, False]
+    assert backing.has("rows", np.array([4 * PAGE - 1, 6 * PAGE]), 3 * PAGE).tolist() == [True, False]
+    assert backing.has("parity", np.array([0]), PARITY_BYTES).tolist() == [False]
+    assert not len(backing.has("rows", np.empty(0, np.int64), 8)) and not backing.is_whole
+    backing.ensure_all()
+    assert backing.has("rows", starts, 8).all() and backing.is_whole
+
+
 def test_in_the_end_the_regions_are_reserved(directory: Directory, arena: Arena, backing: Backing) -> None:
     backing.ensure("rows", np.array([8 * PAGE]), 3)
     before = backed_bytes(arena)

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -192,6 +193,36 @@ def test_nothing_needs_space_once_a_transaction_is_prepared(tmp_path: Path, job:
         for memory in memories:
             memory.apply(1)
         assert reserved == [memory.arena.reserved("parity_journal") for memory in memories]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_changes_of_parity_without_memory_are_skipped(
+    blocks: int, tmp_path: Path, job: Job, seed: int
+) -> None:
+    """Of a replacement rank: elsewhere they are as in any step, and the rest of their words gets memory."""
+    found: list[list[Words]] = []
+    for name in ("whole", "part"):
+        machines = filled(tmp_path / name, job)
+        with machines.memories() as memories:
+            mine = memories[0]
+            assert mine.parity is not None
+            parity = mine.arena.region("parity").view(np.uint64)
+            limit, asked = [*mine.parity.starts.values(), len(parity)][blocks], list[int]()
+
+            def has(_: str, starts: NDArray[np.int64], size_bytes: int, limit: int = limit) -> Any:
+                return starts + size_bytes <= 8 * limit
+
+            def ensure(_: str, starts: NDArray[np.int64], size_bytes: int, asked: list[int] = asked) -> None:
+                asked += (starts + size_bytes).tolist()
+
+            if name == "part":
+                mine._backing = mock.Mock(is_whole=False, has=has, ensure=ensure)
+            before = parity.copy()
+            step(memories, 1, random.Random(seed))
+            found.append(parity.copy())
+    whole, part = found
+    assert max(asked, default=0) <= 8 * limit and (whole != before).any()
+    assert np.array_equal(part, np.where(np.arange(len(part)) < limit, whole, before))
 
 
 def test_prepared_is_stored_after_the_inbox_is_complete(tmp_path: Path, job: Job) -> None:

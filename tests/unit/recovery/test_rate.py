@@ -66,6 +66,27 @@ def test_beside_busy_ones_they_come_at_the_floor(machine: Machine, running: int)
         assert math.isclose(rested(made, machine), REST_S)
 
 
+def test_what_came_beside_idle_processors_counts(machine: Machine) -> None:
+    """So training is not held up for what would have come at the floor; for a second, at most."""
+    made, machine.running = Rate(), OF_HOST
+    for _ in range(3):
+        made.came(WORDS, 0)
+    made.came(WORDS, BUSY_NS)
+    assert math.isclose(rested(made, machine), 4 * REST_S)
+    for _ in range(round(3 / REST_S)):
+        made.came(WORDS, 0)
+    made.came(WORDS, BUSY_NS)
+    assert math.isclose(rested(made, machine), rate._MEMORY_S)
+    made.came(WORDS, BUSY_NS)
+    assert math.isclose(rested(made, machine), REST_S)
+
+
+def test_a_chunk_of_more_than_a_second_rests_for_as_long(machine: Machine) -> None:
+    made, machine.running = Rate(), OF_HOST
+    made.came(round(3 / REST_S) * WORDS, BUSY_NS)
+    assert math.isclose(rested(made, machine), round(3 / REST_S) * REST_S)
+
+
 def test_a_rest_ends_when_processors_are_idle_at_two_looks(machine: Machine) -> None:
     made, machine.running = Rate(), OF_HOST
     made.came(WORDS, BUSY_NS)

@@ -118,11 +118,11 @@ class Worker:
         assert arrivals is not None
         self.ensure_state()
         self.rank.position.unpack(rank_state.read(self.memory.rank_state))
-        mark, commit, capture = self.memory.mark_prepared, self.memory.commit, self.rank.transactions.capture
+        prepare, commit, capture = self.memory.prepare, self.memory.commit, self.rank.transactions.capture
 
-        def mark_prepared(transaction: int) -> None:
+        def prepared(transaction: int) -> None:
             arrivals.pause()
-            mark(transaction)
+            prepare(transaction)
 
         def committed(transaction: int) -> None:
             commit(transaction)
@@ -134,7 +134,7 @@ class Worker:
             capture(table, ids)
 
         for owner, name, act in (
-            (self.memory, "mark_prepared", mark_prepared),
+            (self.memory, "prepare", prepared),
             (self.memory, "commit", committed),
             (self.rank.transactions, "capture", captured),
         ):
@@ -229,14 +229,21 @@ STEPS = 6
 
 
 @pytest.mark.parametrize(
-    ("shape", "words", "window"),
-    [((2, 1, 2), 3, 1), ((3, 2, 3), 1, 1), ((4, 2, 4), 7, 1), ((3, 1, 4), 1 << 17, 1), ((4, 3, 5), 2, 3)],
+    ("shape", "rows", "words", "window"),
+    [
+        ((2, 1, 2), 40, 3, 1),
+        ((3, 2, 3), 40, 1, 1),
+        ((4, 2, 4), 40, 7, 1),
+        ((3, 1, 4), 40, 1 << 17, 1),
+        ((4, 3, 5), 40, 2, 3),
+        ((3, 2, 3), 4000, 300, 1),  # parity on several pages, which chunks don't begin with
+    ],
 )
 def test_replaced_ranks_train_with_the_rows_and_the_parity_of_all_others(
-    shape: tuple[int, int, int], words: int, window: int, tmp_path: Path, seed: int
+    shape: tuple[int, int, int], rows: int, words: int, window: int, tmp_path: Path, seed: int
 ) -> None:
     n, k, size = shape
-    job = job_of(n, k, size, random.Random(seed), rows=40)
+    job = job_of(n, k, size, random.Random(seed), rows=rows)
     job = dataclasses.replace(job, window=window, abortable=True, aborts=frozenset({(2, 0)}))
     lost = tuple(sorted(random.Random(seed).sample(range(size), n - k)))
     found = run_ranks(size, train, tmp_path, job, lost, words, STEPS)
