@@ -110,10 +110,13 @@ def of_rebuild(documents: Documents) -> str:
     def seconds(rebuild: str) -> str:
         return f"{value(rows, 'kill_to_step_s', rebuild=rebuild, table_bytes=size):.1f} s"
 
-    share = value(rows, "throughput_while_rebuilding", rebuild="background", table_bytes=size)
+    share = value(
+        rows, "throughput_while_rebuilding", rebuild="background", setting="dlrm", dense="accelerator"
+    )
     return (
         f"with {size >> 20:,} MiB of lost memory from a kill to the next step {seconds('background')} "
-        f"(rebuilt first: {seconds('blocking')}), and then at {share:.2f} times the speed until it is whole"
+        f"(rebuilt first: {seconds('blocking')}); "
+        f"`dlrm` beside an accelerator, at {share:.2f} times the speed until all is there"
     )
 
 

@@ -3,9 +3,9 @@
 One of four ranks is killed with its memory in the middle of a step, under stock torchrun, which starts all
 ranks again, by `ecemb-run`, with `rebuild="blocking"` or `"background"`: `rebuild` says which, and
 `table_bytes` is weights and optimizer state of a rank. In the setting `uniform`, the model of the question
-`recovery`, a step looks up rows that are drawn uniformly, and does hardly anything else: this is the worst
-case, since each step needs rows that nothing has needed before. `dlrm` is that of the question `overhead`:
-TorchRec's tables, few of whose rows are popular.
+`recovery`, a step looks up rows that are drawn uniformly: the worst case for lookups, since each step needs
+rows that nothing has needed before. `dlrm` is that of the question `overhead`: TorchRec's tables, of which few
+rows are popular.
 
 - `kill_to_step_s`: from the kill to the end of the first step of all ranks. The lost memory itself is freed
   later: a lost machine leaves the others nothing to free.
@@ -106,11 +106,13 @@ class Case:
         setting: One of `SETTINGS`.
         dense: What does a step's dense work.
         table_bytes: Of a rank's tables.
+        launches: Of each kind of rebuild, taking turns.
     """
 
     setting: str
     dense: str
     table_bytes: int
+    launches: int = 1
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Scale:
 
     Attributes:
         cases: One after the other.
-        kills: In a launch of each kind, and launches of each kind, taking turns.
+        kills: In a launch.
         most_steps: Of each life, once no rank lacks anything, at most.
         code: Of the parity.
         arena_dir: Where arenas lie.
@@ -127,14 +129,13 @@ class Scale:
     """
 
     cases: tuple[Case, ...] = (
-        Case(UNIFORM, PROCESSORS, 256 * MIB),
-        Case(UNIFORM, PROCESSORS, 1024 * MIB),
-        Case(UNIFORM, PROCESSORS, 2048 * MIB),
+        Case(UNIFORM, ACCELERATOR, 256 * MIB),
+        Case(UNIFORM, ACCELERATOR, 1024 * MIB),
+        Case(UNIFORM, ACCELERATOR, 2048 * MIB),
         Case(DLRM, PROCESSORS, DLRM_BYTES),
-        Case(DLRM, ACCELERATOR, DLRM_BYTES),
+        Case(DLRM, ACCELERATOR, DLRM_BYTES, launches=3),
     )
     kills: int = 3
-    launches: int = 1
     most_steps: int = 60
     code: Code = CODE
     arena_dir: str = "/dev/shm"
@@ -146,7 +147,6 @@ QUICK = dataclasses.replace(
     FULL,
     cases=(Case(DLRM, ACCELERATOR, 8 * MIB),),
     kills=1,
-    launches=1,
     most_steps=8,
 )
 
@@ -203,7 +203,7 @@ def run(arguments: Arguments) -> list[Row]:
     rows: list[Row] = []
     for case in scale.cases:
         lives: dict[str, list[Life]] = {BLOCKING: [], BACKGROUND: []}
-        for _ in range(scale.launches):
+        for _ in range(case.launches):
             for rebuild, found in lives.items():
                 found += launch(scale, case, rebuild, arguments.seed)
         for rebuild, found in lives.items():
