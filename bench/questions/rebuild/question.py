@@ -4,8 +4,8 @@ One of four ranks is killed with its memory in the middle of a step, under stock
 ranks again, by `ecemb-run`, with `rebuild="blocking"` or `"background"`: `rebuild` says which, and
 `table_bytes` is weights and optimizer state of a rank. In the setting `uniform`, the model of the question
 `recovery`, a step looks up rows that are drawn uniformly: the worst case for lookups, since each step needs
-rows that nothing has needed before. `dlrm` is that of the question `overhead`: TorchRec's tables, of which few
-rows are popular.
+rows that nothing has needed before. `dlrm` is that of the question `overhead`: TorchRec's tables, with few
+popular rows.
 
 - `kill_to_step_s`: from the kill to the end of the first step of all ranks. The lost memory itself is freed
   later: a lost machine leaves the others nothing to free.
