@@ -29,8 +29,7 @@ _LOOKS = 2
 """Processors are idle when this number of looks in a row, so far apart, find less than half of them in use.
 At one look all ranks may just be waiting for each other's messages."""
 _MOST_UNDER_WAY = 2
-"""Chunks at a time, one for each two processors: while one is added up, the next one arrives. When training
-goes on, it waits for those."""
+"""Chunks at a time, but no more than processors: while one is added up, the next one arrives."""
 
 
 class Rate:
@@ -45,7 +44,7 @@ class Rate:
     @property
     def most_under_way(self) -> int:
         """Chunks that may be under way at a time."""
-        return max(1, min(_MOST_UNDER_WAY, self._processors // 2)) if self._is_free else 1
+        return min(_MOST_UNDER_WAY, self._processors) if self._is_free else 1
 
     def wait_s(self) -> float:
         """For how long to wait before this is asked again, at most; 0: the next chunk is due."""
