@@ -56,7 +56,13 @@ def test_a_step_is_compared_with_that_of_its_bare_twin(group: gpu_step.Group, ov
     assert (sent.value > 0) == (group.ranks > 1)
 
 
-@pytest.mark.parametrize("setting", gpu_windows.SMALL, ids=lambda setting: setting.engine)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(one, marks=[] if one.engine == "torchrec" else pytest.mark.long, id=one.engine)
+        for one in gpu_windows.SMALL
+    ],
+)
 def test_windows_are_compared_with_bare_twins(setting: gpu_windows.Setting) -> None:
     """Which checks that all models end with the same bytes, and that parity fits them."""
     if setting.engine == "torchrec":

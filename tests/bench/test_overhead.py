@@ -61,8 +61,11 @@ def methods_of(rows: Sequence[Row], metric: str) -> set[Any]:
 
 @pytest.mark.parametrize(
     ("scale", "window", "overlap"),
-    [(QUICK, 1, True), (sparse_heavy(QUICK), 8, False), (QUICK, "auto", True)],
-    ids=["dlrm", "sparse-heavy", "auto"],
+    [
+        pytest.param(QUICK, 1, True, marks=pytest.mark.long, id="dlrm"),
+        pytest.param(sparse_heavy(QUICK), 8, False, id="sparse-heavy"),
+        pytest.param(QUICK, "auto", True, id="auto"),
+    ],
 )
 @pytest.mark.parametrize("engine", [pytest.param("sparse", marks=pytest.mark.long), "torchrec"])
 def test_models_stay_the_same_and_the_cost_is_told(

@@ -647,12 +647,12 @@ def test_a_real_memory_limit_is_an_error_and_no_kill(shared: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_recoveries_leave_no_more_than_one(tmp_path: Path, seed: int) -> None:
+def test_many_recoveries_leave_no_more_than_one(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     job = job_of(3, 2, 3, rng, rows=4)
     machines = Machines(tmp_path / "job", job)
     seen: list[tuple[int, int, int, int]] = []
-    for number in range(52):
+    for number in range(26):
         rank = rng.randrange(job.size)
         if rng.randrange(3) == 0 and number and job.placement.tolerates({*machines.plan().lost, rank}):
             machines.lose(rank)
@@ -663,8 +663,8 @@ def test_fifty_recoveries_leave_no_more_than_one(tmp_path: Path, seed: int) -> N
         maps = Path("/proc/self/maps").read_text().count(".arena")
         seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), maps, files))
         assert committed >= 0
-    machines.run(30)
-    machines.check(30)
+    machines.run(15)
+    machines.check(15)
     # What earlier tests left may still end meanwhile.
     assert all(last <= first for last, first in zip(seen[-1][:3], seen[1][:3], strict=True)), seen
     assert max(files for *_, files in seen) <= job.size + 1  # a newcomer that died is not yet removed

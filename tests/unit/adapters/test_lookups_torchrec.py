@@ -179,8 +179,11 @@ def test_pipelines_wait_for_the_rows_of_the_batches_that_they_look_up(kind: str,
 # --- rows that something else than a lookup's gradient changes ------------------------------------
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])
-@pytest.mark.parametrize("policy", ["LFU", "LRU", "DistanceLFU"])
+@pytest.mark.parametrize(
+    ("policy", "sequence"),
+    [("LFU", False), ("LRU", True), ("DistanceLFU", False)],
+    ids=["LFU-bags", "LRU-sequence", "DistanceLFU-bags"],
+)
 def test_evicted_rows_are_there_before_they_are_drawn_again(policy: str, sequence: bool) -> None:
     twins = Twins(lambda: build_managed(policy, "adagrad", sequence=sequence, rows=15))
     tables = twins.watched.tables
