@@ -16,7 +16,7 @@ from model.search import Searched, search
 from model.table import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW_STATES = 20_000
+FEW_STATES = 45_000
 
 
 @pytest.mark.slow
