@@ -181,8 +181,14 @@ def test_pipelines_wait_for_the_rows_of_the_batches_that_they_look_up(kind: str,
 
 @pytest.mark.parametrize(
     ("policy", "sequence"),
-    [("LFU", False), ("LRU", True), ("DistanceLFU", False)],
-    ids=["LFU-bags", "LRU-sequence", "DistanceLFU-bags"],
+    [
+        ("LFU", False),
+        pytest.param("LFU", True, marks=pytest.mark.long),
+        pytest.param("LRU", False, marks=pytest.mark.long),
+        ("LRU", True),
+        ("DistanceLFU", False),
+        pytest.param("DistanceLFU", True, marks=pytest.mark.long),
+    ],
 )
 def test_evicted_rows_are_there_before_they_are_drawn_again(policy: str, sequence: bool) -> None:
     twins = Twins(lambda: build_managed(policy, "adagrad", sequence=sequence, rows=15))
