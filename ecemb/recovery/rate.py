@@ -29,7 +29,8 @@ _LOOKS = 2
 """Processors are idle when this number of looks in a row, so far apart, find less than half of them in use.
 At one look all ranks may just be waiting for each other's messages."""
 _MOST_UNDER_WAY = 2
-"""Chunks at a time, but no more than processors: while one is added up, the next one arrives."""
+"""Chunks at a time, but no more than processors: while one is added up, the next one arrives. There is one
+until a chunk came that met no wait: those under way when processors become busy hold up the next step."""
 
 
 class Rate:
@@ -39,7 +40,7 @@ class Rate:
         self._processors = len(os.sched_getaffinity(0))
         self._of_host = os.cpu_count() or 1
         self._floor_s = 0.0  # when the floor would have let through what has come
-        self._due_s, self._idle_looks, self._is_free = 0.0, 0, True
+        self._due_s, self._idle_looks, self._is_free = 0.0, 0, False
 
     @property
     def most_under_way(self) -> int:
@@ -59,7 +60,7 @@ class Rate:
 
     def hurry(self) -> None:
         """The rest is over."""
-        self._due_s, self._is_free = 0.0, True
+        self._due_s = 0.0
 
     def came(self, words: int, delay_ns: int) -> None:
         """A chunk is here.
