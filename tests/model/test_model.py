@@ -16,7 +16,17 @@ from model.search import Searched, search
 from model.table import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW_STATES = 45_000
+FEW_STATES = 65_000
+FURTHER = {
+    "agreement_of_all",
+    "undone_is_void",
+    "old_join_the_move",
+    "live_before_join",
+    "leftovers_after_open",
+    "joined_is_not_opened",
+}
+"""Rules whose counterexamples lie beyond `FEW_STATES`: `make model` looks for these."""
+SHOWN = [entry for entry in ALL_ENTRIES if entry.rule not in FURTHER]
 
 
 @pytest.mark.slow
@@ -27,11 +37,10 @@ def test_the_protocol_holds(config: Searched) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ALL_ENTRIES, ids=lambda entry: f"{entry.rule}-{entry.config}")
+@pytest.mark.parametrize("entry", SHOWN, ids=lambda entry: f"{entry.rule}-{entry.config}")
 def test_a_rule_that_is_switched_off_shows_why_it_is_there(entry: Entry) -> None:
     result = search(entry.config, ALL.without(entry.rule), limit=FEW_STATES)
-    if result.broken or entry.kind == "" or result.complete:  # else `make model` looks further
-        assert result.broken.partition(":")[0] == entry.kind, "\n".join(result.trace)
+    assert result.broken.partition(":")[0] == entry.kind, "\n".join(result.trace)
 
 
 def test_more_losses_than_parity_are_always_refused() -> None:
@@ -43,6 +52,7 @@ def test_every_rule_is_in_a_table() -> None:
     for entries in TABLES:
         assert len({entry.rule for entry in entries}) == len(entries)
     assert {entry.rule for entry in ALL_ENTRIES} == {field.name for field in dataclasses.fields(Rules)}
+    assert len(SHOWN) + len(FURTHER) == len(ALL_ENTRIES)
 
 
 def test_the_document_has_the_tables() -> None:
