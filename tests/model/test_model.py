@@ -1,6 +1,6 @@
-"""The bounded form of the model: small jobs completely, and every rule's counterexample.
+"""The bounded form of the model: small jobs completely, and the counterexamples that few states show.
 
-`make model` searches the larger jobs.
+`make model` searches the larger jobs, and looks for every rule's counterexample.
 """
 
 from __future__ import annotations
