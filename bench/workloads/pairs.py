@@ -36,6 +36,8 @@ from bench.harness.ranks import Line
 from bench.harness.thread_clocks import ThreadClocks, threads, with_own_network
 from bench.workloads.models import ENGINES, EVICT_EVERY, Batch, Twin
 from bench.workloads.training_rank import (
+    BARE,
+    CONTROL,
     PROTECTED,
     REPLICATION,
     WARM_UP,
@@ -60,8 +62,8 @@ CHOOSING = SKIPPED + MEASURED + 5
 """Instead of them, for the window "auto", which chooses by the times of these. A choice holds a few later."""
 SETTLING_OF = {"managed": EVICT_EVERY}
 """The same by engine: the first eviction lets journals grow to the size of the maps, once in a training."""
-IDLE_S = 2.0
-"""Seconds for which threads are watched while no rank trains."""
+IDLE_ROUNDS = 10
+"""Rounds of bare steps, after all others, in which the protection's threads have nothing to do."""
 LEAST_COMMITS = 3
 """Windows among which measured steps are spread, if there are enough steps."""
 
@@ -273,6 +275,10 @@ def work(line: Line, order: Order) -> None:
         "began": began,
         "digests": {name: digest(twin.tensors()) for name, twin in twins.items()},
     }
+    if protected is not None:
+        bare = {name: method for name, method in methods.items() if name in (BARE, CONTROL)}
+        slots = Slots(order.device, ThreadClocks(threads() - known), watch)
+        answer["idle"] = idle(bare, timed[-IDLE_ROUNDS:], slots)
     if isinstance(replicated := methods.get(REPLICATION), Replicated):
         replicas = replicated.replication.replicas
         answer["columns"] = by_columns(live_copies.joined(twins[REPLICATION].tables()))
@@ -309,10 +315,8 @@ def measure(
     Returns:
         `slots`, see `Slots.taken`; `commits`, of each round whether a transaction ended in it; `cycles`,
         processor time of the threads beside and wall time, from the begin of each commit to the begin of the
-        next; `idle`, these threads' processor time in a second in which no rank trains (gloo looks for
-        messages a hundred times a second); and the sums over all steps, quiet ones included
-        (`protected_steps`): `counted`, by method, `phases_cpu_s`, `ends_cpu_s`, `beside_cpu_s`,
-        `watch_cpu_s`, with `wall_s`, that all took.
+        next; and the sums over all steps, quiet ones included (`protected_steps`): `counted`, by method,
+        `phases_cpu_s`, `ends_cpu_s`, `beside_cpu_s`, `watch_cpu_s`, with `wall_s`, that all took.
     """
     window, quiet = 1, None
     if protected is not None:
@@ -376,16 +380,17 @@ def measure(
             name: spent - phases.get(name, 0.0) for name, spent in protected.phases_s.items()
         }
         answer["window_at_end"] = int(protected.guard.stats()["window"])
-    answer["idle"] = idle(beside)
     return answer
 
 
-def idle(beside: ThreadClocks) -> float:
-    """Processor time of threads in a second in which no rank does anything. All ranks."""
-    dist.barrier()
-    time.sleep(IDLE_S / 10)  # the barrier's own messages
-    spent, began = beside.read(), time.perf_counter()
-    time.sleep(IDLE_S)
-    spent, passed = beside.read() - spent, time.perf_counter() - began
-    dist.barrier()
-    return spent / passed
+def idle(bare: dict[str, Bare], batches: Sequence[Batch], slots: Slots) -> float:
+    """Processor time of the protection's threads in a second in which they have nothing to do. All ranks.
+
+    A gloo thread looks for messages a hundred times a second. Beside a training, a look takes up to half as
+    long again as on an idle machine, so bare models train meanwhile.
+    """
+    for batch in batches:
+        for name, method in bare.items():
+            slots.take(name, method, batch)
+    _, wall_s, beside_s, _ = np.sum([one for taken in slots.taken.values() for one in taken], axis=0)
+    return float(beside_s / wall_s)

@@ -13,13 +13,17 @@ import torch.distributed as dist
 from bench.harness.messages import counting
 from bench.harness.phase_clocks import PhaseClocks
 from bench.harness.ranks import Line
-from bench.workloads.pairs import idle
+from bench.harness.thread_clocks import ThreadClocks
 from bench.workloads.table_training import TableJob, TableTraining
 
 WINDOW = 2
 """Steps of a transaction: the first one has nothing to agree on."""
 SILENT = {"capture", "savepoint", "state", "delta", "apply", "image", "store"}
 """Phases that say nothing to other ranks."""
+
+
+IDLE_S = 2.0
+"""Seconds for which the network's thread is watched while no rank trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,17 @@ class Order(TableJob):
     meeting: Path
     jobs: int
     window: int = WINDOW
+
+
+def idle(network: ThreadClocks) -> float:
+    """Processor time of threads in a second in which no rank does anything. All ranks."""
+    dist.barrier()
+    time.sleep(IDLE_S / 10)  # the barrier's own messages
+    spent, began = network.read(), time.perf_counter()
+    time.sleep(IDLE_S)
+    spent, passed = network.read() - spent, time.perf_counter() - began
+    dist.barrier()
+    return spent / passed
 
 
 def meet(order: Order, rank: int) -> None:

@@ -38,6 +38,11 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    @property
+    def within(self) -> float:
+        """Half the interval's width."""
+        return (self.high - self.low) / 2
+
     def times(self, factor: float, less: float = 0.0) -> Estimate:
         """Each number less `less`, times the factor, which is positive."""
         return Estimate(*((one - less) * factor for one in self))
@@ -95,8 +100,8 @@ def joined(launches: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, An
     """Of each rank the reports of all launches, as if they were of one with the same window."""
     found: list[dict[str, Any]] = []
     for reports in zip(*launches, strict=True):
-        idle_s = sum(one["idle"] * one["wall_s"] for one in reports)
         sums = {name: _added([one[name] for one in reports]) for name in ADDED if name in reports[0]}
+        idle_s = sum(one.get("idle", 0.0) * one["wall_s"] for one in reports)
         found.append({**reports[0], **sums, "idle": idle_s / sums["wall_s"]})
     return found
 

@@ -2,8 +2,9 @@
 
 Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
 step on the same batch, in random order, so that other load on the machine meets all of them. Where intervals
-have to decide, the rounds are of two launches: in each, memory lies elsewhere, which alone makes equal models
-differ.
+have to decide, the rounds are of two launches or more: in each, memory lies elsewhere, which alone makes
+equal models differ. Launches follow until intervals are no wider than ± 0.9 points, or there are six: with
+other load on the machine they are more. The width alone decides, whatever the values are.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
   steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling the
@@ -17,8 +18,8 @@ differ.
   end of a step besides the phases, `network` are the threads that send and receive, `watch` those
   that watch the other ranks. A gloo thread looks for messages a hundred times a second. Where the training
   has one, the protection uses it; here it has its own, so that its clock can be read, and what that takes
-  when nothing is sent isn't counted. What the hooks of optimizers and tables do besides `capture` isn't
-  either.
+  while bare models train, and nothing is sent, isn't counted. What the hooks of optimizers and tables do
+  besides `capture` isn't either.
 - `phases_cpu_pct`: all of them together, over the bare models' processor time.
 - `step_phase_ms`: wall time of a rank in the guard's phases, the mean over ranks. `status`, `exchange` and
   `agree` are mostly waiting for slower ranks; with overlap, so is `wait`, for what is done beside a step.
@@ -57,6 +58,7 @@ committed, and parity has to fit every row.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,8 +134,11 @@ class Scale:
         dense: See `Order`.
         batch: Samples a rank takes in a step.
         skew: See `Order`.
-        pairs: Rounds that are measured.
+        pairs: Rounds that are measured at least.
         launches: That they are of, a part of them each.
+        within: Launches follow, of as many rounds as the last one, until no 95 % interval of
+            `overhead_cpu_pct` is wider than ± this, in points; infinity for none.
+        most_launches: That there are with those that follow.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
         methods: See `Order`, as for all that follow.
@@ -155,6 +160,8 @@ class Scale:
     skew: float = 1.2
     pairs: int = 160
     launches: int = 1
+    within: float = math.inf
+    most_launches: int = 6
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
     methods: tuple[str, ...] = METHODS
@@ -172,7 +179,7 @@ class Scale:
         return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
-FULL = Scale(launches=2)
+FULL = Scale(pairs=128, launches=2, within=0.9)
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
@@ -187,12 +194,13 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
     if arguments.pairs:
-        scale = replace(scale, pairs=arguments.pairs)
+        scale = replace(scale, pairs=arguments.pairs, within=math.inf)
     if arguments.setting == managed_collision.NAME:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
-    few = scale if arguments.pairs else replace(scale, pairs=min(FEWER, scale.pairs), launches=1)
+    fewer = replace(scale, pairs=min(FEWER, scale.pairs), launches=1, within=math.inf)
+    few = scale if arguments.pairs else fewer
     settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
     asked = arguments.setting or (scale.name if arguments.quick else "")
     rows: list[Row] = []
@@ -201,7 +209,7 @@ def run(arguments: Arguments) -> list[Row]:
         for code in codes:
             for window, overlap in COMMITS if is_main else BESIDE_COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-            rival = replace(setting, methods=RIVALS, pairs=min(FEWER, setting.pairs), launches=1)
+            rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=1, within=math.inf)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
 
@@ -219,7 +227,7 @@ def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], see
         min(managed_collision.TABLES, scale.tables),
         managed_collision.whole_intervals(scale.pairs),
     )
-    setting = replace(scale, name=name, tables=tables, pairs=pairs, launches=1)
+    setting = replace(scale, name=name, tables=tables, pairs=pairs, launches=1, within=math.inf)
     rows: list[Row] = []
     for code in codes:
         both = [measure(setting, one, code, 1, False, seed) for one in managed_collision.ENGINES]
@@ -312,7 +320,11 @@ def trained(
         WrongResult, RankFailed: See `measure`.
     """
     launches: list[list[Any]] = []
-    for number, pairs in enumerate(parts(scale.pairs, scale.launches)):
+    rounds = parts(scale.pairs, scale.launches)
+    for number in range(max(scale.launches, scale.most_launches)):
+        if number >= scale.launches and is_within(joined(launches), scale.within):
+            break
+        pairs = rounds[min(number, scale.launches - 1)]
         order, answers = train(
             scale, engine, code, work, window=window, overlap=overlap, steps=pairs, seed=seed + number
         )
@@ -320,6 +332,14 @@ def trained(
         window = answers[0]["window"]
         launches.append(answers)
     return joined(launches)
+
+
+def is_within(answers: Sequence[Mapping[str, Any]], points: float) -> bool:
+    """Whether no interval of `overhead_cpu_pct` is wider than ± this, in points, whatever the values are."""
+    if points == math.inf:
+        return True
+    strata = Strata(answers[0]["commits"], answers[0]["window"])
+    return all(found.within <= points for found in overheads(cpu_s(answers), strata).values())
 
 
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
