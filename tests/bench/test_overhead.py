@@ -308,7 +308,7 @@ def test_the_window_that_auto_chose_stays_in_the_next_launch(monkeypatch: pytest
     monkeypatch.setattr(overhead, "check", lambda *_: None)
     monkeypatch.setattr(overhead, "joined", len)
     scale = dataclasses.replace(overhead.FULL, pairs=81, launches=2)
-    widths = [1.2, 1.2, 0.6]
+    widths = [1.2, 1.2, 0.8]
     monkeypatch.setattr(overhead, "is_within", lambda _, points: widths.pop(0) <= points)
     assert overhead.trained(scale, "sparse", CODE, "auto", True, 5) == 4
     assert asked == [("auto", 41, 5), (61, 40, 6), (61, 40, 7), (61, 40, 8)]

@@ -2,8 +2,8 @@
 
 Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
 step on the same batch, in random order, so that other load on the machine meets all of them. Where intervals
-have to decide, the rounds are of three launches or more: in each, memory lies elsewhere, which alone makes
-equal models differ. Launches follow until intervals are no wider than ± 0.7 points, or there are six: with
+have to decide, the rounds are of two launches or more: in each, memory lies elsewhere, which alone makes
+equal models differ. Launches follow until intervals are no wider than ± 0.9 points, or there are six: with
 other load on the machine they are more. The width alone decides, whatever the values are.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
@@ -179,7 +179,7 @@ class Scale:
         return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
-FULL = Scale(pairs=144, launches=3, within=0.7)
+FULL = Scale(pairs=128, launches=2, within=0.9)
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
