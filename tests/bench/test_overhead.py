@@ -205,6 +205,20 @@ def test_a_threads_clock_counts_its_work_alone() -> None:
     assert clocks.read() >= spent  # it has ended
 
 
+def test_threads_are_idle_while_bare_models_train() -> None:
+    class Taken:
+        def __init__(self) -> None:
+            self.taken: dict[str, list[Any]] = {}
+
+        def take(self, name: str, method: Any, batch: Any) -> None:
+            self.taken.setdefault(name, []).append((9.0, batch, method, 5.0))
+
+    slots: Any = Taken()
+    bare: Any = {BARE: 0.2, CONTROL: 0.4}
+    assert pairs.idle(bare, [1.0, 3.0], slots) == pytest.approx((0.2 + 0.2 + 0.4 + 0.4) / (1 + 3 + 1 + 3))
+    assert [len(slots.taken[name]) for name in (BARE, CONTROL)] == [2, 2]
+
+
 def test_resampling_finds_a_difference_and_none_where_there_is_none() -> None:
     rng = np.random.default_rng(3)
     load = rng.uniform(1, 3, 200)  # of the machine, which meets both models of a round
