@@ -54,8 +54,8 @@ class GradientBuckets:
 
     def state(self) -> list[list[list[int]]]:
         """For each module, the orders of relevant backwards: parameter numbers as gradients arrived."""
-        for module, orders, handles in zip(self._modules, self._orders, self._handles, strict=True):
-            if len(orders) == _counting(module):
+        for number, handles in enumerate(self._handles):
+            if self._has_seen_all(number):  # each of these hooks costs time in every backward
                 for handle in handles:
                     handle.remove()
                 handles.clear()
@@ -93,10 +93,15 @@ class GradientBuckets:
         if isinstance(module.module, _Rehearsal) or not module.require_forward_param_sync:
             return  # as at its last forward, which no_sync() may have left since
         if not orders or index in orders[-1]:
-            if len(orders) == _counting(module) or _laid_out(module):
+            if self._has_seen_all(number):
                 return
             orders.append([])
         orders[-1].append(index)
+
+    def _has_seen_all(self, number: int) -> bool:
+        """Whether the orders of a module's relevant backwards are known, or can't be seen any more."""
+        module = self._modules[number]
+        return len(self._orders[number]) == _counting(module) or _laid_out(module)
 
 
 @functools.cache

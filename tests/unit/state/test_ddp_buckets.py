@@ -159,6 +159,30 @@ def unused() -> int:
     return len(GradientBuckets(found_in(model)).state())
 
 
+def hooks(model: nn.Module) -> int:
+    """Hooks that the parameters have for a gradient that arrived, which each backward calls."""
+    return sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("before", range(4))
+def test_hooks_stay_only_until_no_order_can_be_seen_any_more(static: bool, before: int) -> None:
+    """Also of modules that had backwards before: one more step, and each has built its buckets."""
+    assert run_ranks(2, _seen, static, before) == [(6, 0)] * 2
+
+
+def _seen(static: bool, before: int) -> tuple[int, int]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Net(), static_graph=static)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, range(before))
+    buckets = GradientBuckets(found_in(model))
+    found = hooks(model)
+    train(model, optimizer, range(2 + static))
+    buckets.state()
+    return found, hooks(model)
+
+
 def test_modules_that_look_for_unused_parameters_keep_their_first_layout() -> None:
     assert run_ranks(1, unused) == [0]
 
