@@ -2,7 +2,8 @@
 
 What a hook before them writes, or one after them, is not the update's: it has to be declared. The optimizer
 calls hooks in the order in which they were registered; a hook of all optimizers, which runs before, moves
-these to their places in each step.
+these to their places in each step. It is registered once and never removed: torch walks through such hooks
+while they run, and garbage that is collected meanwhile must not change them.
 
 Must not know: tables, rows.
 """
@@ -35,17 +36,21 @@ class StepHooks:
         self._optimizer = optimizer
         self._before = optimizer.register_step_pre_hook(before)
         self._after = optimizer.register_step_post_hook(after)
-        own = weakref.WeakMethod(self._move)
-        mover = register_optimizer_step_pre_hook(functools.partial(_call, own))
-        self._end = weakref.finalize(self, mover.remove)  # torch keeps it apart from the optimizer
+        _alive.add(self)
+        _move_in_each_step()
 
     def remove(self) -> None:
         """Removes them. May be called twice."""
-        self._end()
+        _alive.discard(self)
         self._before.remove()
         self._after.remove()
 
-    def _move(self, optimizer: Optimizer) -> None:
+    def move(self, optimizer: Optimizer) -> None:
+        """Moves the hooks to their places, if they are those of this optimizer.
+
+        Raises:
+            UsageError: they were removed.
+        """
         if optimizer is not self._optimizer:
             return
         before, after = (vars(optimizer)[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post"))
@@ -58,6 +63,15 @@ class StepHooks:
         after.move_to_end(self._after.id, last=False)
 
 
-def _call(hook: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: Any) -> None:
-    if (alive := hook()) is not None:
-        alive(optimizer)
+_alive: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+
+
+@functools.cache
+def _move_in_each_step() -> None:
+    """From here on, every optimizer's step moves its hooks. Further calls do nothing."""
+    register_optimizer_step_pre_hook(_move)
+
+
+def _move(optimizer: Optimizer, *_: Any) -> None:
+    for one in list(_alive):
+        one.move(optimizer)
