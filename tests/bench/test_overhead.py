@@ -323,22 +323,27 @@ def test_the_window_that_auto_chose_stays_in_the_next_launch(monkeypatch: pytest
     monkeypatch.setattr(overhead, "joined", len)
     scale = dataclasses.replace(overhead.FULL, pairs=81, launches=2)
     widths = [1.2, 1.2, 0.8]
-    monkeypatch.setattr(overhead, "is_within", lambda _, points: widths.pop(0) <= points)
+    monkeypatch.setattr(overhead, "is_settled", lambda _, points: widths.pop(0) <= points)
     assert overhead.trained(scale, "sparse", CODE, "auto", True, 5) == 4
     assert asked == [("auto", 41, 5), (61, 40, 6), (61, 40, 7), (61, 40, 8)]
 
 
-def test_launches_follow_until_no_interval_is_wider_than_asked() -> None:
-    def rounds(count: int) -> list[Any]:
-        steps = {PROTECTED: slots([1.0, 1.2] * count, 1.0)} | {
-            name: slots([1.0] * 2 * count, 1.0) for name in (BARE, CONTROL)
+def test_launches_follow_until_no_interval_is_wider_than_asked_and_the_controls_includes_zero() -> None:
+    def rounds(count: int, control_s: float = 1.0) -> list[Any]:
+        steps = {
+            PROTECTED: slots([1.0, 1.2] * count, 1.0),
+            BARE: slots([1.0] * 2 * count, 1.0),
+            CONTROL: slots([control_s] * 2 * count, 1.0),
         }
         cycles = [(0.0, 1.0)] * 2 * count
         return [answer(0) | {"slots": steps, "commits": [True] * 2 * count, "cycles": cycles, "window": 1}]
 
-    assert not overhead.is_within(rounds(10), 2.0)
-    assert overhead.is_within(rounds(10), math.inf)
-    assert overhead.is_within(rounds(1000), 2.0)
+    assert not overhead.is_settled(rounds(10), 2.0)
+    assert overhead.is_settled(rounds(10), math.inf)
+    assert overhead.is_settled(rounds(1000), 2.0)
+    assert not overhead.is_settled(rounds(1000, 1.001), 2.0)
+    assert not overhead.is_settled(rounds(1000, 0.999), 2.0)
+    assert overhead.is_settled(rounds(1000, 1.001), math.inf)
 
 
 def test_the_slowest_steps_over_the_median() -> None:

@@ -3,8 +3,8 @@
 Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
 step on the same batch, in random order, so that other load on the machine meets all of them. Where intervals
 have to decide, the rounds are of two launches or more: in each, memory lies elsewhere, which alone makes
-equal models differ. Launches follow until intervals are no wider than ± 0.9 points, or there are six: with
-other load on the machine they are more. The width alone decides, whatever the values are.
+equal models differ. Launches follow until intervals are no wider than ± 0.9 points and the control's includes
+0, or there are six: with other load on the machine they are more. What protection costs decides nothing.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
   steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling the
@@ -137,7 +137,8 @@ class Scale:
         pairs: Rounds that are measured at least.
         launches: That they are of, a part of them each.
         within: Launches follow, of as many rounds as the last one, until no 95 % interval of
-            `overhead_cpu_pct` is wider than ± this, in points; infinity for none.
+            `overhead_cpu_pct` is wider than ± this, in points, and the control's includes 0; infinity
+            for none.
         most_launches: That there are with those that follow.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
@@ -322,7 +323,7 @@ def trained(
     launches: list[list[Any]] = []
     rounds = parts(scale.pairs, scale.launches)
     for number in range(max(scale.launches, scale.most_launches)):
-        if number >= scale.launches and is_within(joined(launches), scale.within):
+        if number >= scale.launches and is_settled(joined(launches), scale.within):
             break
         pairs = rounds[min(number, scale.launches - 1)]
         order, answers = train(
@@ -334,12 +335,17 @@ def trained(
     return joined(launches)
 
 
-def is_within(answers: Sequence[Mapping[str, Any]], points: float) -> bool:
-    """Whether no interval of `overhead_cpu_pct` is wider than ± this, in points, whatever the values are."""
+def is_settled(answers: Sequence[Mapping[str, Any]], points: float) -> bool:
+    """Whether no interval of `overhead_cpu_pct` is wider than ± this, in points, and the control's has 0.
+
+    Beside a control that differs from its equal no value says anything. Infinity asks for neither.
+    """
     if points == math.inf:
         return True
     strata = Strata(answers[0]["commits"], answers[0]["window"])
-    return all(found.within <= points for found in overheads(cpu_s(answers), strata).values())
+    found = overheads(cpu_s(answers), strata)
+    control = found[CONTROL]
+    return control.low <= 0 <= control.high and all(one.within <= points for one in found.values())
 
 
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
