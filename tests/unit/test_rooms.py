@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,6 @@ cli __init__ __main__
 """
 LEVEL = {room: level for level, room in enumerate(STORY.split())}
 KNOWS_DISTRIBUTED = LEVEL["state"]  # the lowest room that may import torch.distributed
-LONGEST_LINES = 450
 PUBLIC_MODULES = {f"ecemb{end}" for end in ("", ".nn", ".errors", ".checkpoint", ".metrics", ".lightning")}
 
 
@@ -152,14 +150,8 @@ def test_a_cycle_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_module_says_what_it_owns_and_is_short(name: str) -> None:
-    source = SOURCES[name].read_text()
-    assert ast.get_docstring(ast.parse(source)), f"{name} has no docstring"
-    assert source.count("\n") <= LONGEST_LINES
-
-
-def test_the_median_module_is_short() -> None:
-    assert statistics.median(path.read_text().count("\n") for path in SOURCES.values()) < 200
+def test_a_module_says_what_it_owns(name: str) -> None:
+    assert ast.get_docstring(ast.parse(SOURCES[name].read_text())), f"{name} has no docstring"
 
 
 @pytest.mark.parametrize("path", OUTSIDERS, ids=lambda path: path.stem)
