@@ -21,13 +21,12 @@ from baselines.full.writers import AsyncDcp, Dcp, Files, Writer
 from baselines.method import Costs, Method, Promise, Training
 from baselines.snapshot import Coded, Copies, SnapshotRecovery
 from baselines.snapshot.redundancy import Redundancy
+from bench.methods import JOB_MTBF
 from ecemb.session import current
 from ecemb.step.transaction import BESIDE
 
 MTBF = timedelta(hours=1)
 """Mean time between failures, for CPR's controller."""
-JOB_MTBF = timedelta(hours=14)
-"""Of the job that methods are compared for, as on CPR's cluster (published)."""
 PLS_TARGET = 0.1
 """CPR's (recalled from its emulation)."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.methods import JOB_MTBF
 from bench.questions.compare.families import (
     CONTROL,
     COST,
@@ -109,9 +110,15 @@ HEADS = (
     "memory, over the tables'",
     "ranks that may be lost",
 )
+ALTOGETHER = "all together"
+"""Heads columns of what training takes longer by when its failures are counted, by the size of tables."""
+LOSES = ("CPR",)
+"""Methods of the simulation under which a failure loses samples."""
 BITS, USE = "same bits", "use it if"
 """Columns that one of the tables has."""
 UNPROTECTED = "no protection"
+ANY = "any"
+"""`tables` of what doesn't depend on their size."""
 SIZES = (16, 64, 256, 1024, 4096)
 """Hosts of the simulation that are shown."""
 MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -153,13 +160,19 @@ def side_by_side(documents: Documents, last: str, said: Callable[[str, Mapping[s
         Unknown: The head to head was not measured.
     """
     rows, found, engine = measured(documents)
-    named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
-    lines = [
-        [name, *cells(found[method]), said(method, found[method])]
-        for name, method in named
-        if {COST, NEXT} <= found.get(method, {}).keys()
+    sizes = [
+        size for size in dict.fromkeys(row["tables"] for row in rows if row["metric"] == COST) if size != ANY
     ]
-    return f"{grid((*HEADS, last), 1, lines, words=1)}\n\n{reading(rows, engine)}"
+    named = [(choice.name, choice.method) for choice in CHOICES] + [(UNPROTECTED, CONTROL)]
+    lines: list[list[str]] = []
+    for name, method in named:
+        if {COST, NEXT} <= found.get(method, {}).keys():
+            of_method = [row for row in rows if (row["engine"], row["method"]) == (engine, method)]
+            totals = [altogether(of_method, size) for size in sizes]
+            lines.append([name, *cells(found[method]), *totals, said(method, found[method])])
+    heads = (*HEADS, *(f"{ALTOGETHER}, {size}" for size in sizes), last)
+    parts = [grid(heads, 1, lines, words=1), reading(documents, rows, engine)]
+    return "\n\n".join([*parts, *worst(documents)])
 
 
 def shares(documents: Documents) -> str:
@@ -198,7 +211,7 @@ def simulated(
         [choice.name, *(ratio(found.get((choice.simulated, size))) for size, _ in heads)]
         for choice in CHOICES
     ]
-    for said, loses in (("*ahead*", ()), ("*ahead, if no sample may be lost*", ("CPR",))):
+    for said, loses in (("*ahead*", ()), ("*ahead, if no sample may be lost*", LOSES)):
         chosen = [choice for choice in CHOICES if choice.simulated not in loses]
         lines.append([said, *(ahead(found, chosen, size) for size, _ in heads)])
     return (
@@ -232,7 +245,7 @@ def leads(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {"all": {}, EXACT: {}}
     for row in rows:
         if row["metric"] == "cells_ahead":
-            found[row["among"]][row["method"]] = row["value"]
+            found.setdefault(row["among"], {})[row["method"]] = row["value"]
     if not all(found.values()):
         raise Unknown("cells_ahead")
     return found
@@ -246,14 +259,16 @@ def verdicts(documents: Documents) -> str:
     """
     rows = of(documents, "simulate")
     lines: list[str] = []
-    for among, said in (("all", "Where samples may be lost"), (EXACT, "Where no sample may be lost")):
-        cells = leads(rows)[among]
+    for among, cells in leads(rows).items():
+        said = {"all": "Where samples may be lost", EXACT: "Where no sample may be lost"}.get(among)
+        said = said or f"The same, {among.removeprefix('all, ')}"
         certain = sorted(((n, name) for name, n in cells.items() if n and name != UNKNOWN), reverse=True)
         who = ", ".join(f"**{name}** leads {n:.0f}" for n, name in certain) or "no method leads any"
         lines.append(
             f"- **{said}**, of {sum(cells.values()):.0f} cells {who} for certain. "
             f"In {cells[UNKNOWN]:.0f} one cannot tell."
         )
+    lines.append(f"- *For certain* is within the intervals of what is measured or published. {chosen(rows)}")
     for name in ("ecemb", "live copies", "Check-N-Run"):
         certain, first, possible = (
             value(rows, metric, method=name, among=EXACT)
@@ -264,6 +279,12 @@ def verdicts(documents: Documents) -> str:
             f"{first:.0f} at the likeliest costs, and may lead {possible:.0f}."
         )
     return "\n".join([*lines, *turning(rows)])
+
+
+def chosen(rows: Sequence[Row]) -> str:
+    """Names the inputs without an interval, which a verdict takes for exact."""
+    found = [row["what"] for row in rows if row["metric"] == "assumed" and row["marked"].startswith("chosen")]
+    return f"Chosen inputs count as exact there: {', '.join(found)}." if found else ""
 
 
 def turning(rows: Sequence[Row]) -> list[str]:
@@ -308,15 +329,63 @@ def cells(values: Mapping[str, Row]) -> list[str]:
     ]
 
 
+def altogether(rows: Sequence[Row], size: str) -> str:
+    """What steps, saves, work that runs again and restarts add to a training with tables of a size.
+
+    What is forgotten does not run again. A restart is the one that was measured, of small tables.
+
+    Args:
+        rows: Of one method.
+        size: A value of `tables`.
+    """
+    found = {row["metric"]: row["value"] for row in rows if row.get("tables", ANY) in (size, ANY)}
+    if TAKES not in found:
+        return "all of it"
+    method = next(choice for choice in CHOICES if choice.method == rows[0]["method"])
+    again_s = 0.0 if method.simulated in LOSES else found[TAKES]
+    total = found[COST] + 100 * (again_s + found[NEXT]) / JOB_MTBF.total_seconds()
+    return f"{total:.2g} %{', forgets' if method.simulated in LOSES else ''}"
+
+
 def overhead(values: Mapping[str, Row]) -> str:
     """A cost with its interval, and that of the control beside it; without its value, if 0 is in it."""
     row, control = values[COST], values.get(TWIN)
     beside = f"; control {control['low']:.2g} to {control['high']:.2g}" if control is not None else ""
-    interval = f"({row['low']:.2g} to {row['high']:.2g}{beside})"
-    return f"{row['value']:.2g} % {interval}" if is_certain(row) else f"{UNKNOWN} {interval}"
+    low, value, high = (f"{row[key]:.2g}" for key in ("low", "value", "high"))
+    if low == high and control is None:
+        return f"{value} %"
+    interval = f"({low} to {high}{beside})"
+    return f"{value} % {interval}" if is_certain(row) else f"{UNKNOWN} {interval}"
 
 
-def reading(rows: Sequence[Row], engine: str) -> str:
+def worst(documents: Documents) -> list[str]:
+    """What a commit in each step costs where the tables are nearly all of a step; none if not measured."""
+    rows = [
+        row
+        for row in of(documents, "overhead")
+        if (row["metric"], row.get("method")) == ("overhead_cpu_pct", "protected")
+        and row["setting"].startswith("sparse-heavy")
+    ]
+    found = {window: [row["value"] for row in rows if row["window"] == window] for window in (1, "auto")}
+    if not all(found.values()):
+        return []
+    each, auto = (f"{min(values):.2g} to {max(values):.2g} %" for values in found.values())
+    said = f'a commit in each step takes {each} more processor time, and `window="auto"` {auto}'
+    return [f"**Where tables are nearly all of a step** (`sparse-heavy` of `overhead`, r = 1 and 2), {said}."]
+
+
+def origin(documents: Documents) -> str:
+    """Where the head to head was measured, at which commit, and whether its code has changed since."""
+    said: list[str] = []
+    for document in documents:
+        if document["question"] == "compare" and "machine" in document:
+            machine, commit = document["machine"], document["commit"][:8]
+            stale = ", **stale**: code that it measures has changed since" if "stale" in document else ""
+            said.append(f"{machine['processor']}, {machine['cores']} cores, at commit {commit}{stale}")
+    return f" Measured on {'; '.join(said)}." if said else ""
+
+
+def reading(documents: Documents, rows: Sequence[Row], engine: str) -> str:
     """How to read a table of the methods."""
     tables = {"sparse": "`ecemb.nn`", "torchrec": "TorchRec"}[engine]
     setting = next(row["setting"] for row in rows if row["engine"] == engine)
@@ -327,5 +396,7 @@ def reading(rows: Sequence[Row], engine: str) -> str:
         f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval "
         f"contains 0. A failure takes training that runs again, or is forgotten. The next step: the median "
         f"time from the kill to it, over {kills} failures that delete a rank's memory, with warm starts; the "
-        "script builds its tables again meanwhile. Memory includes the buffers of a step."
+        "script builds its tables again meanwhile, as under no protection. "
+        f"*{ALTOGETHER.capitalize()}*: steps, saves, what runs again and the next step, with tables of this "
+        f"size. Memory includes the buffers of a step.{origin(documents)}"
     )

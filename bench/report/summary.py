@@ -31,28 +31,27 @@ def most(rows: Sequence[Row], metric: str, **labels: Any) -> tuple[float, float]
 
 
 def of_overhead(documents: Documents) -> str:
-    """Of each engine and setting: by commits in each step and, where it was measured, by "auto"."""
-    rows = [
-        row
-        for row in of(documents, "overhead")
-        if row["metric"] == "overhead_cpu_pct" and row["code"] == "(4, 3)" and row["method"] == "protected"
-    ]
+    """Of each setting and engine: by commits in each step and, where it was measured, by "auto".
 
-    def shown(row: Row) -> str:
-        return f"{row['value']:.2g} % ({row['low']:.2g} to {row['high']:.2g})"
+    A setting that several runs measured has the values of all.
+    """
+    found: dict[str, dict[Any, list[float]]] = {}
+    for row in of(documents, "overhead"):
+        if row["metric"] == "overhead_cpu_pct" and (row["code"], row["method"]) == ("(4, 3)", "protected"):
+            place = f"{row['setting'].partition(':')[0]}, {row['engine']}"
+            if row["window"] == "auto" or (row["window"], row["overlap"]) == (1, "none"):
+                found.setdefault(place, {}).setdefault(row["window"], []).append(row["value"])
 
-    said: list[str] = []
-    for row in rows:
-        if (row["window"], row["overlap"]) != (1, "none"):
-            continue
-        autos = [
-            f", window auto {shown(other)}"
-            for other in rows
-            if (other["window"], other["engine"], other["setting"]) == ("auto", row["engine"], row["setting"])
-        ]
-        place = f"{row['setting'].partition(':')[0]}, {row['engine']}"
-        said.append(f"{shown(row)}{''.join(autos[:1])} ({place})")
-    return f"a step with (4, 3) takes more processor time by {'; '.join(said)}" if said else ""
+    def shown(values: Sequence[float]) -> str:
+        low, high = (f"{value:.2g}" for value in (min(values), max(values)))
+        return f"{low} %" if low == high else f"{low} to {high} %"
+
+    def of_place(place: str) -> str:
+        autos = found[place].get("auto")
+        return f"{place}: {shown(found[place][1])}{f', window auto {shown(autos)}' if autos else ''}"
+
+    said = [of_place(place) for place, windows in found.items() if 1 in windows]
+    return f"a step with (4, 3) takes more processor time. {'; '.join(said)}" if said else ""
 
 
 def of_agreement(documents: Documents) -> str:

@@ -35,6 +35,10 @@ def simulated() -> list[dict[str, Any]]:
             if among == EXACT and name != UNKNOWN:
                 rows.append(once("cells_first", "cells", cells + 1, among=among, method=name))
                 rows.append(once("cells_possible", "cells", cells + 9, among=among, method=name))
+    for name, cells in (("CPR", 46), (UNKNOWN, 3)):
+        rows.append(once("cells_ahead", "cells", cells, among="all, if CPR is free", method=name))
+    for name, marked in (("step", "chosen"), ("copy", "measured: compare.json"), ("restart", "chosen")):
+        rows.append(once("assumed", "s", 1.0, what=name, marked=marked))
     for among, factor, cells in (("all", 0.5, 9), (EXACT, 0.5, 3), (EXACT, 2.0, 8)):
         rows.append(once("cells_turned", "cells", cells, among=among, input="storage", times=factor))
     return [row.to_json() for row in rows]
@@ -68,6 +72,8 @@ def test_sentences_carry_the_verdicts_of_the_map() -> None:
     said = choosing.verdicts(DOCUMENTS)
     assert "**Where samples may be lost**, of 49 cells **CPR** leads 44 for certain. In 5 one" in said
     assert "of 49 cells **Check-N-Run** leads 20, **ecemb** leads 12 for certain. In 17 one" in said
+    assert "**The same, if CPR is free**, of 49 cells **CPR** leads 46 for certain. In 3 one" in said
+    assert "Chosen inputs count as exact there: step, restart." in said
     assert "it leads 12 cells for certain, 13 at the likeliest costs, and may lead 21." in said
     assert "where samples may be lost, if one input is halved or doubled: storage (9)." in said
     assert "where no sample may be lost, if one input is halved or doubled: storage (8)." in said

@@ -322,6 +322,29 @@ def test_the_seconds_of_a_restart_are_those_of_a_run() -> None:
         f"next step it takes {warm[0]}" in readme and f"and {warm[1]} with 256 MiB of lost memory" in readme
     )
     assert f"takes {cold[0]} and {cold[1]}." in readme
+    torchrec = {
+        row["kind"]: f"{row['value']:.1f} s"
+        for row in document["rows"]
+        if (row["metric"], row.get("engine"), row.get("start")) == ("kill_to_step_s", "torchrec", "warm")
+    }
+    assert f"with TorchRec's tables, {torchrec['process']} and {torchrec['memory']}." in readme
+
+
+def test_the_readme_says_how_much_of_a_restart_is_the_scripts_own() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "compare.json").read_text())["rows"]
+    found = {row["method"]: f"{row['value']:.1f} s" for row in rows if row["metric"] == "next_step_s"}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {found['nothing']} of its {found['ecemb (4, 3) window auto']}." in readme
+
+
+def test_the_readme_says_where_partial_recovery_leads() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "simulate.json").read_text())["rows"]
+    cells = {
+        row["among"]: row["value"]
+        for row in rows
+        if row["metric"] == "cells_ahead" and row["method"] == "CPR"
+    }
+    assert cells["all"] == 0 and cells["all, if CPR does nothing between saves"] > 40
 
 
 def test_the_claim_of_the_readme_has_its_numbers_from_a_run() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from bench.harness.result import Label, Row, once
-from bench.methods.registry import JOB_MTBF
+from bench.methods import JOB_MTBF
 from bench.questions.compare.beside_twins import WHOLE
 from bench.questions.compare.cases import NOTHING, Case, in_a_window, interval_s, takes_s
 from bench.questions.compare.measured import LOST, WRITTEN, Measured, line, mean, size_of

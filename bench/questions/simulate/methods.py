@@ -50,6 +50,8 @@ SAVES = {
 """Cost of a GB of a rank's tables -> the method that it is measured of, and what it is else (chosen)."""
 TRACKING = {"CPR: step": "cpr vanilla", "Check-N-Run: step": "check-n-run intermittent"}
 """Cost that is a part of each step -> the method that it is measured of."""
+FREE = "CPR: step, as published"
+"""Name of a cost that only a panel of the map has."""
 IDLE_NETWORK = 0.5
 """Of the time, training sends nothing (chosen): snapshots travel then, and slow no step down."""
 MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
@@ -115,6 +117,7 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
             IDLE_NETWORK, "of the time", "chosen: snapshots are sent in it, as GEMINI sends them"
         ),
         "between durable saves": Cost(LONGEST_H, "h", "chosen: at most, under what survives in memory"),
+        FREE: Cost(0.0, "of a step", "published: its servers do nothing between saves"),
     }
     compared = _rows(results / COMPARED)
     found |= _step_costs(_rows(results / OVERHEAD))
@@ -222,6 +225,7 @@ def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
         ("faults that take a host", job.host_share, "of all", "published: DLRover"),
         ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
         ("step", job.step_s, "s", "chosen"),
+        ("touched rows", job.touched_rows, "rows of a rank in a step", "chosen"),
     )
     named = {**all_costs, **{name: Cost(value, unit, source) for name, value, unit, source in own}}
     return [one.row(name) for name, one in named.items()]

@@ -32,6 +32,10 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   have their likeliest values; `cells_possible`: in which it may be; `cells_second`: in which it is then the
   best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most. By panel; `method`
   is the kind. CPR loses no samples where its controller chooses full recovery.
+  The panels "all, if ..." are of the same map with one input that stands elsewhere: CPR's steps cost
+  nothing, as its paper has it, where the repository's copy of CPR keeps dense state in each step, since
+  torchrun ends survivors as well; snapshots are copied at the speed that `compare` measures of a save's copy,
+  in place of a chosen one.
 - `cells_turned`: cells of the map where another kind is ahead if an input is halved or doubled;
   `cells_to_ecemb`: where ecemb is ahead then. At the likeliest values, with fewer faults.
 - `hours_to_failure`: what a percentage of the failures of a job on 16 hosts come within, since the start or
@@ -70,7 +74,7 @@ from bench.questions.simulate.faults import (
     replayed,
     sets_by_size,
 )
-from bench.questions.simulate.methods import Cost, costs, measured, methods, rows_of
+from bench.questions.simulate.methods import FREE, Cost, costs, measured, methods, rows_of
 from bench.questions.simulate.picture import CANNOT_TELL, LOOKS, kind
 from bench.questions.simulate.step_cost import TERMS
 from bench.questions.simulate.training import Method, Outcome, train
@@ -120,6 +124,11 @@ ON_JOB = {
     "length of a step": "step_s",
 }
 """Inputs of the job -> its attribute."""
+REPLACED: dict[str, dict[str, str]] = {
+    "if CPR does nothing between saves": {"CPR: step": FREE},
+    "if snapshots are copied as fast as measured": {"snapshots' copy": "copy"},
+}
+"""Panels of the map beside "all" -> cost -> the cost that it has there."""
 TURNED_FAULTS, QUICK_TURNED_FAULTS = 200, 5
 JOB = Job(
     hosts=MAP_HOSTS,
@@ -153,9 +162,11 @@ def run(arguments: Arguments) -> list[Row]:
     rows += map(said, traces)
     for trace in traces:
         rows += losses_of_trace(job, trace, QUICK_REPLAYED_H if quick else REPLAYED_H, arguments.seed)
-    cells = list(best(job, all_costs, QUICK_MAP_FAULTS if quick else MAP_FAULTS, arguments.seed))
+    faults = QUICK_MAP_FAULTS if quick else MAP_FAULTS
+    cells = list(best(job, all_costs, faults, arguments.seed))
+    others = replaced(job, all_costs, faults, arguments.seed)
     tried = turned(job, all_costs, QUICK_TURNED_FAULTS if quick else TURNED_FAULTS, arguments.seed)
-    return [*rows, *cells, *by_metric([*places(cells), *tried]), *rows_of(all_costs, job)]
+    return [*rows, *cells, *by_metric([*places([*cells, *others]), *tried]), *rows_of(all_costs, job)]
 
 
 def said(trace: Trace) -> Row:
@@ -388,6 +399,15 @@ def _cell(ettrs: Mapping[str, Sequence[float]], labels: dict[str, Label]) -> Row
         "candidates": ", ".join([kind(winner), *near]),
     }
     return Row("best_ettr", ettrs[winner][0], "ratio", low, high, 1, labels)
+
+
+def replaced(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
+    """The cells of the map of all methods, once for each of `REPLACED`."""
+    for panel, costs_ in REPLACED.items():
+        changed = {**all_costs, **{name: all_costs[other] for name, other in costs_.items()}}
+        for cell in best(base, changed, faults, seed):
+            if cell.labels["among"] == "all":
+                yield replace(cell, labels={**cell.labels, "among": f"all, {panel}"})
 
 
 def turned(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
