@@ -397,6 +397,6 @@ def reading(documents: Documents, rows: Sequence[Row], engine: str) -> str:
         f"contains 0. A failure takes training that runs again, or is forgotten. The next step: the median "
         f"time from the kill to it, over {kills} failures that delete a rank's memory, with warm starts; the "
         "script builds its tables again meanwhile, as under no protection. "
-        f"*{ALTOGETHER.capitalize()}*: steps, saves, what runs again and the next step, with tables of this "
-        f"size. Memory includes the buffers of a step.{origin(documents)}"
+        f"*{ALTOGETHER.capitalize()}*: steps, saves and what runs again with tables of this size, and the next "
+        f"step as it was measured. Memory includes the buffers of a step.{origin(documents)}"
     )
