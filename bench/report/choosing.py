@@ -261,7 +261,7 @@ def verdicts(documents: Documents) -> str:
     lines: list[str] = []
     for among, cells in leads(rows).items():
         said = {"all": "Where samples may be lost", EXACT: "Where no sample may be lost"}.get(among)
-        said = said or f"The same, {among.removeprefix('all, ')}"
+        said = said or f"Where samples may be lost, {among.removeprefix('all, ')}"
         certain = sorted(((n, name) for name, n in cells.items() if n and name != UNKNOWN), reverse=True)
         who = ", ".join(f"**{name}** leads {n:.0f}" for n, name in certain) or "no method leads any"
         lines.append(
@@ -396,7 +396,7 @@ def reading(documents: Documents, rows: Sequence[Row], engine: str) -> str:
         f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval "
         f"contains 0. A failure takes training that runs again, or is forgotten. The next step: the median "
         f"time from the kill to it, over {kills} failures that delete a rank's memory, with warm starts; the "
-        "script builds its tables again meanwhile, as under no protection. "
-        f"*{ALTOGETHER.capitalize()}*: steps, saves and what runs again with tables of this size, and the next "
-        f"step as it was measured. Memory includes the buffers of a step.{origin(documents)}"
+        f"script builds its tables again meanwhile, as under no protection. *{ALTOGETHER.capitalize()}*: steps, "
+        "saves and what runs again with tables of this size, and the next step as it was measured. Memory "
+        f"includes the buffers of a step.{origin(documents)}"
     )
