@@ -396,7 +396,7 @@ def reading(documents: Documents, rows: Sequence[Row], engine: str) -> str:
         f"the 95 % interval, and the control's, which compares two bare models. *{UNKNOWN}*: the interval "
         f"contains 0. A failure takes training that runs again, or is forgotten. The next step: the median "
         f"time from the kill to it, over {kills} failures that delete a rank's memory, with warm starts; the "
-        f"script builds its tables again meanwhile, as under no protection. *{ALTOGETHER.capitalize()}*: steps, "
-        "saves and what runs again with tables of this size, and the next step as it was measured. Memory "
+        f"script builds its tables again meanwhile, as under no protection. *{ALTOGETHER.capitalize()}*: "
+        "steps, saves and what runs again with tables of this size, and the next step as measured. Memory "
         f"includes the buffers of a step.{origin(documents)}"
     )
