@@ -2,7 +2,11 @@
 
 Nothing that comes over the network is trusted. A connection becomes a `Link` only when both ends have proved
 that they know the secret of this start: by a digest over a number of the answering end, as the secret never
-travels. Before the proof, a caller gets a few dozen bytes and a few seconds, and nothing else.
+travels. Before the proof, a caller gets a few dozen bytes and a few seconds, and nothing else. When too many
+callers wait for their proof, the oldest one of the address that has the most of them is sent away, so that
+a new caller always gets its chance.
+
+All connections between ranks are made here, whatever they carry later: no other module accepts any.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import selectors
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping
 
+from .._wording import counted
 from ..errors import RendezvousError
 from .links import Link, calls, drop, keep, listen
 
@@ -26,10 +32,11 @@ _PROOF_BYTES = 32
 _HELLO = struct.Struct("!I32s")  # who calls, proof
 _WELCOME = b"+"
 _PROOF_S = 5.0  # a connection has to prove itself within this time
-_GUESTS = 64  # callers without a proof at a time
+_GUESTS = 64  # callers without a proof at a time, beside the expected ones
 _STAGGER_S = 0.25  # before a peer's next address is tried beside the last one
 _PAUSE_S = 0.5  # before all of a peer's addresses are tried again
 _TICK_S = 0.05
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +147,9 @@ class _Meeting:
         self._calls = {
             peer: _Call(peer, list(one.addresses)) for peer, one in peers.items() if calls(index, peer, size)
         }
-        self._contacts: set[_Contact] = set()
+        self._contacts: dict[_Contact, None] = {}  # the oldest first
+        self._most_guests = _GUESTS + len(peers) - len(self._calls)
+        self._strangers, self._last_stranger = 0, ""  # guests that went without a proof
         self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
         self._selector.register(listener.socket, selectors.EVENT_READ)
 
@@ -151,14 +160,17 @@ class _Meeting:
             for peer in missing:
                 if peer in self._calls:
                     self._dial(self._calls[peer], now)
+            is_called = False
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener.socket:
-                    self._admit(now)
+                    is_called = True
                 elif isinstance(key.data, _Contact):
                     self._advance(key.data)
                 elif isinstance(key.data, Link) and not key.data.read():
                     name = self._peers[key.data.peer].name
                     raise RendezvousError(f"{name} ended while the workers were connecting: see its log")
+            if is_called:  # the last of all: a proof that has come counts before its guest could be sent away
+                self._admit(now)
             for contact in [one for one in self._contacts if one.until < now]:
                 self._end(contact, TimeoutError(errno.ETIMEDOUT, f"no proof came within {_PROOF_S:.0f} s"))
             if now > deadline and len(self.links) < len(self._peers):
@@ -200,20 +212,29 @@ class _Meeting:
         self._begin(contact)
 
     def _admit(self, now: float) -> None:
+        """Accepts one call. It may cost a guest that has not proved itself its place."""
         try:
             connection, (address, *_) = self._listener.socket.accept()
-        except OSError:  # the caller has hung up, or this process is out of descriptors: it may call again
+        except OSError as error:  # the caller has hung up, or this process is out of descriptors
+            if error.errno in _NO_DESCRIPTOR:
+                self._send_away()
             return
         keep(connection)
-        if sum(contact.call is None for contact in self._contacts) >= _GUESTS:
-            drop(connection)
-            return
+        if sum(contact.call is None for contact in self._contacts) >= self._most_guests:
+            self._send_away()
         contact = _Contact(connection, None, str(address), now + _PROOF_S)
         contact.handshake = self._answer(connection)
         self._begin(contact)
 
+    def _send_away(self) -> None:
+        """Ends the oldest guest of the address that has the most guests."""
+        guests = [contact for contact in self._contacts if contact.call is None]
+        crowds = Counter(guest.address for guest in guests)
+        if guests:
+            self._end(max(guests, key=lambda guest: crowds[guest.address]))  # the first one of the most
+
     def _begin(self, contact: _Contact) -> None:
-        self._contacts.add(contact)
+        self._contacts[contact] = None
         self._selector.register(contact.socket, selectors.EVENT_READ, contact)
         if contact.call is not None:
             contact.call.open += 1
@@ -240,11 +261,13 @@ class _Meeting:
     def _end(self, contact: _Contact, error: Exception | None = None) -> None:
         self._forget(contact)
         drop(contact.socket)
-        if contact.call is not None and error is not None:
+        if contact.call is None:
+            self._strangers, self._last_stranger = self._strangers + 1, contact.address
+        elif error is not None:
             contact.call.errors[contact.address] = error
 
     def _forget(self, contact: _Contact) -> None:
-        self._contacts.remove(contact)
+        del self._contacts[contact]
         self._selector.unregister(contact.socket)
         if contact.call is not None:
             contact.call.open -= 1
@@ -293,6 +316,18 @@ class _Meeting:
         return (
             f"the workers were not connected before the deadline of the rendezvous: {'; '.join(missing)}. "
             f"See their logs; a firewall between hosts must let workers reach each other at any port"
+            f"{self._called()}"
+        )
+
+    def _called(self) -> str:
+        """How many strangers called, and from where."""
+        waiting = [contact.address for contact in self._contacts if contact.call is None]
+        if not (count := self._strangers + len(waiting)):
+            return ""
+        return (
+            f". {counted(count, 'connection')} to this worker's port {self._listener.port} came without a "
+            f"proof of this start's secret, the last one from {[self._last_stranger, *waiting][-1]}: if that "
+            f"is no worker of the job, keep strangers away from the workers' ports"
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,6 +215,125 @@ def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         start.met()
         for one in crowd:
             one.close()
+
+
+def stranger(start: Workers, index: int, address: str = HERE) -> socket.socket:
+    """A connection from an address, once it is admitted: it has the greeting, and says nothing."""
+    connection = socket.create_connection(
+        (HERE, start.peers[index].port), timeout=DEADLINE_S, source_address=(address, 0)
+    )
+    assert len(connection.recv(48, socket.MSG_WAITALL)) == 48
+    return connection
+
+
+def stays(connection: socket.socket) -> bool:
+    """Whether the other end has not hung up yet."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+
+
+def test_strangers_that_stay_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may wait, for as long as the start has, each calling again when it is sent away."""
+    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    assert calls(0, 1, 2)
+    with workers(2) as start:
+        start.begin(1)
+        crowd = [stranger(start, 1) for _ in range(handshake._GUESTS + 1)]
+        start.begin(0)
+        start.met()
+        for one in crowd:
+            one.close()
+
+
+def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(handshake, "_GUESTS", 3)
+    with workers(2) as start:
+        start.begin(1)
+        crowd = [stranger(start, 1) for _ in range(3 + 1)]  # one place is the neighbour's
+        assert all(stays(one) for one in crowd)
+        for oldest in range(2):
+            crowd.append(stranger(start, 1))
+            assert [stays(one) for one in crowd] == [False] * (oldest + 1) + [True] * 4
+        start.begin(0)
+        start.met()
+        for one in crowd:
+            one.close()
+
+
+def test_an_address_with_many_strangers_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(handshake, "_GUESTS", 3)
+    with workers(2) as start:
+        start.begin(1)
+        slow = stranger(start, 1, "127.0.0.2")
+        crowd = [stranger(start, 1) for _ in range(20)]
+        assert stays(slow)
+        assert [stays(one) for one in crowd] == [False] * 17 + [True] * 3
+        start.begin(0)
+        start.met()
+        for one in (slow, *crowd):
+            one.close()
+
+
+def test_without_descriptors_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    with workers(2) as start:
+        start.begin(1)
+        crowd = [stranger(start, 1) for _ in range(2)]
+        accept, failures = socket.socket.accept, [errno.EMFILE]
+
+        def fails_once(self: socket.socket) -> Any:
+            if failures:
+                raise OSError(failures.pop(), "all descriptors are in use")
+            return accept(self)
+
+        monkeypatch.setattr(socket.socket, "accept", fails_once)
+        crowd.append(stranger(start, 1))
+        assert not failures
+        assert [stays(one) for one in crowd] == [False, True, True]
+        start.begin(0)
+        start.met()
+        for one in crowd:
+            one.close()
+
+
+def test_the_deadline_says_how_many_strangers_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hang up, and one waits, when the deadline passes."""
+    monkeypatch.setattr(handshake, "_PROOF_S", 9 * DEADLINE_S)
+    passed = threading.Event()
+
+    def monotonic() -> float:
+        return time.monotonic() + (2 * DEADLINE_S if passed.is_set() else 0)
+
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=monotonic))
+    with workers(2) as start:
+        start.begin(1)
+        for _ in range(2):
+            with stranger(start, 1) as one:
+                one.shutdown(socket.SHUT_WR)
+                assert ended(one)
+        with stranger(start, 1):
+            passed.set()
+            start.join()
+        text = str(start.errors[1])
+        assert f"3 connections to this worker's port {start.peers[1].port} came without a proof" in text
+        assert "127.0.0.1" in text.partition("the last one from")[2]
+
+
+def test_connections_between_ranks_are_accepted_in_one_module() -> None:
+    """Lines, streams and requests have no listener of their own; the fork server's is no port."""
+    package = Path(handshake.__file__).parents[1]
+    accepting = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "accept"
+    }
+    assert accepting == {"group/handshake.py", "launch/server.py"}
 
 
 def test_a_worker_of_another_start_is_no_worker_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
