@@ -42,6 +42,7 @@ from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
 from . import former as formers
+from . import host_names
 from .former import Former, is_former
 from .history import History
 from .origin import check_checkpoint, check_transfer
@@ -102,6 +103,7 @@ class _Proposal:
         alike: what the adapters need to be the same on all ranks.
         places: of its tables in the whole tables: first row, and rows of the whole.
         by_hand: the tables that its user has placed.
+        sees: whether it sees the folder of its host's name; see `HostFolder`.
     """
 
     layout: dict[str, Any]
@@ -110,6 +112,7 @@ class _Proposal:
     alike: Any
     places: list[tuple[int, int | None]]
     by_hand: list[str]
+    sees: bool | None
 
     @property
     def rank_state_bytes(self) -> int:
@@ -134,6 +137,7 @@ def negotiate(
     tables: Tables,
     state_bytes: int,
     history: History | None,
+    sees: bool | None,
 ) -> World:
     """Compares what all ranks hold and ask for, and decides how the job goes on. All ranks.
 
@@ -147,12 +151,14 @@ def negotiate(
         tables: this rank's tables.
         state_bytes: room for this rank's packed state.
         history: of the arenas that survived.
+        sees: whether this rank sees the folder of its host's name; see `HostFolder`.
 
     Raises:
         EcembError: on all ranks; nothing was written.
     """
     shards = tuple(_shard(table, session.world_size, request.shards) for table in tables.tables)
-    proposals = _exchange_proposals(request, transport, tables, state_bytes, shards)
+    proposals = _exchange_proposals(request, transport, tables, state_bytes, shards, sees)
+    host_names.check(session.hosts, [one.sees for one in proposals])
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
     plan, stored, lost = _decide(
@@ -217,7 +223,12 @@ def negotiate(
 
 
 def _exchange_proposals(
-    request: Request, transport: Transport, tables: Tables, state_bytes: int, shards: Sequence[Shard]
+    request: Request,
+    transport: Transport,
+    tables: Tables,
+    state_bytes: int,
+    shards: Sequence[Shard],
+    sees: bool | None,
 ) -> list[_Proposal]:
     """Every rank's proposal, in the order of the ranks. All ranks."""
     code = [request.code.n, request.code.k]
@@ -243,7 +254,8 @@ def _exchange_proposals(
         **request.told(),
     }
     places = [(shard.start, shard.rows) for shard in shards]
-    own = json.dumps([layout, arguments, secrets.token_hex(8), tables.alike(), places, list(request.shards)])
+    lineage, by_hand = secrets.token_hex(8), list(request.shards)
+    own = json.dumps([layout, arguments, lineage, tables.alike(), places, by_hand, sees])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
 
 

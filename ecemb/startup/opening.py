@@ -48,12 +48,13 @@ from .connections import control_group, fabric, requests, streams
 from .create import Start, begin, claim_or_create
 from .former import is_former
 from .history import shared_history
+from .host_names import HostFolder
 from .leftovers import discard_superseded
 from .moving import MovedContent, plan_move, settle
 from .negotiate import World, negotiate
 from .request import Request
 from .survey import Surveyed, survey
-from .training import examine
+from .training import Training, examine
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -162,18 +163,32 @@ def _agree(session: Session, request: Request, if_it_fails: ExitStack) -> Start:
             f"{session.job_flags.get('left').decode()}. It does not train on here, as another launch may do "
             f"so: launch it again, with ecemb.protect(resume=)"
         )
-    with watch.phase("agree"):
+    with watch.phase("agree"), HostFolder(session.directory, session.hosts, session.rank) as folder:
         transport = control_group(session, lines=True)
         if_it_fails.callback(transport.hang_up)
-        training = transport.together("checking the model and its optimizers", lambda: examine(request))
+        training = transport.together(
+            "checking the model and its optimizers", lambda: _examined(request, folder)
+        )
         tables = training.tables
         history = shared_history(session, transport)
         held = None if history is None or is_former(history, session) else (history.n, history.k)
-        request = transport.together("choosing a code", lambda: request.with_code_for(session.hosts, held))
-        world = negotiate(session, request, transport, tables, training.state_bytes, history)
+        request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
+        world = negotiate(session, request, transport, tables, training.state_bytes, history, folder.sees)
     if session.check is not None:
         raise Surveyed(survey(session, request, transport, tables, training.replicated, world))
     return Start(session, request, transport, training, world, watch, earlier=session.arena)
+
+
+def _examined(request: Request, folder: HostFolder) -> Training:
+    folder.lock()
+    return examine(request)
+
+
+def _with_code(
+    request: Request, session: Session, held: tuple[int, int] | None, folder: HostFolder
+) -> Request:
+    folder.look()
+    return request.with_code_for(session.hosts, held)
 
 
 def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:

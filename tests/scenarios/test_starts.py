@@ -35,6 +35,7 @@ from ecemb.errors import (
     NotEnoughSpace,
     PeerFailure,
     PlacementError,
+    RendezvousError,
     StateLost,
     TooManyErasures,
     UnsupportedTable,
@@ -47,7 +48,7 @@ from support.processes import run_ranks
 from support.refusals import matching
 from support.simulation import Job, Machines
 from support.three_hosts import ROWS, WORLD, Place, Training, life, unguarded
-from support.training_lives import CODE, DIM, STEPS
+from support.training_lives import CODE, DIM, STEPS, launched
 
 DEADLINE_S = 1000
 
@@ -274,6 +275,24 @@ def hooks_of_gradients_that_draw_and_count_leave_no_trace_at_a_restart(place: Pl
     assert bits == expected
 
 
+def hosts_of_one_name_without_a_common_folder_are_refused_and_leave_no_trace(place: Place) -> None:
+    """As containers that have a hostname in common, and a /dev/shm each."""
+    os.environ["RANK"] = str(place.index)
+    for folders, apart in (("abc", "ranks 1 and 2"), ("aab", "rank 2"), ("aba", "rank 1")):
+        own = Path(place.root) / f"{place.job}-{folders}" / folders[place.index]
+        own.mkdir(parents=True, exist_ok=True)
+        text = f"{apart} can't see the folder of rank 0"
+        with (
+            launched(place.job + folders, own, "same"),
+            matching(RendezvousError, "ranks 0, 1 and 2 have the host name 'same'", text, "host="),
+        ):
+            Training().protect(failure_domain="rank")
+        assert not [path for path in own.rglob("*") if not path.is_dir()]
+    for _ in range(2):
+        with launched(place.job, place.root, "same"):
+            Training().protect(failure_domain="rank")
+
+
 def another_head_is_refused_before_its_gradients_are_rehearsed(place: Place) -> None:
     """What is known of the buckets of one is nothing to the other."""
     with life(place):
@@ -311,6 +330,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         one_ranks_bad_argument_is_every_ranks_error,
         an_arena_that_does_not_fit_on_one_rank_leaves_none_on_the_others,
         hooks_of_gradients_that_draw_and_count_leave_no_trace_at_a_restart,
+        hosts_of_one_name_without_a_common_folder_are_refused_and_leave_no_trace,
         another_head_is_refused_before_its_gradients_are_rehearsed,
     )
 }
