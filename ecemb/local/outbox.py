@@ -18,7 +18,6 @@ import numpy as np
 from ..coding.delta import Scratch, blank, place, size_words, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..kernels.contract import Ids, Kernels, RowSet, Words
-from ..kernels.row_set import ROWS_PER_WORD
 
 Chunk = tuple[int, Ids, Words]
 """A table, rows of it in ascending order, and their old records (uint64 [m, record_words])."""
@@ -59,8 +58,7 @@ class Saved:
         found = np.full(len(ids), -1, np.int64)
         if (rows := self.seen.get(table)) is None:
             return found
-        bits = rows.seen[ids // ROWS_PER_WORD] >> (ids % ROWS_PER_WORD).astype(np.uint64)
-        known = np.flatnonzero(bits & np.uint64(1))
+        known = np.flatnonzero(rows.has(ids))
         known = known[np.argsort(ids[known])]
         wanted = ids[known]
         for at, saved, records in self.chunks if len(known) else ():

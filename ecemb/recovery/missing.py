@@ -14,18 +14,15 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..coding.rows import WORD_BYTES
 from ..errors import KernelError
 from ..kernels.checks import check_ids
-from ..kernels.contract import Ids, Words
+from ..kernels.contract import Ids, RowSet, Words
 from ..local.rank_memory import RankMemory
 
 CHUNK_WORDS = 1 << 17
 """1 MiB: of parity there is a bit for each."""
-
-Bits = NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,26 +56,24 @@ class _Part:
         size: number of bits.
 
     Attributes:
-        bits: bool [size].
-        left: number of unset bits.
+        there: the rows, or the chunks, that are there.
+        left: number of the others.
         given: number of bits, from the first on, that `next_chunk` has given out.
     """
 
     def __init__(self, size: int) -> None:
-        self.bits: Bits = np.zeros(size, np.bool_)
+        self.there = RowSet(size)
         self.left, self.given, self._first = size, 0, 0
 
     def next(self) -> int | None:
         """The first unset bit that was not given out; None if there is none."""
-        self._first += int(self.bits[self._first :].argmin())
-        at = max(self._first, self.given)
-        if at < len(self.bits):
-            at += int(self.bits[at:].argmin())
-        return at if at < len(self.bits) and not self.bits[at] else None
+        self._first = self.there.first_absent(self._first)
+        at = self.there.first_absent(max(self._first, self.given))
+        return at if at < self.there.rows else None
 
     def end(self, at: int, stop: int) -> int:
-        """The end of the last unset bit of at..stop-1; there is one."""
-        return stop - int(self.bits[at:stop][::-1].argmin())
+        """The end of the last unset bit of at..stop-1, which are the bits of one chunk; there is one."""
+        return stop - int(self.there.has(np.arange(at, stop))[::-1].argmin())
 
 
 class Missing:
@@ -125,7 +120,7 @@ class Missing:
         for table, one, (owner, first) in zip(space.tables, space.finest, space.owners, strict=True):
             if (part := self._rows.get(owner)) is not None:
                 rows = one.layout.rows
-                count = rows - int(np.count_nonzero(part.bits[first : first + rows]))
+                count = part.left if rows == part.there.rows else rows - part.there.count(first, first + rows)
                 if count:
                     left[table.layout.name] = min(count, table.layout.rows)  # a record in parts is one row
         return left
@@ -145,7 +140,7 @@ class Missing:
         if part is None:
             return np.empty(0, np.int64)
         rows = ids[(ids >= 0) & (ids < self._space.named[table].layout.rows)]
-        return np.unique(rows[~part.bits[rows + first]])
+        return np.unique(rows[~part.there.has(rows + first)])
 
     def place(self, table: int, ids: Ids) -> list[tuple[int, Ids, Ids]]:
         """Where the records of rows are.
@@ -248,12 +243,12 @@ class Missing:
         part = self._rows.get(owner)
         if part is None:
             return 0
-        unset = ~part.bits[ids]
+        unset = ~part.there.has(ids)
         if not unset.all():
             ids, records = ids[unset], records[unset]
-        self._space.named[owner].scatter_(ids, records)
-        part.bits[ids] = True
-        part.left -= len(ids)
+        table = self._space.named[owner]
+        table.scatter_(ids, records)
+        part.left -= table.kernels.distinct(ids, part.there, np.empty_like(ids))
         if not part.left:
             del self._rows[owner]
         self._bytes_left -= records.nbytes
@@ -320,12 +315,11 @@ class Missing:
             )
         with self._lock:
             part = self._chunks.get(stripe_class)
-            if part is None or part.bits[start // CHUNK_WORDS]:
+            if part is None or part.there.has(np.array([start // CHUNK_WORDS]))[0]:
                 return 0
             self._memory.back_parity(stripe_class, np.array([start]), size)
             block[start : start + size] = words
-            part.bits[start // CHUNK_WORDS] = True
-            part.left -= 1
+            part.left -= part.there.add_(start // CHUNK_WORDS)
             if not part.left:
                 del self._chunks[stripe_class]
             self._bytes_left -= words.nbytes

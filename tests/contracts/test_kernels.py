@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bench.questions.gpu.cuda import Cuda
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
 from ecemb.kernels import contract as kernels
-from ecemb.kernels import gf_products
+from ecemb.kernels import gf_products, row_set
 from ecemb.kernels.contract import Columns, Kernels, RowSet
 from ecemb.kernels.cpu import Cpu
 from ecemb.kernels.thread_team import Team
@@ -266,6 +266,28 @@ def test_first_and_last_rows_are_rows(work: Kernels) -> None:
     ]
     work.forget_(rows, np.arange(4097))
     assert not rows.seen.any()
+
+
+@pytest.mark.parametrize("look_words", [1, 3, 1 << 14])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 640, 1000])
+def test_a_set_answers_as_a_row_of_booleans_does(
+    work: Kernels, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, size: int, look_words: int
+) -> None:
+    monkeypatch.setattr(row_set, "_LOOK_WORDS", look_words)
+    for share in (0.0, 0.1, 0.9, 0.99, 1.0):
+        expected = rng.random(size) < share
+        if share == 0.99:
+            expected[: size * 7 // 8] = True  # whole words, then some that aren't
+        rows = RowSet(size)
+        add(work, rows, np.flatnonzero(expected))
+        asked = rng.integers(0, max(size, 1), 200 if size else 0)
+        assert np.array_equal(rows.has(asked), expected[asked])
+        for first in {0, 1, 63, 64, 65, size // 2, size, size + 1, size + 64}:
+            absent = np.flatnonzero(~expected[first:])
+            assert rows.first_absent(first) == (first + int(absent[0]) if len(absent) else size)
+            for stop in {first, first + 1, first + 64, size}:
+                if first <= stop <= size:
+                    assert rows.count(first, stop) == np.count_nonzero(expected[first:stop])
 
 
 @pytest.mark.parametrize("wrong", [-1, 65, FAR, NEAR])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.coding.rows import RowSpace
+from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import KernelError
+from ecemb.kernels.contract import get_kernels
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import missing as missing_module
 from ecemb.recovery.missing import Chunk, Missing
@@ -179,6 +182,31 @@ def test_places_of_rows(memory: RankMemory) -> None:
                 assert (addresses + width <= space.bounds[block + 1]).all()
                 found += rows.tolist()
             assert found == ids.tolist()
+
+
+def test_a_row_that_is_missing_takes_a_bit() -> None:
+    """At the start and while rows arrive: a table may have billions."""
+    rows = 1 << 24
+    layout = TableLayout("t", rows, (Column("weight", "float32", 4),))
+    (starts,), size_bytes = arrange([layout])
+    area = np.frombuffer(
+        mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE), np.uint8
+    )  # tracemalloc has no mmap
+    table = Table(layout, area, starts, get_kernels("cpu", 1))
+    tracemalloc.start()
+    try:
+        missing = Missing(mock.Mock(space=RowSpace([table], 2, [table]), parity=None))
+        chunk = missing.next_chunk()
+        assert chunk is not None
+        missing.store_span_(chunk.block, chunk.start, np.ones(chunk.stop - chunk.start, np.uint64))
+        last = np.array([0, rows - 1])
+        assert missing.lacks(0, last).tolist() == [rows - 1]
+        missing.store_rows_(0, last, np.full((2, 1), 7, np.uint64))
+        assert missing.rows_left() == {"t": rows - missing_module.CHUNK_WORDS - 1}
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < rows / 2  # an eighth of a byte a row, and what is computed of one chunk
 
 
 # --- chunks ---------------------------------------------------------------------------------------
