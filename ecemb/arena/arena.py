@@ -325,9 +325,8 @@ class Arena:
             NotEnoughSpace: the kernel refuses.
         """
         offset, _ = self._span(name)
-        for start, stop in populate_runs(self.region(name), runs):
-            with capacity.refusals(self.path, stop - start):
-                os.posix_fallocate(self._fd, offset + start, stop - start)
+        left = populate_runs(self.region(name), runs)
+        capacity.back(self._fd, [(offset + start, stop - start) for start, stop in left], self.path)
 
     def mark_backed(self, name: str) -> None:
         """Says that all of a region is backed."""
@@ -364,12 +363,8 @@ class Arena:
     def _back(self) -> None:
         """Backs all reserved bytes by memory: a copied file may have holes in place of zeros."""
         pieces = [(at, headers.page_aligned(self.reserved(name))) for name, (at, _) in self._spans.items()]
-        if os.fstat(self._fd).st_blocks * 512 >= sum(length for _, length in pieces):
-            return
-        for offset, length in pieces:
-            if length > 0:
-                with capacity.refusals(self.path, length):
-                    os.posix_fallocate(self._fd, offset, length)
+        if os.fstat(self._fd).st_blocks * 512 < sum(length for _, length in pieces):
+            capacity.back(self._fd, pieces, self.path)
 
     def _claim(self) -> None:
         """Stores this process as the holder."""

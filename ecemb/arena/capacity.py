@@ -21,13 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from .._threads import without_signals
 from ..errors import ArenaBusy, ConfigurationError, NotEnoughSpace
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
 _NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
 SLICE_BYTES = 256 << 20
-"""The most that a turn takes: a fraction of a second, even where the machine clears pages slowly."""
+"""The most that a turn takes, and that signals wait for: a fraction of a second, even where a machine clears
+pages slowly."""
 
 _POLL_S = 0.02
 _WAIT_S = 120.0  # for a turn, plus the time that a slow machine needs to take the bytes
@@ -107,12 +109,37 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
                 if left_bytes or number:
                     claim.store(left_bytes, waiting=False)  # before the turn ends: `check` has counted it
                 with refusals(path, whole_bytes):
-                    for offset, length in slice_:
-                        os.posix_fallocate(fd, offset, length)
+                    _back(fd, slice_)
             finally:
                 fcntl.flock(turn, fcntl.LOCK_UN)
     finally:
         claim.drop()
+
+
+def back(fd: int, pieces: Sequence[tuple[int, int]], path: Path) -> None:
+    """Backs pieces of a file by memory that this process has been promised, or need not ask for.
+
+    Args:
+        fd: the file, open for writing.
+        pieces: (offset, length), both in bytes; backed pieces keep their content.
+        path: the file's, for messages.
+
+    Raises:
+        NotEnoughSpace: the kernel refuses a piece; earlier pieces may be backed.
+    """
+    with refusals(path, sum(length for _, length in pieces)):
+        for _, slice_ in _slices(pieces):
+            _back(fd, slice_)
+
+
+def _back(fd: int, slice_: Sequence[tuple[int, int]]) -> None:
+    """Backs the pieces of one slice.
+
+    Kernels until 2024 give a piece up when a signal is pending, and free what they have backed of it.
+    """
+    with without_signals():
+        for offset, length in slice_:
+            os.posix_fallocate(fd, offset, length)
 
 
 def promised_elsewhere(turn: int, own: Claim | None = None) -> int:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import signal
 import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
+from .._threads import without_signals
 from ..kernels.llvm import assembled
 
 _CODE: Final = """
@@ -90,11 +90,8 @@ class Beats:
         self._plan: Any = (ctypes.c_int32 * len(plan))(*plan)
         ctypes.memmove(ctypes.addressof(self._plan) + 4 * 4, beat, 1)
         self._thread = ctypes.c_ulong()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for Python's threads alone
-        try:
+        with without_signals():  # the thread inherits this: they are for Python's threads alone
             error = _library().pthread_create(ctypes.byref(self._thread), None, _code(), self._plan)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if error:
             os.close(self._end)
             self._end = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+import ecemb
 from ecemb.arena import capacity
 from ecemb.arena.arena import Arena
 from ecemb.arena.scan import Directory
@@ -280,6 +282,45 @@ class TestAllocate:
             waited[size_bytes] = last[-1]
         os.close(other)
         assert waited[4096] < 200 and waited[200 << 30] > 10000
+
+    @pytest.mark.parametrize("backing", ["allocate", "back"])
+    def test_an_interval_timer_that_is_shorter_than_a_slice(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch, backing: str
+    ) -> None:
+        """On a kernel that gives a piece up when a signal is pending; one comes in each piece."""
+        heard, given_up, slices = list[int](), list[int](), list[int]()
+        allocate = os.posix_fallocate
+
+        def older(fd: int, offset: int, length: int) -> None:
+            signal.raise_signal(signal.SIGALRM)  # its handler has run when this returns, unless it is kept
+            if len(heard) > len(slices):
+                given_up.append(offset)
+                raise InterruptedError(errno.EINTR, "python would begin the piece again, for ever")
+            slices.append(length)
+            allocate(fd, offset, length)
+
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        previous = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+        monkeypatch.setattr(capacity, "SLICE_BYTES", MIB)
+        monkeypatch.setattr(os, "posix_fallocate", older)
+        try:
+            path = tmp_path / "job" / "host" / "file"
+            if backing == "allocate":
+                capacity.allocate(fd, [(0, 3 * MIB)], path, turn)
+            else:
+                capacity.back(fd, [(0, 3 * MIB)], path)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        assert slices == [MIB] * 3 and not given_up
+        assert len(heard) == 3, "each is delivered between two slices"
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+    def test_memory_is_taken_by_one_function(self) -> None:
+        """The rule about signals is kept there."""
+        package = Path(ecemb.__file__).parent
+        naming = [path for path in package.rglob("*.py") if "os.posix_fallocate" in path.read_text()]
+        assert naming == [Path(capacity.__file__)]
+        assert naming[0].read_text().count("os.posix_fallocate") == 1
 
     def test_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All of what is asked for, in order, in slices that are full but for the last."""
