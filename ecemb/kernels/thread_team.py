@@ -6,6 +6,7 @@ written, and no thread writes later.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
@@ -56,10 +57,11 @@ class Team:
 
 
 def _stop(others: list[Future[None]]) -> None:
-    """Cancels calls that have not started, and waits for the others, also when Ctrl-C is pressed again."""
-    while True:
-        try:
-            wait([other for other in others if not other.cancel()])
-            return
-        except KeyboardInterrupt:
-            continue
+    """Cancels calls that have not started, and waits for the others, whatever signal handlers raise.
+
+    The caller raises the first exception. Those that follow, such as Ctrl-C again or the TimeoutError of a
+    deadline, must not leave threads that still write.
+    """
+    while running := [other for other in others if not (other.cancel() or other.done())]:
+        with contextlib.suppress(BaseException):
+            wait(running)

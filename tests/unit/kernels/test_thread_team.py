@@ -54,25 +54,32 @@ def test_an_error_of_any_part_is_raised_when_all_are_done() -> None:
         Team(2, least_bytes=1).share(2, 1, other)
 
 
-def test_an_interrupt_waits_for_what_has_begun() -> None:
-    begun, done = threading.Event(), threading.Event()
+@pytest.mark.parametrize("then", [KeyboardInterrupt, TimeoutError, SystemExit, MemoryError])
+@pytest.mark.parametrize("first", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_waits_for_what_has_begun(first: type[BaseException], then: type[BaseException]) -> None:
+    """So do those that follow, whatever their handlers raise. The first is raised."""
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
-    def act(first: int, stop: int) -> None:
-        if first:
+    def act(start: int, stop: int) -> None:
+        if start:
             begun.set()
-            time.sleep(0.2)
+            assert go_on.wait(WAIT_S)
             done.set()
         else:
             assert begun.wait(WAIT_S)
 
-    waits = [KeyboardInterrupt, KeyboardInterrupt]
+    waits = [then("again"), then("again"), first("first")]
     real = thread_team.wait
 
     def interrupted(*args: object) -> object:
         if waits:
             raise waits.pop()
+        go_on.set()
         return real(*args)  # pyright: ignore
 
-    with mock.patch.object(thread_team, "wait", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(thread_team, "wait", interrupted), pytest.raises(BaseException) as raised:
         Team(2, least_bytes=1).share(2, 1, act)
-    assert done.is_set()
+    whole = done.is_set()
+    go_on.set()
+    assert whole, "the other part was still at work"
+    assert (type(raised.value), str(raised.value)) == (first, "first")
