@@ -172,7 +172,8 @@ class Claim:
     """The bytes that an allocation was promised and has not taken, and whether it waits for its turn.
 
     A file in the folder of `turn`. Allocations of more than a slice make it, and those that have to wait. The
-    file counts as long as it is locked: a process that ended leaves it unlocked.
+    file counts as long as it is locked: a process that ended leaves it unlocked, at whatever moment it was
+    killed, and the next allocation that looks for claims removes it.
 
     Args:
         turn: the folder's descriptor.
@@ -181,8 +182,7 @@ class Claim:
 
     def __init__(self, turn: int, path: Path) -> None:
         self._turn, self._path = turn, path
-        number = secrets.token_hex(8)
-        self._name, self._new = f"{_CLAIM}{number}", f".new-{number}"
+        self._name = f"{_CLAIM}{secrets.token_hex(8)}"
         self._fd: int | None = None
         _claims.add(self)
 
@@ -227,21 +227,23 @@ class Claim:
         """
         data = _CLAIMED.pack(promised_bytes, waiting)
         with refusals(self._path, len(data)):
-            if self._fd is None:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._fd = os.open(self._new, flags, 0o600, dir_fd=self._turn)
-                fcntl.flock(self._fd, fcntl.LOCK_EX)
-                os.pwrite(self._fd, data, 0)
-                os.rename(self._new, self._name, src_dir_fd=self._turn, dst_dir_fd=self._turn)
-            else:
-                os.pwrite(self._fd, data, 0)
+            while self._fd is None:
+                self._make()
+            os.pwrite(self._fd, data, 0)
+
+    def _make(self) -> None:
+        """Makes the file and locks it, unless another process finds it in between, and removes it as left."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._name, flags, 0o600, dir_fd=self._turn)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if not os.fstat(self._fd).st_nlink:
+            self.forget()
 
     def drop(self) -> None:
         """Removes the claim."""
         if self._fd is not None:
-            for name in (self._name, self._new):  # the latter, if its bytes did not fit
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._turn)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._name, dir_fd=self._turn)
             self.forget()
 
     def forget(self) -> None:

@@ -18,10 +18,12 @@ import pytest
 import ecemb
 from ecemb.arena import capacity
 from ecemb.arena.arena import Arena
+from ecemb.arena.capacity import Claim
 from ecemb.arena.scan import Directory
 from ecemb.errors import ArenaBusy, NotEnoughSpace
 from support.arena_holders import constants
 from support.fork_server import fork_server
+from support.killed_child import cut_off
 
 MIB = 1 << 20
 PATIENCE_S = 300.0
@@ -365,6 +367,34 @@ class TestAllocate:
         assert free == [0]
         assert "leaves 90 (0.0 MiB), of which other processes are about to take 50" in told[1]
         assert os.listdir(tmp_path) == ["file"]
+
+    def test_a_process_that_is_killed_leaves_no_claim(self, tmp_path: Path, fd: int, turn: int) -> None:
+        """Before any line of its allocation: the next one that looks for claims removes what is left."""
+        end, found = 1, set[int]()
+        while cut_off(end, lambda: Claim(turn, tmp_path / "file").store(5, waiting=False), capacity):
+            found.add(len(os.listdir(tmp_path)))
+            assert capacity.promised_elsewhere(turn) == 0
+            assert os.listdir(tmp_path) == ["file"]
+            end += 1
+        assert found == {1, 2}
+
+    def test_a_claim_that_was_taken_for_left_is_made_again(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process looks for claims in the moment in which the file is there, and not locked."""
+        lock, looked = fcntl.flock, list[int]()
+
+        def flock(at: int, operation: int) -> None:
+            if operation == fcntl.LOCK_EX and len(looked) < 2:
+                looked.append(capacity.promised_elsewhere(turn))
+            lock(at, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        claim = Claim(turn, tmp_path / "file")
+        claim.store(5, waiting=False)
+        assert looked == [0, 0] and capacity.promised_elsewhere(turn) == 5
+        claim.drop()
+        assert capacity.promised_elsewhere(turn) == 0 and os.listdir(tmp_path) == ["file"]
 
     def test_a_growth_comes_between_the_slices_of_another_jobs_allocation(self, tmp_path: Path) -> None:
         """By order, not by seconds: the last slice of the first waits for the growth of the second."""
