@@ -265,16 +265,41 @@ def _open_top(arena_dir: Path) -> int:
         raise ConfigurationError(
             f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
         ) from error
-    status = os.fstat(fd)
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+    try:
+        _check_top(os.fstat(fd), arena_dir)
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
+
+
+def _check_top(status: os.stat_result, arena_dir: Path) -> None:
+    """Raises ArenaInsecure if another user than root could replace folders in `arena_dir`."""
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise ArenaInsecure(
             f"arena_dir {arena_dir} has mode {status.st_mode & 0o7777:04o}: others could replace "
             f"folders in it. Set its sticky bit (`chmod +t {arena_dir}`), or revoke the others' "
-            "right to "
-            f"write."
+            "right to write."
         )
-    return fd
+    if status.st_uid not in (0, os.geteuid()) and _is_mapped(status.st_uid):
+        raise ArenaInsecure(
+            f"arena_dir {arena_dir} belongs to user {status.st_uid}, who could replace folders in it, "
+            f"whatever its sticky bit: its owner must be root or this process's user, {os.geteuid()}. "
+            "Pass another."
+        )
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether a file's owner is that user, and not any that this user namespace has no number for.
+
+    A container without root shows the host's root so.
+    """
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without such namespaces
+        return True
+    ranges = [tuple(map(int, line.split())) for line in lines]
+    return any(first <= uid < first + count for first, _, count in ranges)
 
 
 def _open_level(above: int, name: str, path: Path, create: bool) -> int:

@@ -104,6 +104,35 @@ def test_arena_dir_that_others_can_write(tmp_path: Path) -> None:
     Directory(tmp_path, "ctr", "a")
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_arena_dir_of_another_user(tmp_path: Path, mode: int) -> None:
+    """Who owns a folder may rename what is in it, whatever its sticky bit says."""
+    if os.geteuid() != 0:
+        pytest.skip("giving folders away is for root")
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ArenaInsecure, match=f"{tmp_path} belongs to user 12345.*root or .* user, 0. Pass"):
+        Directory(tmp_path, "ctr", "a")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "is_refused"), [("1000 100000 1\n", False), ("0 100000 1000\n1000 1000 1\n", True)]
+)
+def test_arena_dir_of_a_user_without_a_number_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid_map: str, is_refused: bool
+) -> None:
+    """As the host's root in a container without root: the kernel doesn't say who it is."""
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: uid_map if path.name == "uid_map" else read(path))
+    status = os.stat_result((0o41777, 1, 1, 1, 500, 0, 0, 0, 0, 0))
+    if is_refused:
+        with pytest.raises(ArenaInsecure, match="user 500"):
+            private_files._check_top(status, tmp_path)
+    else:
+        private_files._check_top(status, tmp_path)
+
+
 def test_arena_dir_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(0o755)
     (tmp_path / "link").symlink_to(tmp_path / "real")
