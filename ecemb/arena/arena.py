@@ -237,6 +237,14 @@ class Arena:
             raise self._closed()
         return self._data[offset : offset + capacity]
 
+    def offset(self, name: str) -> int:
+        """Where a region begins in the file, in bytes.
+
+        Raises:
+            ConfigurationError: no such region.
+        """
+        return self._span(name)[0]
+
     def reserved(self, name: str) -> int:
         """Number of bytes from the region's start that are backed by memory.
 

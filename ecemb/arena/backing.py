@@ -1,6 +1,7 @@
 """Memory for regions that fill up in any order: backed page by page, right before it is written.
 
 Owns the pages of such regions that are backed, and the promise that there is memory for the others.
+Pages are this machine's, counted in the file: a region may begin within one that is larger than the format's.
 Invariant: a page is backed before it is touched, so touching it can't fail. Must not know what fills the
 regions.
 """
@@ -18,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import capacity, private_files
+from . import header as headers
 from .arena import Arena
-from .header import PAGE_BYTES, Constants, page_aligned
+from .header import Constants
 from .private_files import Folder
 
 Ids = NDArray[np.int64]
@@ -93,8 +95,10 @@ class Backing:
     def __init__(self, arena: Arena, names: Sequence[str], promise: Promise) -> None:
         self._arena, self._promise = arena, promise
         self._lock = threading.Lock()
+        self._page_bytes = headers.MEMORY_PAGE_BYTES
         self._backed = {
-            name: np.zeros(page_aligned(len(arena.region(name))) // PAGE_BYTES, np.bool_) for name in names
+            name: np.zeros(len(headers.memory_pages(arena.offset(name), len(arena.region(name)))), np.bool_)
+            for name in names
         }
         self._is_whole = False
 
@@ -114,7 +118,7 @@ class Backing:
         Returns:
             bool [m], new.
         """
-        pages, edges = _pages(starts, size_bytes)
+        pages, edges = self._pages(name, starts, size_bytes)
         return np.logical_or.reduceat(self._backed[name][pages], edges)
 
     def ensure(self, name: str, starts: Ids, size_bytes: int) -> None:
@@ -130,7 +134,7 @@ class Backing:
         """
         if self._is_whole:
             return
-        backed, (pages, _) = self._backed[name], _pages(starts, size_bytes)
+        backed, (pages, _) = self._backed[name], self._pages(name, starts, size_bytes)
         if len(lacking := pages[~backed[pages]]):
             with self._lock:
                 lacking = np.unique(lacking)
@@ -156,19 +160,25 @@ class Backing:
         if not len(pages):
             return
         apart = np.diff(pages, prepend=-2, append=-2) != 1  # before each page, and behind the last one
-        starts = pages[apart[:-1]] * PAGE_BYTES
-        stops = np.minimum((pages[apart[1:]] + 1) * PAGE_BYTES, len(self._arena.region(name)))
-        self._promise.take(len(pages) * PAGE_BYTES)
+        before = self._before(name)
+        starts = np.maximum(pages[apart[:-1]] * self._page_bytes - before, 0)
+        stops = (pages[apart[1:]] + 1) * self._page_bytes - before
+        stops = np.minimum(stops, len(self._arena.region(name)))
+        self._promise.take(len(pages) * self._page_bytes)
         self._arena.back(name, zip(starts.tolist(), stops.tolist(), strict=True))
         self._backed[name][pages] = True
 
+    def _pages(self, name: str, starts: Ids, size_bytes: int) -> tuple[Ids, Ids]:
+        """The pages of runs, run by run, and for each run the place of its first page among them."""
+        starts = starts + self._before(name)
+        first = starts // self._page_bytes
+        counts = (starts + size_bytes - 1) // self._page_bytes - first + 1
+        edges = np.cumsum(counts) - counts
+        return np.repeat(first - edges, counts) + np.arange(counts.sum()), edges
 
-def _pages(starts: Ids, size_bytes: int) -> tuple[Ids, Ids]:
-    """The pages of runs, run by run, and for each run the place of its first page among them."""
-    first = starts // PAGE_BYTES
-    counts = (starts + size_bytes - 1) // PAGE_BYTES - first + 1
-    edges = np.cumsum(counts) - counts
-    return np.repeat(first - edges, counts) + np.arange(counts.sum()), edges
+    def _before(self, name: str) -> int:
+        """Bytes of a region's first page that come before the region."""
+        return self._arena.offset(name) % self._page_bytes
 
 
 def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> Promise:
@@ -178,6 +188,7 @@ def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> P
         NotEnoughSpace: it doesn't fit.
         ArenaBusy: another process is stuck while it reserves memory.
     """
-    sizes = dict(constants.regions)
+    spans, _ = headers.spans(constants, len(constants.encode()))
+    pages = sum(len(headers.memory_pages(*spans[name])) for name in names)
     with private_files.opened(directory.arena_dir, create=True) as turn:
-        return Promise(sum(page_aligned(sizes[name]) for name in names), directory.path / "new arena", turn)
+        return Promise(pages * headers.MEMORY_PAGE_BYTES, directory.path / "new arena", turn)

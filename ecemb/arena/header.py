@@ -8,7 +8,7 @@ The file begins with three parts:
 
     byte 0       preamble: magic, format version, length and checksum of the constants
     byte 4096    the words: int64, each written by one aligned store, outside of the checksum
-    byte 8192    the constants, as canonical JSON; then, page aligned, the regions
+    byte 8192    the constants, as canonical JSON; then, aligned to 4096 bytes, the regions
 
 Invariant: the word `state` is stored last at creation, so a file whose state is 0 is a torn
 creation, whatever the rest of it holds.
@@ -37,6 +37,9 @@ NONE = -1
 """What a word says that has no value yet: no transaction, no generation."""
 
 PAGE_BYTES = 4096
+"""The format's: an arena is the same on all machines."""
+MEMORY_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+"""This machine's, by which it takes memory: 4 to 64 KiB."""
 WORDS_OFFSET = PAGE_BYTES
 CONSTANTS_OFFSET = 2 * PAGE_BYTES
 MAX_REGIONS = 256
@@ -396,8 +399,13 @@ def load(fd: int, path: Path) -> tuple[Constants, int, dict[Word, int]]:
 
 
 def page_aligned(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole pages."""
+    """`size_bytes` rounded up to whole pages of the format."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def memory_pages(offset: int, size_bytes: int) -> range:
+    """The system's pages under `size_bytes` of an arena's file, numbered from the file's begin."""
+    return range(offset // MEMORY_PAGE_BYTES, -(-(offset + size_bytes) // MEMORY_PAGE_BYTES))
 
 
 def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ecemb.arena import capacity
+from ecemb.arena import capacity, header
 from ecemb.arena.arena import Arena
 from ecemb.arena.backing import Backing, promised
 from ecemb.arena.scan import Directory
@@ -69,6 +69,46 @@ def test_runs_are_backed_and_nothing_else(directory: Directory, arena: Arena, ba
     assert backed_bytes(arena) - before == 6 * PAGE
     assert arena.region("rows")[PAGE : PAGE + 5].tolist() == [7, 7, 7, 7, 0]
     assert arena.reserved("rows") == arena.reserved("parity") == 0
+
+
+@pytest.mark.parametrize("page_bytes", [16 << 10, 64 << 10])
+def test_a_machine_with_larger_pages(
+    directory: Directory, arena: Arena, monkeypatch: pytest.MonkeyPatch, page_bytes: int
+) -> None:
+    """Its pages are backed and counted as wholes; an arena has the same bytes at the same places."""
+    monkeypatch.setattr(header, "MEMORY_PAGE_BYTES", page_bytes, raising=False)
+    names, backed = ("rows", "parity"), dict[str, set[int]](rows=set(), parity=set())
+    backing = Backing(arena, names, promised(directory, arena.constants, names))
+    first = {name: arena.region(name).ctypes.data - arena.region("rows").ctypes.data for name in names}
+    base = header.CONSTANTS_OFFSET + header.page_aligned(len(arena.constants.encode()))
+    pages = {
+        name: range((base + first[name]) // page_bytes, (base + first[name] + size - 1) // page_bytes + 1)
+        for name, size in (("rows", ROWS_BYTES), ("parity", PARITY_BYTES))
+    }
+    assert base % page_bytes and left_bytes(directory) == page_bytes * sum(map(len, pages.values()))
+
+    def back(name: str, runs: Iterable[tuple[int, int]]) -> None:
+        for start, stop in runs:
+            at, end = base + first[name] + start, base + first[name] + stop
+            assert 0 <= start < stop <= len(arena.region(name))
+            assert start == 0 or at % page_bytes == 0
+            assert stop == len(arena.region(name)) or end % page_bytes == 0
+            covered = range(at // page_bytes, -(-end // page_bytes))
+            assert backed[name].isdisjoint(covered)
+            backed[name].update(covered)
+
+    monkeypatch.setattr(arena, "back", back)
+    for start, size in ((0, 8), (20 * PAGE + 1, 8), (ROWS_BYTES - 8, 8), (3 * PAGE, 2 * page_bytes)):
+        assert start == 3 * PAGE or not backing.has("rows", np.array([start]), size).any()
+        backing.ensure("rows", np.array([start]), size)
+        at = base + start
+        assert backed["rows"].issuperset(range(at // page_bytes, (at + size - 1) // page_bytes + 1))
+        left = sum(map(len, pages.values())) - len(backed["rows"])
+        assert left_bytes(directory) == page_bytes * left
+        assert backing.has("rows", np.array([start + size - 1]), 1).all()
+    backing.ensure_all()
+    assert backed == {name: set(all_of) for name, all_of in pages.items()}
+    assert left_bytes(directory) == 0
 
 
 def test_runs_with_some_memory(backing: Backing) -> None:
