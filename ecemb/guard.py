@@ -15,7 +15,7 @@ from .adapters.engine import Hooks
 from .arena import leave_request
 from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
-from .errors import ArenaInsecure, PeerFailure, StepFailed, UsageError
+from .errors import ArenaInsecure, PeerFailure, StepFailed, UndeclaredWrite, UsageError
 from .group.whereabouts import placed
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
@@ -445,4 +445,14 @@ class Guard:
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._transactions.undo(error)
-        self._tables.put()
+        try:
+            if isinstance(error, UndeclaredWrite):
+                self._tables.put()  # it may have been any row
+            else:
+                self._tables.put_back()
+        except Exception as failed:  # noqa: BLE001 - the step's error is the cause, and has to be raised
+            logger.error(
+                "rank %d: rows on a device are not as before step %d (%s: %s); the arena's are: let "
+                "the process end",
+                *(self._session.rank, number, type(failed).__name__, short(failed, 110)),
+            )

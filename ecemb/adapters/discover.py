@@ -245,6 +245,15 @@ class Tables:
         self.images.take_back()
         self.mark_clean()
 
+    def put_back(self) -> None:
+        """Copies what may differ from the arena, after an undo, to tables outside of it, and marks all clean.
+
+        Raises:
+            Exception: a device failed; other devices have their rows.
+        """
+        self.images.put_back()
+        self.mark_clean()
+
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """See `Engine.tensors`."""
         engine, number = self._of[index]

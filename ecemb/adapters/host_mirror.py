@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +103,10 @@ class Image:
     def put_rows(self, ids: Ids) -> None:
         """Overwrites rows of the tensors (int64 [m], each once) with the image's."""
         finish_all(self.device)
+        for part in _parts(ids, self.record_bytes):
+            self._put_rows(part)
+
+    def _put_rows(self, ids: Ids) -> None:
         words = np.empty((len(ids), self._stored.layout.record_words), np.uint64)
         self._stored.gather(ids, words)
         records = torch.from_numpy(words.view(np.uint8)).to(self.device)
@@ -255,7 +260,10 @@ class Images:
             by_device.setdefault(image.device, {})[table] = image
         self._marks = [_Marks(device, of_device) for device, of_device in by_device.items()]
         self._of = {table: marks for marks in self._marks for table in marks.first}
-        self._last: list[tuple[Image, Ids]] = []
+        self._taken: list[list[tuple[Image, Ids]]] = []
+        self._is_taking = (
+            False  # also after an interrupted `take`, when it is unknown which rows have changed
+        )
 
     def __contains__(self, table: int) -> bool:
         return table in self._images
@@ -276,16 +284,42 @@ class Images:
         """
         self._of[table].mark(table, rows)
 
-    def take(self) -> Aside:
-        """Sets marked rows aside, as they are when all work on their devices is done, and clears marks."""
+    def take(self, *, first: bool = True) -> Aside:
+        """Sets marked rows aside, as they are when all work on their devices is done, and clears marks.
+
+        Args:
+            first: whether it is the first time in its transaction: those before are decided.
+        """
+        self._is_taking = True
         aside = Aside([(marks, marks.take()) for marks in self._marks])
-        self._last = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
+        taken = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
+        self._taken = [taken] if first else [*self._taken, taken]
+        self._is_taking = False
         return aside
 
     def take_back(self) -> None:
         """Copies the rows that `take` found last, which were undone, from their images to the tensors."""
-        for image, ids in self._last:
+        for image, ids in self._taken[-1] if self._taken else []:
             image.put_rows(ids)
+
+    def put_back(self) -> None:
+        """Copies all rows that may differ from their images to the tensors, after an undo, and clears marks.
+
+        They are those that are marked, and those that were taken since the last commit. They are few: a copy
+        of all rows would keep the error of a step for as long as a device's memory takes.
+
+        Raises:
+            Exception: of the first device that failed; the others have their rows.
+        """
+        failed: list[Exception] = []
+        for image in self._images.values() if self._is_taking else ():
+            _attempt(failed, image.put)
+        for image, ids in (one for taken in self._taken for one in taken):
+            _attempt(failed, partial(image.put_rows, ids))
+        for marks in self._marks:
+            _attempt(failed, marks.put_back)
+        if failed:
+            raise failed[0]
 
 
 class Aside:
@@ -349,6 +383,20 @@ class _Marks:
     @torch.no_grad()
     def take(self) -> list[_Piece]:
         """See `Images.take`."""
+        pieces = self._held(self._marked())
+        self._flags.zero_()
+        finish_all(self._device)  # the next step may mark and change rows on other streams
+        return pieces
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Copies marked rows from their images to the tensors, and clears the marks."""
+        for piece in self._marked():
+            piece.image.put_rows(piece.ids)
+        self._flags.zero_()
+
+    def _marked(self) -> list[_Piece]:
+        """The marked rows when all work on the device is done, without copies of their records."""
         finish_all(self._device)
         numbers = self._flags[:-1].nonzero().view(-1)
         on_host = numbers.cpu().numpy()
@@ -361,9 +409,6 @@ class _Marks:
             if a < b:
                 rows = there - self.first[table]
                 pieces.append(_Piece(table, image, on_host[a:b] - self.first[table], rows, None))
-        pieces = self._held(pieces)
-        self._flags.zero_()
-        finish_all(self._device)  # the next step may mark and change rows on other streams
         return pieces
 
     @torch.no_grad()
@@ -402,6 +447,14 @@ class _Marks:
                     piece.image.take(ids, part.numpy())
 
 
+def _attempt(failed: list[Exception], act: Callable[[], object]) -> None:
+    """Calls `act`, and adds its error to `failed`."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - what can be put back elsewhere is put back
+        failed.append(error)
+
+
 class _Piece(NamedTuple):
     """Rows of one table, by its number, that have changed.
 
@@ -422,6 +475,12 @@ class _Piece(NamedTuple):
         if self.records is None:
             return self.image.records(self.rows[some.start : some.stop])
         return self.records[some.start : some.stop]
+
+
+def _parts(ids: Ids, record_bytes: int) -> Iterator[Ids]:
+    """Rows in parts of at most `_CHUNK_BYTES` of records, at least one each."""
+    most = max(1, _CHUNK_BYTES // max(1, record_bytes))
+    return (ids[at : at + most] for at in range(0, len(ids), most))
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:

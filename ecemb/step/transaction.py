@@ -231,7 +231,7 @@ class Transactions:
         if self._must_settle:
             self.settle()
         if whole or self._abortable:
-            self._apart.take(self._memory.journal, at_once=self._abortable)
+            self._take()
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)
@@ -242,6 +242,11 @@ class Transactions:
         self.in_flight = None
         self._whereabouts.place = f"before step {transaction}"
         return aborted
+
+    def _take(self) -> None:
+        """Sets rows aside that have changed apart from the arena; the transaction before is decided."""
+        first = self._steps == 0 or not self._abortable  # without aborts, a transaction does it once
+        self._apart.take(self._memory.journal, first=first, at_once=self._abortable)
 
     @property
     def _must_settle(self) -> bool:
@@ -264,7 +269,7 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._apart.take(self._memory.journal, at_once=self._abortable)
+                self._take()
                 self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None

@@ -292,6 +292,22 @@ def test_an_abort_that_is_interrupted_ends_the_guard() -> None:
     assert guard._failed is None and guard._aborted == 2
 
 
+def test_a_device_that_fails_does_not_hide_why_the_step_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """As after a CUDA error: nothing can be copied to that device any more."""
+    tables = mock.Mock(
+        **{"put.side_effect": RuntimeError("CUDA"), "put_back.side_effect": RuntimeError("CUDA")}
+    )
+    guard = mock.Mock(_tables=tables, _session=mock.Mock(rank=1), **{"_is_open.return_value": True})
+    cause = PeerFailure("rank 2 has ended")
+    ecemb.Guard._fail(guard, 7, cause)
+    guard._transactions.undo.assert_called_once_with(cause)
+    assert "step 7 failed (PeerFailure: rank 2" in guard._failed
+    assert "rank 1: rows on a device are not as before step 7 (RuntimeError: CUDA)" in caplog.text
+    assert not tables.put.called, "all rows take too long"
+    ecemb.Guard._fail(guard, 7, UndeclaredWrite("table 't' has changed"))
+    assert tables.put.called, "it may have been any row"
+
+
 def abort_a_step(guard: ecemb.Guard, training: Training) -> None:
     """One rank's loss is NaN: the step is as if it had not been, but for its number."""
     before, number = training.snapshot(), guard.next_step

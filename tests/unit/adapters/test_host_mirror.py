@@ -127,6 +127,74 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_bytes", [1, 16 << 20])
+def test_after_an_undo_rows_that_may_differ_are_put_back_and_no_others(
+    device: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all steps since the last commit, of which some are in the arena, and the open step's."""
+    monkeypatch.setattr(image_module, "_CHUNK_BYTES", chunk_bytes)
+    image, table, (tensor,) = made(device, 12, (torch.float32, 3))
+    images, old = Images({0: image}), tensor.clone()
+    image.fill()
+
+    def step(*rows: int) -> None:
+        images.mark(0, torch.tensor(rows))
+        tensor[[*rows]] += 1
+
+    step(9)
+    images.take(first=True).store(Told(table))  # committed: the next `take` is of another transaction
+    old[9] = tensor[9]
+    held = [column.copy() for column in table.columns]
+    step(1, 2)
+    images.take(first=True).store(Told(table))
+    step(2, 3)
+    images.take(first=False)  # set aside, and not stored
+    step(4)
+    for column, before in zip(table.columns, held, strict=True):
+        column[:] = before  # the undo
+    tensor[7] = 5  # never marked: nothing reads or writes it
+    with mock.patch.object(image, "put", mock.Mock(side_effect=AssertionError("all rows"))):
+        images.put_back()
+    old[7] = 5
+    assert torch.equal(tensor, old)
+    images.take().store(told := Told(table))
+    assert told.rows == {}, "marks are cleared"
+
+
+def test_after_an_interrupted_take_all_rows_are_put_back() -> None:
+    """It is not known then which rows have changed."""
+    image, table, (tensor,) = made("cpu", 12, (torch.float32, 3))
+    images = Images({0: image})
+    image.fill()
+    tensor[3] += 1
+    images.mark(0, torch.tensor([3]))
+    with (
+        mock.patch.object(image_module, "finish_all", mock.Mock(side_effect=[None, KeyboardInterrupt])),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        images.take()
+    images.put_back()
+    assert equal(table, [tensor])
+
+
+def test_a_device_that_fails_keeps_no_other_from_its_rows() -> None:
+    several = [made("cpu", rows, (torch.float32, 3), name=f"t{rows}") for rows in (6, 9, 4)]
+    images = Images({i: image for i, (image, _, _) in enumerate(several)})
+    for i, (image, _, (tensor,)) in enumerate(several):
+        image.fill()
+        images.mark(i, torch.tensor([2]))
+        tensor[2] += 1
+    images.take()
+    failing = mock.Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    with (
+        mock.patch.object(several[0][0], "put_rows", failing),
+        pytest.raises(RuntimeError, match="CUDA error"),
+    ):
+        images.put_back()
+    assert [equal(table, tensors) for _, table, tensors in several] == [False, True, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_whole_tables_come_and_go_in_pieces(device: str) -> None:
     with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", 1000):
         image, table, tensors = made(device, 777, (torch.float32, 3), (torch.float16, 1))
@@ -484,8 +552,8 @@ def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str
     fetched: list[int] = []
     take = Images.take
 
-    def counted(self: Images) -> Aside:
-        aside = take(self)
+    def counted(self: Images, **options: bool) -> Aside:
+        aside = take(self, **options)
         fetched.append(aside.size_bytes)
         return aside
 

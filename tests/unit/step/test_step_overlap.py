@@ -119,7 +119,7 @@ class Elsewhere:
         self.taken: list[int] = []
         self.stored: list[tuple[int, bool]] = []
 
-    def take(self) -> Rows:
+    def take(self, *, first: bool = True) -> Rows:
         self.taken.append(self._transactions.next_step)
         return Rows(self, self.taken[-1])
 
