@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 
 from .._wording import listed
@@ -338,16 +339,26 @@ def end_process(why: str, *, briefly: bool = False) -> None:
         briefly: another rank reports it at length.
     """
     grace_ends_at = time.monotonic() + GRACE_S
-    reporter = threading.Thread(target=_report, args=(why, briefly), daemon=True)
-    try:  # in a thread: logging may block, on a pipe or on a lock of the main thread
-        reporter.start()
-    except RuntimeError:  # no more threads: the interpreter is ending
-        _report(why, briefly)
-    else:
-        reporter.join(REPORT_S)
+    report_within(REPORT_S, partial(_report, why, briefly))
     time.sleep(max(0.0, grace_ends_at - time.monotonic()))
     error_file.wait_while_written()
     os._exit(EXIT_UNDECIDED)
+
+
+def report_within(timeout_s: float, report: Callable[[], None]) -> None:
+    """Calls a function in a thread, since logging may block, on a pipe or on a lock of the main thread.
+
+    Args:
+        timeout_s: after which the caller goes on.
+        report: the function.
+    """
+    reporter = threading.Thread(target=report, daemon=True)
+    try:
+        reporter.start()
+    except RuntimeError:  # no more threads: the interpreter is ending
+        report()
+    else:
+        reporter.join(timeout_s)
 
 
 def _report(why: str, briefly: bool) -> None:

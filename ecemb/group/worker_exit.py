@@ -9,6 +9,10 @@ Replaces sys.excepthook in a worker, so that the script needs no decorator. In t
    logs one line and waits before it ends, longer each time: torchrun restarts after any error, and would
    spend all its restarts within minutes.
 4. The failure is announced to the other ranks.
+5. The end is enforced: from here on the process may be stuck (`enforced_end`).
+
+The hook is an object of this module, which the fork server imports. So it keeps nothing of a process before
+`prepare`, which the worker calls.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from types import TracebackType
 from .._wording import short
 from ..errors import PeerFailure
 from . import error_file
+from .enforced_end import enforce_end
 from .error_file import cause_of
 from .failure_detector import FailureDetector
 from .whereabouts import Whereabouts
@@ -44,41 +49,58 @@ class ExceptHook:
     def __init__(self) -> None:
         self.watch: FailureDetector | None = None
         self.whereabouts = Whereabouts()
-        self._first = self._before = sys.excepthook
-        self._pid = os.getpid()
+        self._first = self._before = sys.__excepthook__
+        self._pid: int | None = (
+            None  # of the process that has prepared it: not of one that it was forked from
+        )
         self._called = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends the worker's part in the job."""
+        """Ends the worker's part in the job, and sees to it that the process ends."""
         if self._called:  # by the hook that it called, which torch.distributed has put over it
             self._first(kind, error, trace)
             return
         self._called = True
-        if os.getpid() != self._pid or not isinstance(error, Exception):
+        if os.getpid() != self._pid or isinstance(error, KeyboardInterrupt):
             self._before(kind, error, trace)
             return
+        try:
+            if isinstance(error, Exception):
+                self._fail(kind, error, trace)
+            else:
+                self._before(kind, error, trace)
+        finally:
+            if not sys.flags.inspect:  # python -i: a prompt follows
+                enforce_end()
+
+    def _fail(self, kind: type[BaseException], error: Exception, trace: TracebackType | None) -> None:
         cause = cause_of(error)
         name = cause or kind.__name__
         again = 0
         if not self.whereabouts.steps and (cause or not isinstance(error, PeerFailure)):
             again = error_file.repeats(name)
         self._leave_file(error, trace, name, again)
-        if again and not error_file.is_last_attempt():
-            wait_s = min(2.0**again, _LONGEST_WAIT_S)
-            level = logging.ERROR if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
-            logger.log(
-                level,
-                "start %d in a row that ends by %s, next in %.0f s: %s",
-                again + 1,
-                name,
-                wait_s,
-                short(error, 90),
-            )
-            time.sleep(wait_s)
-        else:
-            self._before(kind, error, trace)
-        if cause is None and self.watch is not None:
-            self.watch.announce_failure(short(f"{kind.__name__}: {error}", 100))
+        try:
+            if again and not error_file.is_last_attempt():
+                self._delay(name, error, again)
+            else:
+                self._before(kind, error, trace)
+        finally:
+            if cause is None and self.watch is not None:
+                self.watch.announce_failure(short(f"{kind.__name__}: {error}", 100))
+
+    def _delay(self, name: str, error: Exception, again: int) -> None:
+        wait_s = min(2.0**again, _LONGEST_WAIT_S)
+        level = logging.ERROR if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+        logger.log(
+            level,
+            "start %d in a row that ends by %s, next in %.0f s: %s",
+            again + 1,
+            name,
+            wait_s,
+            short(error, 90),
+        )
+        time.sleep(wait_s)
 
     def _leave_file(self, error: Exception, trace: TracebackType | None, name: str, again: int) -> None:
         later = cause_of(error) is not None
@@ -95,7 +117,11 @@ class ExceptHook:
             logger.warning("torchrun will not show why this process ended: %s", reason)
 
     def prepare(self) -> None:
-        """Installs this hook; does so again when another hook has been put over it."""
+        """Installs this hook in this process; does so again when another hook has been put over it."""
+        if self._pid != os.getpid():
+            self._pid, self._called = os.getpid(), False
+            if sys.excepthook is not self:
+                self._first = sys.excepthook
         if sys.excepthook is not self:
             self._before, sys.excepthook = sys.excepthook, self
 

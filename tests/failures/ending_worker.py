@@ -5,7 +5,7 @@
 HOW is `misfit`, a code that doesn't fit the ranks: the same at each start, in which rank 0 ends first; or
 `raise`, in a step of rank 1, which then takes longer than the others to end. These end, however, only once it
 has written why: torchrun stops all others as soon as one has ended, and a busy machine may let a rank stand
-still.
+still. Or it is `stuck`: the first start fails while a prefetcher waits for room in a queue.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import ecemb
-from ecemb.group import error_file
+from ecemb.group import enforced_end, error_file
 
 
 def end_after_the_cause() -> None:
@@ -62,13 +64,38 @@ def rank_0_first(folder: Path) -> Iterator[None]:
         raise
 
 
+def prefetch() -> None:
+    """Has an executor fill a queue that stays full."""
+    batches: queue.Queue[int] = queue.Queue(maxsize=1)
+
+    def produce() -> None:
+        while True:
+            batches.put(1)
+
+    ThreadPoolExecutor(1).submit(produce)
+    while not batches.full():
+        time.sleep(0.01)
+
+
 def train(folder: Path, how: str) -> None:
+    if how == "stuck":
+        enforced_end.GRACE_S, enforced_end.REPORT_S = 0.1, 600.0
+        note_start(folder)
+        ecemb.init_process_group("gloo", job="ending", arena_dir=folder)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            prefetch()
+            raise ValueError("of the script")
+        return
     with rank_0_first(folder) if how == "misfit" else nullcontext():
         begin(folder, how)
 
 
-def begin(folder: Path, how: str) -> None:
+def note_start(folder: Path) -> None:
     (folder / f"start.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}").touch()
+
+
+def begin(folder: Path, how: str) -> None:
+    note_start(folder)
     ecemb.init_process_group("gloo", job="ending", arena_dir=folder)
     rank = dist.get_rank()
     torch.manual_seed(1)

@@ -1,35 +1,60 @@
-"""How a real job ends by an exception: torchrun names the first error, and stops restarting."""
+"""How a real job ends by an exception: torchrun names the first error, and stops restarting.
+
+Workers are started cold and warm: a fork server imports the exception hook before it forks them.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from failures.driver import ROOT
+from support.warm_starts import Home, home
 
-DEADLINE_S = 600.0
 RANKS = 3
+WORKER = Path(__file__).with_name("ending_worker.py")
 
 
-def launched(folder: Path, *arguments: str, restarts: int) -> str:
-    """What a launch that fails has written."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-    command += [str(Path(__file__).with_name("ending_worker.py")), str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert ended.returncode == 1, ended.stderr
-    return ended.stdout + ended.stderr
+@pytest.fixture(scope="module")
+def here() -> Iterator[Home]:
+    with home() as made:
+        made.environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        yield made
 
 
-def test_an_error_that_comes_again_is_said_once_and_waited_after(tmp_path: Path) -> None:
+class Launch:
+    """Launches whose workers python starts, or the fork server.
+
+    Args:
+        here: of the server.
+        warm: whether there is one.
+    """
+
+    def __init__(self, here: Home, *, warm: bool) -> None:
+        self._here = here
+        self._start = ["--no-python", *here.command(options=())] if warm else []
+
+    def __call__(
+        self, folder: Path, *arguments: str, restarts: int, ranks: int = RANKS, code: int = 1
+    ) -> str:
+        """What a launch that ends with a code has written."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+        ended, out, err = self._here.run([*command, *self._start, str(WORKER), str(folder), *arguments])
+        assert ended == code, err
+        return out + err
+
+
+@pytest.fixture(params=["cold", "warm"])
+def launched(request: pytest.FixtureRequest, here: Home) -> Launch:
+    return Launch(here, warm=request.param == "warm")
+
+
+def test_an_error_that_comes_again_is_said_once_and_waited_after(launched: Launch, tmp_path: Path) -> None:
     log = launched(tmp_path, "misfit", restarts=3)
     assert len(list(tmp_path.glob("start.*.0"))) == 4
     again = re.findall(r"ERROR (start \d in a row that ends by PlacementError, next in \d s): .+", log)
@@ -48,9 +73,21 @@ def test_an_error_that_comes_again_is_said_once_and_waited_after(tmp_path: Path)
 
 
 @pytest.mark.parametrize("decorated", [False, True])
-def test_the_first_error_is_the_root_cause_whoever_ends_first(decorated: bool, tmp_path: Path) -> None:
+def test_the_first_error_is_the_root_cause_whoever_ends_first(
+    launched: Launch, decorated: bool, tmp_path: Path
+) -> None:
     log = launched(tmp_path, "raise", *(["record"] if decorated else []), restarts=0)
     root = log.partition("Root Cause (first observed failure):")[2]
     assert re.search(r"^  rank      : 1 ", root, re.MULTILINE), log
     assert "ValueError: the first error of all" in root
     assert "line " in root and "ending_worker.py" in root
+
+
+def test_a_rank_whose_threads_never_end_ends_after_its_error(launched: Launch, tmp_path: Path) -> None:
+    log = launched(tmp_path, "stuck", restarts=1, ranks=1, code=0)  # no other rank, whose end would end it
+    assert sorted(path.name for path in tmp_path.glob("start.*")) == ["start.0.0", "start.1.0"]
+    assert "ValueError: of the script" in log
+    [line] = [one for one in log.splitlines() if "can't end by itself" in one]
+    assert re.search(
+        r"^ERROR this process failed .*ThreadPoolExecutor-\d_0 is in produce \(.*with code 1", line
+    )

@@ -25,9 +25,14 @@ class Attempts:
         self.folder, self.patch, self.count = folder, monkeypatch, -1
         self.waits: list[float] = []
         self.printed: list[BaseException] = []
+        self.enforced = 0
         monkeypatch.setattr(time, "sleep", self.waits.append)
+        monkeypatch.setattr(worker_exit, "enforce_end", self._note_enforced)
         monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.printed.append(error))
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "8")
+
+    def _note_enforced(self) -> None:
+        self.enforced += 1
 
     def __call__(self, error: BaseException, *, steps: int = 0, watch: Any = None) -> dict[str, Any]:
         self.count += 1
@@ -36,8 +41,11 @@ class Attempts:
         self.patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(self.count))
         hook = ExceptHook()
-        hook.watch, hook.whereabouts.steps = watch, steps
-        hook(type(error), error, None)
+        with self.patch.context() as during:
+            during.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+            hook.prepare()
+            hook.watch, hook.whereabouts.steps = watch, steps
+            hook(type(error), error, None)
         return json.loads(path.read_text())["message"] if path.exists() else {}
 
 
@@ -146,16 +154,56 @@ def test_an_interrupt_and_a_forked_child_end_as_ever(
 ) -> None:
     assert attempts(KeyboardInterrupt()) == {} and len(attempts.printed) == 1
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(worker_exit.os, "getpid", lambda: 1)
     hook = ExceptHook()
-    hook._pid = 2
-    hook(ValueError, ValueError("a"), None)
-    assert len(attempts.printed) == 2 and not caplog.records
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    hook.prepare()
+    with monkeypatch.context() as child:
+        child.setattr(worker_exit.os, "getpid", lambda: 1)
+        hook(ValueError, ValueError("a"), None)
+    assert len(attempts.printed) == 2 and not caplog.records and not attempts.enforced
+
+
+def test_a_forked_process_that_prepares_it_is_a_worker(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = ExceptHook()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    hook.prepare()
+    hook(ValueError, ValueError("of the parent"), None)
+    monkeypatch.setattr(worker_exit.os, "getpid", lambda: 1)
+    hook.prepare()
+    hook(ValueError, ValueError("of the child"), None)
+    assert [str(error) for error in attempts.printed] == ["of the parent", "of the child"]
+    assert attempts.enforced == 2
+
+
+class Cancelled(BaseException):
+    """As asyncio's."""
+
+
+@pytest.mark.parametrize("error", [ValueError("a"), Cancelled("a")])
+def test_the_end_is_enforced_last(
+    error: BaseException, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts(error)
+    assert attempts.enforced == 1 and attempts.printed == [error]
+
+    def fails(*_: object) -> None:
+        assert attempts.enforced == 1
+        raise OSError("a hook of the script's")
+
+    monkeypatch.setattr(sys, "excepthook", fails)
+    watch = Watching(None)
+    with pytest.raises(OSError, match="a hook of the script's"):
+        attempts(error, steps=1, watch=watch)
+    assert attempts.enforced == 2
+    assert watch.told == (["ValueError: a"] if isinstance(error, Exception) else [])
 
 
 def test_it_is_put_over_a_later_hook_and_prints_once(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda *_: called.append("python"))
+    monkeypatch.setattr(worker_exit, "enforce_end", lambda: called.append("enforced"))
     hook = ExceptHook()
     hook.prepare()
 
@@ -168,7 +216,7 @@ def test_it_is_put_over_a_later_hook_and_prints_once(monkeypatch: pytest.MonkeyP
     hook.prepare()
     assert sys.excepthook is hook
     hook(ValueError, ValueError("a"), None)
-    assert called == ["torch", "python"]
+    assert called == ["torch", "python", "enforced"]
 
 
 def test_causes_are_marked() -> None:

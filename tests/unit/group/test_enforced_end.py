@@ -1,0 +1,101 @@
+"""A failed worker ends, whatever keeps the interpreter from its end; a good end is left alone."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.warm_starts import Home, home
+
+ENDS = """
+import atexit, ctypes, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from ecemb.group import enforced_end
+from ecemb.group.worker_exit import hook
+
+how, enforced_end.GRACE_S, enforced_end.REPORT_S = sys.argv[1], *map(float, sys.argv[2:4])
+hook.prepare()
+stuck = threading.Event().wait
+
+def blocks():
+    print("before it blocks")
+    stuck()
+
+class Blocks:
+    def __del__(self):
+        stuck()
+
+if how == "executor":
+    ThreadPoolExecutor(1).submit(blocks)
+elif how == "thread":
+    threading.Thread(target=blocks).start()
+elif how == "handler":
+    atexit.register(blocks)
+elif how == "destructor":
+    sys.kept = Blocks()
+elif how == "lock":  # of the interpreter
+    atexit.register(ctypes.PyDLL(None).pause)
+elif how == "library":
+    at_exit, pause = ctypes.CDLL(None).__cxa_atexit, ctypes.CDLL(None).pause
+    at_exit(pause, None, None)
+else:
+    atexit.register(print, "handled")
+    threading.Thread(target=lambda: print("of a thread")).start()
+print("of the script")
+if how != "good":
+    raise ValueError("of the script")
+"""
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Home]:
+    with home() as made:
+        made.environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
+        made.write("ends.py", ENDS)
+        yield made
+
+
+@pytest.fixture(params=["cold", "warm"])
+def started(request: pytest.FixtureRequest, here: Home) -> list[str]:
+    """The command that starts the script. Warm, the module with the hook is imported before the fork."""
+    return [sys.executable] if request.param == "cold" else here.command(options=())
+
+
+def end(here: Home, started: list[str], how: str, grace_s: float, report_s: float) -> tuple[int, str, str]:
+    code, out, err = here.run([*started, "ends.py", how, str(grace_s), str(report_s)])
+    assert out.startswith("of the script") or how in ("executor", "thread", "failed", "good")
+    assert err.count("ValueError: of the script") == (how != "good"), err
+    return code, out, err
+
+
+@pytest.mark.parametrize("how", ["executor", "thread", "handler"])
+def test_what_python_waits_for_is_named(here: Home, started: list[str], how: str) -> None:
+    code, out, err = end(here, started, how, 0.1, 600)
+    assert code == 1
+    assert sorted(out.splitlines()) == ["before it blocks", "of the script"]  # both were in a buffer
+    [line] = [one for one in err.splitlines() if "can't end by itself" in one]
+    who = {
+        "executor": r"ThreadPoolExecutor-\d_0",
+        "thread": r"Thread-\d \(blocks\)",
+        "handler": "MainThread",
+    }[how]
+    assert re.search(rf"failed 0 s ago.*: .*{who} is in blocks \(.*ends.py:\d+\).*with code 1", line), line
+
+
+@pytest.mark.parametrize("how", ["destructor", "lock", "library"])
+def test_where_no_thread_of_pythons_runs_a_timer_ends_it(here: Home, started: list[str], how: str) -> None:
+    code, out, err = end(here, started, how, 600, -599.9)  # the timer has the sum, and the thread the first
+    assert code == 1 and out == "of the script\n"
+    assert "can't end by itself" not in err
+
+
+@pytest.mark.parametrize(("how", "grace_s"), [("failed", 600), ("good", 1e-6)])
+def test_an_end_that_comes_is_not_disturbed(here: Home, started: list[str], how: str, grace_s: float) -> None:
+    code, out, err = end(here, started, how, grace_s, 1e-6)
+    assert code == (how == "failed")
+    assert sorted(out.splitlines()) == ["handled", "of a thread", "of the script"]
+    assert "can't end by itself" not in err
