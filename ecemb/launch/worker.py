@@ -1,8 +1,9 @@
 """The forked process: its setup before it runs a script, and the run.
 
 Owns every property by which a process forked from a server could differ from one that the interpreter
-started: descriptors, environment, folder, signals, its own limits, streams, seeds, `__main__`. The fork
-server's own stack is left before the script begins, and no frame of ecemb's is in its tracebacks.
+started: descriptors, environment, folder, signals, its own limits, streams, seeds, what Python's library has
+noted of the process, `__main__`. The fork server's own stack is left before the script begins, and no frame
+of ecemb's is in its tracebacks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import runpy
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -77,6 +79,7 @@ def become(request: Request, server: int, changed: Mapping[str, str | None], tor
     os.sched_setaffinity(0, request.processors)
     _open_streams(unbuffered=request.unbuffered)
     _seed_anew(torch_seed)
+    _renew_library()
     processes.show_command(request.command_line)
     sys.orig_argv[:] = request.command_line
     if request.script_folder is not None:
@@ -175,6 +178,14 @@ def _seed_anew(torch_seed: int | None) -> None:
         process: Any = modules["multiprocessing.process"]
         process.ORIGINAL_DIR = os.getcwd()
         process.current_process().authkey = os.urandom(32)
+
+
+def _renew_library() -> None:
+    """Replaces what Python's library has noted of the server's process when it was imported."""
+    main_thread: Any = threading.main_thread()
+    main_thread._set_native_id()  # os.fork() renews it from Python 3.12 on
+    module: Any = logging
+    module._startTime = time.time_ns() if isinstance(module._startTime, int) else time.time()
 
 
 class Work:
