@@ -12,7 +12,7 @@ import pytest
 from support.warm_starts import Home, home
 
 ENDS = """
-import atexit, ctypes, os, sys, threading, time
+import atexit, builtins, ctypes, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from ecemb.group import enforced_end
 from ecemb.group.worker_exit import hook
@@ -36,7 +36,7 @@ elif how == "thread":
 elif how == "handler":
     atexit.register(blocks)
 elif how == "destructor":
-    sys.kept = Blocks()
+    builtins.kept = Blocks()
 elif how == "lock":  # of the interpreter
     atexit.register(ctypes.PyDLL(None).pause)
 elif how == "library":
