@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,15 @@ def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]
 
     TorchRec's combined and keyed optimizers are taken apart; fused ones, whose state is the tables', are left
     out; state that a wrapper adds (a warm-up's counter) and optimizers that run in backward are added.
+
+    Raises:
+        UnsupportedOptimizer: TorchRec computes the state of one of them, so that nothing can be restored.
     """
     found = {id(optimizer): optimizer for optimizer in optimizers}
     fused: Any = ()
     if "torchrec" in sys.modules:
-        found = {id(leaf): leaf for optimizer in optimizers for leaf in _leaves(optimizer)}
+        owned: set[int] = set()
+        found = {id(leaf): leaf for optimizer in optimizers for leaf in _leaves(optimizer, owned)}
         fused = need("torchrec.optim.fused", "FusedOptimizer")
     for parameter in model.parameters():
         for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
@@ -102,30 +106,57 @@ def fused_optimizers(model: nn.Module) -> list[Any]:
     return [own(module, "fused_optimizer") for module in model.modules() if isinstance(module, parallel)]
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
+def _leaves(optimizer: Any, owned: set[int]) -> Iterator[Any]:
+    """The parts of one optimizer that hold state, the innermost first.
+
+    Wrappers share the mapping of parameters with the optimizer that they wrap, and so with each other: a
+    parameter that one of them adds is shown by all. It belongs to the first in which it is found.
+
+    Args:
+        optimizer: any.
+        owned: ids of the parameters that have an owner; grows.
+    """
     keyed = "torchrec.optim.keyed"
     if isinstance(optimizer, need(keyed, "CombinedOptimizer")):
         for _, part in optimizer.optimizers:
-            yield from _leaves(part)
+            yield from _leaves(part, owned)
     elif isinstance(optimizer, need(keyed, "KeyedOptimizerWrapper")):
-        yield from _leaves(own(optimizer, "_optimizer"))
+        yield from _leaves(own(optimizer, "_optimizer"), owned)
     elif isinstance(optimizer, need(keyed, "OptimizerWrapper")):
-        inner = own(optimizer, "_optimizer")
-        yield from _leaves(inner)
-        grouped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-        added = [parameter for parameter in optimizer.params.values() if id(parameter) not in grouped]
-        if added:
-            yield _Added([{"params": added}], optimizer.state)
+        yield from _leaves(own(optimizer, "_optimizer"), owned)
+        owned.update(id(one) for group in optimizer.param_groups for one in group["params"])
+        kept = [one for one in vars(optimizer).values() if isinstance(one, nn.Parameter)]
+        shown = [*optimizer.params.values(), *kept]
+        if added := {id(one): one for one in shown if id(one) not in owned}:
+            owned.update(added)
+            yield _Added([{"params": list(added.values())}], optimizer)
     elif not isinstance(optimizer, need("torchrec.optim.fused", "FusedOptimizer")):
+        if isinstance(optimizer, need(keyed, "KeyedOptimizer")) and optimizer.state is not optimizer.state:
+            kind = type(optimizer).__name__
+            raise UnsupportedOptimizer(
+                f"{kind} computes its state from that of the optimizers inside it, and hands out copies, so "
+                f"that ecemb can't restore it: train with an optimizer whose state is its own, or with "
+                f"KeyedOptimizerWrapper, CombinedOptimizer or OptimizerWrapper around it (docs/torchrec.md)"
+            )
         yield optimizer
 
 
-@dataclasses.dataclass
 class _Added:
-    """The state that a wrapper adds to that of its optimizer."""
+    """The state that a wrapper adds to that of its optimizer.
 
-    param_groups: list[dict[str, Any]]
-    state: Any
+    Args:
+        param_groups: one group, of the parameters that the wrapper adds.
+        wrapper: whose state it is, even after the wrapper has loaded another.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], wrapper: Any) -> None:
+        self.param_groups = param_groups
+        self._state: Callable[[], Any] = lambda: wrapper.state
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapper, with that of the optimizer in it."""
+        return self._state()
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

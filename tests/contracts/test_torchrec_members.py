@@ -11,6 +11,7 @@ import gc
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from support.torchrec import members
-from support.torchrec.models import QUIET, Watched, build
+from support.torchrec.models import QUIET, Watched, batch, build
 from support.torchrec.runs import KILLED, varied_tables
 
 import torchrec.distributed  # isort: skip  # after the models, which silence its warnings
@@ -31,12 +32,21 @@ from torchrec.distributed.embedding_kernel import BaseEmbedding  # isort: skip
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel  # isort: skip
 from torchrec.distributed.types import ShardedModule, ShardingType  # isort: skip
+from torchrec import optim  # isort: skip
 from torchrec.modules import mc_modules  # isort: skip
+from torchrec.optim import keyed, optimizers, warmup  # isort: skip
+from torchrec.optim.fused import FusedOptimizer  # isort: skip
+from torchrec.optim.semi_sync import SemisyncOptimizer  # isort: skip
 
+from ecemb.adapters import discover
 from ecemb.adapters import torchrec as adapter
 from ecemb.adapters.members import KERNELS
 from ecemb.errors import UnsupportedOptimizer, UnsupportedTable
+from ecemb.state import rank_state
+from ecemb.state.replicated import ReplicatedState
 from support.refusals import refused
+from support.simulation import alone
+from support.torchrec.compositions import COMPOSITIONS, WRAPPERS, compose
 
 TABLES = {"user": (7, ("u",)), "item": (5, ("i",))}
 NOT_FOR_TRAINING = ("benchmark", "test_utils", "tests")
@@ -76,6 +86,20 @@ def kernels() -> dict[str, type]:
     return {one.__name__: one for one in below(BaseEmbedding) if hasattr(one, "emb_module")}
 
 
+def maps() -> dict[str, type]:
+    importlib.import_module("torchrec.modules.hash_mc_modules")
+    return {one.__name__: one for one in below(mc_modules.ManagedCollisionModule)}
+
+
+def around_others() -> dict[str, type]:
+    """TorchRec's optimizers of other optimizers, and not of fused tables."""
+    for module in pkgutil.walk_packages(optim.__path__, "torchrec.optim."):
+        if not any(part in NOT_FOR_TRAINING for part in module.name.split(".")):
+            importlib.import_module(module.name)
+    found = below(keyed.KeyedOptimizer) - below(FusedOptimizer) - {FusedOptimizer}
+    return {one.__name__: one for one in found if "test_utils" not in one.__module__}
+
+
 def refusals(family: dict[str, members.Decision]) -> list[str]:
     return [name for name, decision in family.items() if isinstance(decision, members.Refused)]
 
@@ -88,12 +112,13 @@ def offered(family: str) -> set[str]:
     return {
         "model": lambda: {DistributedModelParallel.__name__, *models()},
         "sharded module": lambda: set(sharded_modules()),
-        "map of ids": lambda: {one.__name__ for one in below(mc_modules.ManagedCollisionModule)},
+        "map of ids": lambda: set(maps()),
         "eviction policy of a map": lambda: {one.__name__ for one in below(mc_modules.MCHEvictionPolicy)},
         "sharding type": lambda: {one.value for one in ShardingType},
         "compute kernel": lambda: {one.value for one in EmbeddingComputeKernel},
         "optimizer of tables": lambda: set(EmbOptimType.__members__),
         "type of weights": lambda: set(SparseType.__members__),
+        "optimizer around others": lambda: set(around_others()),
     }[family]()
 
 
@@ -265,3 +290,93 @@ def test_a_type_of_weights_is_refused(name: str) -> None:
 
 def test_the_fused_model_itself_is_protected() -> None:
     assert len(Watched(build(TABLES, "rowwise-adagrad")).names) == len(TABLES)
+
+
+# --- optimizers around optimizers ----------------------------------------------------------------
+
+
+class Composed:
+    """A model that trains with a composition, and what a guard would find of it."""
+
+    def __init__(self, name: str) -> None:
+        self.model = build(TABLES, "rowwise-adagrad")
+        parameters = dict(optimizers.in_backward_optimizer_filter(self.model.named_parameters()))
+        dense = keyed.KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adam(given, lr=0.05))
+        self.optimizer = compose(name, self.model, dense)
+        self.tables, self.leaves = discover.find(self.model, {}, [self.optimizer])
+        self.replicated = ReplicatedState(self.model, self.leaves, self.tables.parameters, self.tables.aside)
+
+    def train(self, steps: range) -> None:
+        for number in steps:
+            self.optimizer.zero_grad()
+            loss, _ = self.model(batch({"u": [[number % 7, 1], []], "i": [[number % 5], [2, 2]]}))
+            (loss * (number + 1)).backward()
+            self.optimizer.step()
+
+    def rows(self) -> list[torch.Tensor]:
+        found = (self.tables.tensors(index) for index in range(len(self.tables.tables)))
+        return [one for tensors in found for one in tensors.values()]
+
+    def bits(self) -> list[bytes]:
+        """Rows, dense parameters, learning rates, and the counters of all warm-ups."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        dense = [one for name, one in self.model.named_parameters() if "collection" not in name]
+        counts = [leaf.state[p]["warmup"] for leaf in self.leaves for p in _added(leaf)]
+        tensors = [*self.rows(), *dense, torch.tensor(rates, dtype=torch.float64), *counts]
+        return [one.detach().contiguous().numpy().tobytes() for one in tensors]
+
+
+def _added(leaf: Any) -> list[Any]:
+    """The parameters of a leaf that warm-ups have added: they have no elements."""
+    return [one for group in leaf.param_groups for one in group["params"] if not one.numel()]
+
+
+def test_compositions_have_all_wrappers() -> None:
+    words = {
+        "clipping": "GradientClippingOptimizer",
+        "warmup": "WarmupOptimizer",
+        "plain": "OptimizerWrapper",
+        "combined": "CombinedOptimizer",
+    }
+    protected = {name for name, one in members.AROUND.items() if isinstance(one, members.Protected)}
+    assert {words[name] for name in WRAPPERS} | {"KeyedOptimizerWrapper"} == protected
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composition_comes_back(name: str, tmp_path: Path) -> None:
+    first, second = Composed(name), Composed(name)
+    added = [id(one) for leaf in first.leaves for one in _added(leaf)]
+    assert len(added) == len(set(added)) == name.count("warmup")
+    first.train(range(3))
+    with alone(tmp_path, [rank_state.layout(40)]) as memory:
+        first.replicated.save(memory.slots, 3)
+        second.replicated.load(memory.slots, 3)
+    second.tables.set_state(first.tables.state(), {})
+    with torch.no_grad():
+        for ours, theirs in zip(second.rows(), first.rows(), strict=True):
+            ours.copy_(theirs)
+    assert second.bits() == first.bits()
+    for one in (first, second):
+        one.train(range(3, 6))
+    assert second.bits() == first.bits()
+
+
+@pytest.mark.parametrize("outer", ["clipping", "warmup", "plain"])
+def test_warm_ups_of_one_name_are_both_found(outer: str) -> None:
+    """The later one takes the place of the other in the mapping that they share; both count."""
+    one = Composed(f"{outer}(warmup(dense))")
+    inner = one.optimizer.optimizers[0][1]
+    again = warmup.WarmupOptimizer(inner, [warmup.WarmupStage(max_iters=9)], param_name="__warmup_0")
+    added = [id(p) for leaf in adapter.leaves(one.model, [again, inner]) for p in _added(leaf)]
+    assert len(added) == len(set(added)) == 2 + (outer == "warmup")
+
+
+def test_an_optimizer_whose_state_is_computed_is_refused() -> None:
+    model = build(TABLES, "rowwise-adagrad")
+    dense = list(model.module.over.parameters())
+    parts = [
+        keyed.KeyedOptimizerWrapper({str(i): one for i, one in enumerate(dense)}, torch.optim.SGD)
+        for _ in range(2)
+    ]
+    with refused(UnsupportedOptimizer, "SemisyncOptimizer computes its state", "docs/torchrec.md"):
+        discover.find(model, {}, [SemisyncOptimizer(dense, *parts)])

@@ -154,6 +154,16 @@ WEIGHTS: dict[str, Decision] = {
 }
 """Names of FBGEMM's `SparseType`, as the type of a table's weights."""
 
+AROUND: dict[str, Decision] = {
+    "KeyedOptimizerWrapper": Protected(""),
+    "CombinedOptimizer": Protected(""),
+    "OptimizerWrapper": Protected(""),
+    "GradientClippingOptimizer": Protected(""),
+    "WarmupOptimizer": Protected(""),
+    "SemisyncOptimizer": Refused("it computes its state from that of the optimizers inside it"),
+}
+"""Classes below TorchRec's `KeyedOptimizer`, but for those of fused tables; nested as one likes."""
+
 FAMILIES: dict[str, dict[str, Decision]] = {
     "model": MODELS,
     "sharded module": MODULES,
@@ -163,5 +173,6 @@ FAMILIES: dict[str, dict[str, Decision]] = {
     "compute kernel": KERNELS,
     "optimizer of tables": OPTIMIZERS,
     "type of weights": WEIGHTS,
+    "optimizer around others": AROUND,
 }
 """By their titles in docs/torchrec.md."""

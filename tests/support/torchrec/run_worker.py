@@ -34,6 +34,7 @@ from torchrec.distributed.mc_embedding_modules import (  # noqa: E402
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
 from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.modules.mc_modules import MCHManagedCollisionModule  # noqa: E402
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
@@ -79,13 +80,15 @@ class Training:
         make = DistributedModelParallel if setting["groups"] == 1 else collection_on_cpus
         self.model: Any = make(Model(collections), **given)
         fused: Any = self.model.fused_optimizer
-        if setting["warmup"]:
-            stages = [WarmupStage(WarmupPolicy.LINEAR, 3, 0.5), WarmupStage(WarmupPolicy.CONSTANT, 90, 0.9)]
-            fused = WarmupOptimizer(fused, stages, lr=0.2)
-        dense = KeyedOptimizerWrapper(
+        dense: Any = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
             lambda parameters: torch.optim.Adam(parameters, lr=0.01),
         )
+        if setting["warmup"]:
+            stages = [WarmupStage(WarmupPolicy.LINEAR, 3, 0.5), WarmupStage(WarmupPolicy.CONSTANT, 90, 0.9)]
+            fused = WarmupOptimizer(fused, stages, lr=0.2)
+            dense = WarmupOptimizer(dense, stages, lr=0.01)
+            dense = GradientClippingOptimizer(dense, clipping=GradientClipping.NORM, max_gradient=0.1)
         self.optimizer = CombinedOptimizer([("fused", fused), ("dense", dense)])
         self.maps = {n: m for n, m in self.model.named_modules() if isinstance(m, MCHManagedCollisionModule)}
         if self.maps:  # their histories get the size for the first batch
