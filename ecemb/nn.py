@@ -125,7 +125,7 @@ class ShardedEmbeddingBag(nn.Module):
         start = min(self.rank * self._block_rows, num_embeddings)
         self.rows: range = range(start, min(start + self._block_rows, num_embeddings))
         self._init = init
-        self._seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
+        self._seed = int(torch.randint(2**62, (), generator=generator, dtype=torch.int64, device="cpu"))
 
         shard = torch.empty(len(self.rows), embedding_dim, device=device, dtype=dtype)
         if not shard.is_floating_point():
@@ -240,7 +240,10 @@ class ShardedEmbeddingBag(nn.Module):
             return offsets.long()
         if offsets is None and ids.dim() == 2:
             bags, length = ids.shape
-            return torch.arange(bags + int(self.include_last_offset), device=ids.device) * length
+            return (
+                torch.arange(bags + int(self.include_last_offset), dtype=torch.int64, device=ids.device)
+                * length
+            )
         raise ConfigurationError(
             f"{self.name}: input must be [L] with offsets or [B, L] without, got shape "
             f"{tuple(ids.shape)} {'without' if offsets is None else 'with'} offsets"
@@ -325,10 +328,10 @@ class ShardedEmbeddingBag(nn.Module):
                 raise problem
             return _Route(None, [unique.numel()], [unique.numel()], unique)
         device = self.weight.device
-        starts = torch.arange(self.world_size + 1, device=device) * self._block_rows
+        starts = torch.arange(self.world_size + 1, dtype=torch.int64, device=device) * self._block_rows
         header = torch.empty(self.world_size, 7, dtype=torch.int64, device=device)
         header[:, 0] = torch.searchsorted(unique, starts).diff()
-        header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()])
+        header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()], dtype=torch.int64, device="cpu")
         one_each = [1] * self.world_size
         heard = _exchange(header, one_each, one_each, self.group)
         wanted, verdicts, bad_ids, *facts = _rows(heard.t())
@@ -380,7 +383,8 @@ class _FetchRows(torch.autograd.Function):
             here = slice(start, start + count)
             sums.index_add_(0, position[here], parts[here])
             start += count
-        gradient = torch.sparse_coo_tensor(touched.unsqueeze(0), sums, ctx.shape, check_invariants=False)
+        where = touched.unsqueeze(0)
+        gradient = torch.sparse_coo_tensor(where, sums, ctx.shape, device=sums.device, check_invariants=False)
         return gradient, None
 
 

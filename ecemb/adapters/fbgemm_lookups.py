@@ -85,7 +85,7 @@ class Features:
             rows, first = (torch.from_numpy(one).to(indices.device) for one in (self._rows, self._first))
             self._there = rows, first
         rows, first = self._there
-        place = torch.arange(len(indices), device=indices.device)
+        place = torch.arange(len(indices), dtype=torch.int64, device=indices.device)
         feature = torch.searchsorted(edges[1:].to(torch.int64).contiguous(), place, right=True)
         feature.clamp_(max=len(rows) - 1)
         ids = indices.to(torch.int64)

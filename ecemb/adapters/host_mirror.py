@@ -502,4 +502,4 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
 
 def _staging(size: int, device: torch.device) -> torch.Tensor:
     """uint8 [size] of host memory, which a CUDA device can access."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")

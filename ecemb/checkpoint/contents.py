@@ -370,17 +370,17 @@ def restore_state(
         LayoutMismatch: dense state doesn't fit the model and its optimizers.
     """
     facts = stored.facts
-    outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8)
+    outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8, device="cpu")
     reader.read(stored, [_whole(OUTLINE, outline)])
     plain = outline_of(outline.numpy())
     names, blanks = blank(plain)
-    tensors = [torch.empty(one.shape, dtype=one.dtype) for one in blanks]
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in blanks]
     reader.read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
     replicated.restore(plain, tensors)
 
     sizes = facts["rank_state_bytes"]
     ranks = states_of(len(sizes), rank, world_size)
-    packed = [torch.empty(sizes[one], dtype=torch.uint8) for one in ranks]
+    packed = [torch.empty(sizes[one], dtype=torch.uint8, device="cpu") for one in ranks]
     pieces = zip(ranks, packed, strict=True)
     reader.read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
     states = [tensor.numpy().tobytes() for tensor in packed]

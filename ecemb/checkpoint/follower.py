@@ -74,7 +74,7 @@ class Snapshot:
                 f"this follower has no {column!r} of a table {table!r}; it has {there}: name one of these, "
                 "or pass tables= and columns= to the Follower"
             )
-        numbers = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+        numbers = torch.as_tensor(ids, dtype=torch.int64, device="cpu").reshape(-1)
         held = columns[column]
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(held):
             raise ConfigurationError(
@@ -282,7 +282,10 @@ class Follower:
             for key, rows in self._source.apply_(link, into).items() if into else ():
                 if number:
                     changed[key][slice(None) if rows is None else rows] = True
-        dense = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self._dense.items()}
+        dense = {
+            name: torch.empty(shape, dtype=dtype, device="cpu")
+            for name, (dtype, shape) in self._dense.items()
+        }
         if dense:
             self._source.dense_(dense)
         return _Built(Snapshot(chain.name, chain.step, tables, dense), chain, changed)
@@ -342,4 +345,4 @@ def _only(table: StoredTable, columns: Collection[str]) -> StoredTable:
 
 
 def _none_of(table: StoredTable) -> Tensor:
-    return torch.zeros(table.rows, dtype=torch.bool)
+    return torch.zeros(table.rows, dtype=torch.bool, device="cpu")

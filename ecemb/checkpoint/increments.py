@@ -183,4 +183,4 @@ def tables_of(facts: Mapping[str, Any]) -> dict[str, StoredTable]:
 def empty(table: StoredTable, column: str) -> Tensor:
     """A tensor for all rows of a table's column, [rows, ...], undefined."""
     dtype, shape = table.columns[column]
-    return torch.empty((table.rows, *shape), dtype=getattr(torch, dtype))
+    return torch.empty((table.rows, *shape), dtype=getattr(torch, dtype), device="cpu")

@@ -186,7 +186,7 @@ def read_pieces(
             alike.append(Piece(one.key, one.shape, piece.start, piece.tensor, one.table))
             continue
         for source in (one, *others):
-            rows = torch.empty(len(piece.tensor), source.shape[1], dtype=piece.tensor.dtype)
+            rows = piece.tensor.new_empty(len(piece.tensor), source.shape[1])
             reader.read(stored, [Piece(source.key, source.shape, piece.start, rows, source.table)])
             piece.tensor[:, source.into] = rows[:, source.values]
     if alike:
@@ -223,7 +223,7 @@ def read_ids(
         while at < len(wanted):
             first = int(wanted[at])
             end = int(np.searchsorted(wanted, first + run))
-            held = torch.empty(int(wanted[end - 1]) + 1 - first, source.shape[1], dtype=piece.tensor.dtype)
+            held = piece.tensor.new_empty(int(wanted[end - 1]) + 1 - first, source.shape[1])
             reader.read(stored, [Piece(source.key, source.shape, first, held, source.table)])
             values = held[torch.from_numpy(wanted[at:end] - first)][:, source.values]
             piece.tensor[torch.from_numpy(rows[at:end]), source.into] = values

@@ -89,7 +89,7 @@ class Fabric(Waits):
         super().__init__(group, timeout_s)
         self.device = device
         self._room = torch.empty(0, dtype=torch.int64, device=device)
-        here = torch.zeros(1, device=device)
+        here = torch.zeros(1, dtype=torch.float32, device=device)
         what = "connecting the devices"
         with self._on_device():
             self.ended(self.started(lambda: dist.all_reduce(here, group=group, async_op=True), what), what)

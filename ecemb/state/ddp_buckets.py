@@ -188,7 +188,7 @@ def _laid_out(module: DistributedDataParallel) -> bool:
     return getattr(module, "_has_rebuilt_buckets", False)
 
 
-_INPUT = torch.zeros(())
+_INPUT = torch.zeros((), dtype=torch.float32, device="cpu")
 """Of a rehearsal, which doesn't read it: a wrapper with `device_ids` moves inputs, and fails without any."""
 
 
@@ -201,7 +201,7 @@ class _Rehearsal(nn.Module):
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
         """A scalar. Autograd runs the latest operations first, so they are in reverse order."""
-        total = torch.zeros((), requires_grad=True)
+        total = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         for parameter in reversed(self._held):
             part = parameter.reshape(-1)[:0].sum()
             total = total.to(part) + part
