@@ -155,7 +155,7 @@ class Guard:
         """
         self._tables.touch(table, rows)
 
-    def batches(self, loader: Any) -> Batches:
+    def batches(self, loader: Any, *, order_may_change: bool = False) -> Batches:
         """Batches of a loader, epoch after epoch, whose position is committed with each step.
 
         Call `next(batches)` inside the step any number of times; it never ends. After a restart it continues
@@ -170,6 +170,7 @@ class Guard:
           indices of the epoch's earlier batches from the sampler again; no sample is read. Its order must
           follow from set_epoch() and from random generators as they are when the epoch begins: torch's,
           numpy's and python's global ones, and those that are attributes of loader, samplers and dataset.
+          The indices of the last batch are compared: if they differ, `next` raises LayoutMismatch.
         - others with state_dict() and load_state_dict(), such as a StatefulDataLoader: load_state_dict().
         - a list, or another iterable: iterating again over the epoch's earlier batches, which reads them.
 
@@ -181,6 +182,8 @@ class Guard:
 
         Args:
             loader: the loader.
+            order_may_change: go on, with a warning, if a restart finds another order of the samples; some
+                samples of that epoch are then repeated, and others skipped.
 
         Returns:
             An iterator.
@@ -192,7 +195,7 @@ class Guard:
             StepFailed: a step failed.
         """
         self._check_between_steps("batches", "call it once, before the training loop")
-        return bind(loader, self._rank_state, self._is_open)
+        return bind(loader, self._rank_state, self._is_open, order_may_change=order_may_change)
 
     @placed
     def scrub(self, fraction: float = 1.0) -> ScrubReport:

@@ -110,6 +110,7 @@ class Protection(_Callback):
         self._tables = modules_of(tables)
         self._guard: Guard | None = None
         self._loader: _Loader | None = None
+        self._order_may_change: bool = False
         self._batches: Iterator[Any] = iter(())
         self._progress: _Progress | None = None
         self._step = ExitStack()
@@ -128,11 +129,12 @@ class Protection(_Callback):
             raise UsageError("the guard of a Protection is made when Trainer.fit begins: call that first")
         return self._guard
 
-    def batches(self, loader: Any) -> Any:
+    def batches(self, loader: Any, *, order_may_change: bool = False) -> Any:
         """Returns the loader for `Trainer.fit`, whose batches are drawn inside the steps (`Guard.batches`).
 
         Args:
             loader: an argument for `Guard.batches`, with a length.
+            order_may_change: the same of `Guard.batches`.
 
         Raises:
             ConfigurationError: it has no length, or `batches` was called before.
@@ -144,6 +146,7 @@ class Protection(_Callback):
                 f"Protection.batches() takes a loader with a length, which ends Lightning's epochs; "
                 f"{type(loader).__name__} has none"
             )
+        self._order_may_change = order_may_change
         self._loader = _Loader(loader, self._place, self._draw)
         return self._loader
 
@@ -187,7 +190,7 @@ class Protection(_Callback):
             state=self._objects(trainer, self._progress),
             **self._options,
         )
-        self._batches = self._guard.batches(self._loader.loader)
+        self._batches = self._guard.batches(self._loader.loader, order_may_change=self._order_may_change)
         self._drawn = rng.process_states()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -33,14 +33,23 @@ class Batches(Iterator[Any]):
         others: positions that were bound earlier (later ones would form a reference cycle, with workers in
             it).
         is_open: whether a step is open.
+        order_may_change: whether an epoch goes on if its order can't be found again.
 
     Attributes:
         epoch: the epoch of the last batch, from 0.
         name: for messages.
     """
 
-    def __init__(self, source: Source, others: Sequence[Position], is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        others: Sequence[Position],
+        is_open: Callable[[], bool],
+        *,
+        order_may_change: bool = False,
+    ) -> None:
         self.source = source
+        self._order_may_change = order_may_change
         self._others = others
         self._is_open = is_open
         self._generators = rng.owned(source.parts)
@@ -58,7 +67,8 @@ class Batches(Iterator[Any]):
         Raises:
             UsageError: no step is open.
             ConfigurationError: the loader gives no batches.
-            LayoutMismatch: it gives fewer batches in this epoch than were drawn before the restart.
+            LayoutMismatch: it gives fewer batches in this epoch than were drawn before the restart; or
+                others, if their order may not change.
         """
         if not self._is_open():
             raise UsageError(
@@ -146,15 +156,18 @@ class Batches(Iterator[Any]):
                 f"before the restart: its data or its order has changed"
             )
         if not self.source.fits(self._saved):
-            logger.error(
-                "%s: after this restart its sampler gives other samples for batch %d of epoch %d than "
-                "before: samples of this epoch may be repeated or skipped. Its order must follow from "
-                "its epoch and from the random generators at the epoch's start: give it a seed, a "
-                "generator of its own, or state_dict() and load_state_dict()",
-                self.name,
-                self._drawn - 1,
-                self.epoch,
+            found = (
+                f"{self.name}: its sampler now gives other samples for batch {self._drawn - 1} of epoch "
+                f"{self.epoch} than before the restart"
             )
+            if not self._order_may_change:
+                raise LayoutMismatch(
+                    f"{found}, so the rest of the epoch would repeat some samples and skip others. Its order "
+                    f"must follow from its epoch and from the random generators at the epoch's start: give "
+                    f"it a seed, a generator of its own, or state_dict() and load_state_dict(). To accept "
+                    f"this order, call guard.batches(loader, order_may_change=True)"
+                )
+            logger.warning("%s: samples of this epoch are repeated or skipped (order_may_change=True)", found)
         self._stale = False
         return iterator
 
@@ -168,8 +181,16 @@ class Batches(Iterator[Any]):
             rng.set_state(generator, value)
 
 
-def bind(loader: Any, rank_state: RankState, is_open: Callable[[], bool]) -> Batches:
+def bind(
+    loader: Any, rank_state: RankState, is_open: Callable[[], bool], *, order_may_change: bool = False
+) -> Batches:
     """Makes a loader's position a part of the rank state.
+
+    Args:
+        loader: the loader.
+        rank_state: of this rank.
+        is_open: whether a step is open.
+        order_may_change: see `Batches`.
 
     Raises:
         ConfigurationError: the loader has no position that a restart can find.
@@ -179,6 +200,7 @@ def bind(loader: Any, rank_state: RankState, is_open: Callable[[], bool]) -> Bat
     for other in rank_state.positions:
         if isinstance(other, Batches) and other.source.loader is loader:
             raise UsageError(f"{other.name} is already bound: call guard.batches() once for each loader")
-    batches = Batches(find_source(loader), tuple(rank_state.positions), is_open)
+    others = tuple(rank_state.positions)
+    batches = Batches(find_source(loader), others, is_open, order_may_change=order_may_change)
     rank_state.bind(batches)
     return batches

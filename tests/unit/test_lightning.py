@@ -67,7 +67,7 @@ class Watched:
         self.state = state
         return self
 
-    def batches(self, loader: list[int]) -> Iterator[int]:
+    def batches(self, loader: list[int], *, order_may_change: bool) -> Iterator[int]:
         return iter(loader)
 
     @contextmanager

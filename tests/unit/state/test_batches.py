@@ -44,6 +44,7 @@ from ecemb.state import rank_state
 from ecemb.state.batches import Batches
 from ecemb.state.rank_state import RankState
 from support.processes import RankFailed, launch
+from support.refusals import refused
 
 pytestmark = [
     pytest.mark.usefixtures("kept_generators"),
@@ -76,8 +77,8 @@ class Rank:
         self.record = record or self.state.pack()
         self.batches = [self.bind(loader) for loader in loaders]
 
-    def bind(self, loader: Any) -> Batches:
-        return module.bind(loader, self.state, lambda: self.is_open)
+    def bind(self, loader: Any, **options: bool) -> Batches:
+        return module.bind(loader, self.state, lambda: self.is_open, **options)
 
     def step(self, take: Sequence[int] = (0,)) -> list[Any]:
         """Draws from the loaders of these numbers, and from all generators, as a training's body does."""
@@ -668,8 +669,8 @@ def test_a_sampler_that_gives_fewer_than_before_is_an_error() -> None:
         Rank([map_loader(sampler=Shrinking(8))], rank.record).step()
 
 
-def test_an_order_that_does_not_come_back_is_told(caplog: pytest.LogCaptureFixture, seed: int) -> None:
-    """The sampler's generator is hidden where ecemb does not find it."""
+def test_an_order_that_does_not_come_back_is_refused(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    """The sampler's generator is hidden where ecemb does not find it. A script can accept another order."""
 
     class Hidden(Sampler[int]):
         def __init__(self, seed: int) -> None:
@@ -685,12 +686,21 @@ def test_an_order_that_does_not_come_back_is_told(caplog: pytest.LogCaptureFixtu
     rank.step()
     rank.step()
     rank.commit()
-    with caplog.at_level(logging.ERROR, "ecemb"):
+    told = "other samples for batch 1 of epoch 0"
+    with caplog.at_level(logging.WARNING, "ecemb"):
         Rank([map_loader(sampler=Hidden(seed))], rank.record).step()
+        again = Rank([map_loader(sampler=Hidden(seed + 1))], rank.record)
+        for _ in range(2):  # it stays refused
+            with refused(LayoutMismatch, "loader 0", told, "order_may_change=True"):
+                again.step()
         assert not caplog.records
-        Rank([map_loader(sampler=Hidden(seed + 1))], rank.record).step()
+        again = Rank([], rank.record)
+        again.batches = [again.bind(map_loader(sampler=Hidden(seed + 1)), order_may_change=True)]
+        for _ in range(3):
+            again.step()
+        again.commit()
     [message] = caplog.messages
-    assert "loader 0" in message and "other samples for batch 1 of epoch 0" in message
+    assert "loader 0" in message and told in message
 
 
 def test_a_position_that_does_not_fit_names_its_loader() -> None:
