@@ -280,11 +280,8 @@ class Batch:
 
     @property
     def marks(self) -> bool:
-        """Whether `marked` finds the rows of a lookup, and the host needn't see them.
-
-        It sees them if a table has no rows on this rank, of which an id would be refused.
-        """
-        return self._is_apart and self._features.all_have_rows
+        """Whether `marked` finds the rows of a lookup, and the host needn't see them."""
+        return self._is_apart
 
     def marked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """The rows of the batch that a call of FBGEMM's module reads; see `Features.there`."""
@@ -339,6 +336,14 @@ class Batch:
     def mark_clean(self) -> None:
         """Accepts the buffers' present versions as declared. FBGEMM's own updates don't change versions."""
         self._versions = [getattr(self.module, name)._version for name in self.buffers]
+
+    def clear_beyond(self) -> None:
+        """Forgets the lookups that `is_beyond` tells of."""
+        self._features.clear_beyond()
+
+    def is_beyond(self) -> bool:
+        """Whether a lookup in training of this step had ids of a table without rows on this rank."""
+        return self._features.has_beyond()
 
     def is_written(self) -> bool:
         """Whether a buffer, or a view of it, was written in place through torch since `mark_clean`."""

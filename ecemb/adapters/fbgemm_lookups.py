@@ -26,11 +26,18 @@ class Features:
     def __init__(self, what: str, rows: Ids, first: Ids) -> None:
         self._what, self._rows, self._first = what, rows, first
         self._there: tuple[torch.Tensor, torch.Tensor] | None = None  # both where lookups are
+        self._all_have_rows = bool(rows.all())
+        self._beyond: torch.Tensor | None = None  # bool (), where lookups are
 
-    @property
-    def all_have_rows(self) -> bool:
-        """Whether this rank has rows of all the tables."""
-        return bool(self._rows.all())
+    def clear_beyond(self) -> None:
+        """Forgets the ids that `has_beyond` tells of."""
+        self._beyond = None
+
+    def has_beyond(self) -> bool:
+        """Whether `there` had an id of a table of which this rank has no rows. May wait for the device."""
+        if self._beyond is not None and not self._beyond:
+            self._beyond = None
+        return self._beyond is not None
 
     def rows(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Ids | None:
         """The rows of a lookup in the batch, int64 [m], with repeats; None if there are none.
@@ -69,9 +76,10 @@ class Features:
         return numbers
 
     def there(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> torch.Tensor:
-        """The same where the lookup is, without a wait: those rows at least. All tables have rows.
+        """The same where the lookup is, without a wait: those rows at least.
 
-        Ids behind the last bag, which aren't read, may also give rows.
+        Ids behind the last bag, which aren't read, may also give rows. An id of a table of which this rank
+        has no rows gives the row behind it, and `has_beyond` tells of it: to refuse it here would be a wait.
 
         Returns:
             int64 [L] on the device of `indices`.
@@ -80,7 +88,7 @@ class Features:
             edges = offsets[:: max(1, (len(offsets) - 1) // len(self._rows))]
         else:
             ends = np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])
-            edges = offsets[torch.from_numpy(ends).to(offsets.device)]
+            edges = offsets[torch.from_numpy(ends).to(offsets.device, non_blocking=True)]  # read at once
         if self._there is None or self._there[0].device != indices.device:
             rows, first = (torch.from_numpy(one).to(indices.device) for one in (self._rows, self._first))
             self._there = rows, first
@@ -89,5 +97,9 @@ class Features:
         feature = torch.searchsorted(edges[1:].to(torch.int64).contiguous(), place, right=True)
         feature.clamp_(max=len(rows) - 1)
         ids = indices.to(torch.int64)
+        if not self._all_have_rows:
+            is_read = (place >= edges[0]) & (place < edges[-1])
+            found = (is_read & (rows[feature] == 0)).any()
+            self._beyond = found if self._beyond is None else self._beyond | found
         is_row = (ids >= 0) & (ids < rows[feature])
         return first[feature] + torch.where(is_row, ids, 0)  # FBGEMM looks up row 0 instead, and warns

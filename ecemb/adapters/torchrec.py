@@ -383,6 +383,7 @@ class FusedTables:
         self._touched.clear()
         for batch in self._batches:
             batch.mark_clean()
+            batch.clear_beyond()
 
     def state(self) -> dict[str, Any]:
         """The state that differs by rank and is not per row: learning rates, options, counters, by batch."""
@@ -409,6 +410,13 @@ class FusedTables:
                 f"{batch.what} was written in place, but not by its optimizer: declare such "
                 f"rows with guard.touch(table, rows) inside the step, before the write. Restart the job: "
                 f"it computes parity again from the present rows"
+            )
+        if batch.is_beyond():
+            self._hooks.on_undeclared()
+            raise UndeclaredWrite(
+                f"an id of this step is beyond a table of {batch.what} of which this rank has no rows: "
+                f"FBGEMM has trained what lies behind that table. Look up ids below num_embeddings. "
+                f"The step isn't in the arena: let the process end, and a restart takes the tables from there"
             )
 
     def _before_lookup(self, batch: Batch, *_: Any) -> None:

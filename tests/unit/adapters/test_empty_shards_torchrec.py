@@ -73,3 +73,50 @@ def test_an_id_beyond_a_table_without_rows_raises_before_a_row_changes() -> None
     first, second = run_ranks(2, beyond)
     assert not first
     assert "of which this rank has no rows" in second and "No row was written" in second
+
+
+# --- tables on a device, for which the CPU stands in -----------------------------------------------
+
+
+def trained_apart() -> tuple[bool, list[str]]:
+    """Whether exactly the marked rows have changed, without a look of the host; and errors of ids beyond."""
+    from unittest import mock
+
+    from ecemb.adapters import fbgemm
+    from ecemb.errors import UndeclaredWrite
+    from support.torchrec.models import Watched, batch
+
+    told: list[str] = []
+    with (
+        mock.patch("ecemb.adapters.fbgemm.is_apart", return_value=True),
+        mock.patch.object(fbgemm.Features, "rows", side_effect=AssertionError("the host looked")),
+    ):
+        watched = Watched(model := built())
+        [of_both] = watched.engine._batches
+        before = watched.rows()
+        for _ in range(2):
+            with watched.step():
+                loss, _ = model(batch({"f": [[0]], "m": [[1, 5]]}))
+                loss.backward()
+        agrees = watched.captured == watched.changed(before) and watched.undeclared == 0
+        behind = torch.tensor([0, 0, 0]), torch.tensor([0, 0, 2])  # the first feature has no ids
+        beyond = torch.tensor([0, 0]), torch.tensor([0, 1, 2])
+        for call in (behind, beyond):
+            try:
+                with watched.step():
+                    of_both.marked(call, {})
+                    watched.engine._touched.add(0)  # what guard.touch declares hides no id
+            except UndeclaredWrite as error:
+                told.append(str(error))
+        watched.tables.mark_clean()  # as after an undo
+        with watched.step():
+            of_both.marked(behind, {})
+        return agrees and watched.undeclared == len(told), told
+
+
+def test_a_table_without_rows_leaves_the_others_on_the_device() -> None:
+    first, second = run_ranks(2, trained_apart)
+    assert first == (True, [])
+    agrees, [told] = second
+    assert agrees
+    assert "of which this rank has no rows" in told and "below num_embeddings" in told
