@@ -7,23 +7,30 @@ end goes to the stub that asked. A worker lives as long as the connection that a
 parent and alone waits for it, so a process id never names another process. If the server ends, the kernel
 ends its workers.
 
-Invariant: while a request is accepted, this process has a single thread, no child but workers and no open
-device (`preload.residue`).
+A worker begins once its stub has been sent "accepted": until then it waits at a pipe, its gate. So whatever
+fails before is answered with "refused", and the script starts plainly.
+
+Invariants: while a request is accepted, this process has a single thread, no child but workers and no open
+device (`preload.residue`). While a worker runs, no error of a client, of the log or of the kernel leaves the
+loop, and no signal but SIGKILL ends it; a descriptor that the kernel can't serve is left alone for a while.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
+import io
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from . import preload, processes, wire
@@ -35,6 +42,28 @@ _GRACE_S = 3.0
 """From the good end of a job's last worker to the server's end: another worker may start late."""
 _RELAUNCH = 1 / 15
 """Part of the idle time that a server waits for another launch of its job."""
+_REST_S = 1.0
+"""From an error of the kernel at a descriptor to the next call."""
+_MOST_POLL_S = 3600.0
+_MOST_IDLE = 64
+"""Connections without a request; one more takes the place of the oldest."""
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals by which the server ends, as soon as no worker runs: batch systems send them to every process."""
+_LEFT_ALONE = frozenset(
+    {
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGALRM,
+        signal.SIGVTALRM,
+        signal.SIGPROF,
+        signal.SIGIO,
+        signal.SIGPWR,
+        signal.SIGXCPU,
+        *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+    }
+)
+"""Signals that would end a process, and that are meant for the script."""
 _BEFORE = frozenset(sys.builtin_module_names) | {
     "site", "os", "io", "abc", "codecs", "encodings", "stat", "posixpath", "genericpath", "zipimport"
 }  # fmt: skip
@@ -49,11 +78,37 @@ class _Client:
         self.request: Mapping[str, Any] | None = None  # until a worker is forked for it
         self.worker: int | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has asked for nothing yet."""
+        return self.request is None and self.worker is None
+
     def close(self) -> None:
         self.connection.close()
-        for descriptor in self.inbox.descriptors:
-            os.close(descriptor)
+        _close(*self.inbox.descriptors)
         self.inbox.descriptors.clear()
+
+
+class _Log(io.RawIOBase):
+    """A standard stream of the server. A line that its file has no room for is lost, and is no error.
+
+    Nothing is kept back, so that no worker begins with the server's lines in a buffer.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self.name = name
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, data)
+        return len(data)
 
 
 class Server:
@@ -85,10 +140,14 @@ class Server:
         self._round_is_fine = True
         self._used = False
         self._retired = False
+        self._asked_to_end = False  # by a signal
         self._since = time.monotonic()
+        self._resting: dict[int, float] = {}  # descriptor -> when it is served again, after an error
+        self._complaint = ""  # the last one in the log
         self._listener = socket.socket(fileno=LISTENER)
         self._listener.setblocking(False)
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for descriptor in (LISTENER, FOLDER):
             os.set_inheritable(descriptor, False)
 
@@ -134,7 +193,6 @@ class Server:
         config["without"] = [*config["without"], name]
         for descriptor in (LISTENER, FOLDER):
             os.set_inheritable(descriptor, True)
-        sys.stdout.flush()
         os.chdir(config["folder"])
         os.execve(sys.executable, [*config["interpreter"], json.dumps(config)], environment)
 
@@ -148,28 +206,67 @@ class Server:
         """Serves until it is time to end. Returns in each worker its work, in the server None."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _ENDING:
+            signal.signal(number, self._note_signal)
+        for number in _LEFT_ALONE:
+            signal.signal(number, signal.SIG_IGN)
         self._since = time.monotonic()
         while True:
-            poll = select.poll()
-            for descriptor in (*self._own(), *self._clients):
-                poll.register(descriptor, select.POLLIN)
-            left_s = self._left_s()
-            if left_s is not None and left_s <= 0 and self._end():
-                return None
-            ready = poll.poll(None if left_s is None else max(0.0, left_s) * 1000 + 1)
-            self._reap()
-            for descriptor, _ in ready:
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                elif descriptor in self._launchers.values():
-                    self._leave(descriptor)
-                elif descriptor in self._clients:
-                    self._hear(self._clients[descriptor])
-            for client in list(self._clients.values()):
-                if client.request is not None and not self._dying:
-                    work = self._start(client, client.request)
-                    if work is not None:
-                        return work
+            try:
+                left_s = self._left_s()
+                if left_s is not None and left_s <= 0 and self._end():
+                    return None
+                work = self._turn(left_s)
+            except Exception as error:
+                if not self._running():
+                    raise
+                self._complain(f"an error of the server, which goes on: {error!r}")
+                time.sleep(_REST_S)  # it may come back at once, for as long as a worker runs
+                continue
+            if work is not None:
+                return work
+
+    def _turn(self, left_s: float | None) -> Work | None:
+        """Waits until something is to be done, and does it. Returns its work in a new worker, else None."""
+        now = time.monotonic()
+        self._resting = {one: until for one, until in self._resting.items() if until > now}
+        poll = select.poll()
+        for descriptor in {*self._own(), *self._clients} - self._resting.keys():
+            poll.register(descriptor, select.POLLIN)
+        waits = [until - now for until in self._resting.values()]
+        wait_s = min(_MOST_POLL_S, *waits, _MOST_POLL_S if left_s is None else left_s)
+        ready = poll.poll(max(0.0, wait_s) * 1000 + 1)
+        self._reap()
+        for descriptor, _ in ready:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._launchers.values():
+                self._leave(descriptor)
+            elif descriptor in self._clients:
+                self._hear(self._clients[descriptor])
+        if self._asked_to_end:
+            self._retire()
+            while self._evict():
+                pass
+        for client in list(self._clients.values()):
+            if client.request is not None and not self._dying:
+                work = self._start(client, client.request)
+                if work is not None:
+                    return work
+        return None
+
+    def _note_signal(self, *_: object) -> None:
+        self._asked_to_end = True
+
+    def _rest(self, descriptor: int) -> None:
+        """Leaves a descriptor alone for a while: it stays ready, and the loop would spin."""
+        self._resting[descriptor] = time.monotonic() + _REST_S
+
+    def _complain(self, line: str) -> None:
+        """Logs an error that may come again and again, once."""
+        if line != self._complaint:
+            self._complaint = line
+            print(line, flush=True)
 
     def _own(self) -> list[int]:
         """The descriptors that the loop watches, beside connections."""
@@ -205,10 +302,8 @@ class Server:
     def _end(self) -> bool:
         """Removes the socket; False if a connection came in the last moment."""
         self._retire()
-        with contextlib.suppress(BlockingIOError):
-            self._accept()
-            return not self._clients
-        return True
+        self._accept()
+        return not self._clients
 
     def _leave_name(self) -> None:
         """Removes the socket's name, if it is still this server's."""
@@ -220,7 +315,7 @@ class Server:
                     break
                 time.sleep(0.01)
             else:
-                return  # a name without a server does no harm
+                return
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino == self._inode:
                     os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
@@ -229,25 +324,74 @@ class Server:
             os.close(lock)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.setblocking(False)
+        """Takes one connection; without a descriptor for it, that of the oldest idle one."""
         try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._complain(f"a connection can't be accepted: {error}")
+            if error.errno in _NO_DESCRIPTOR and (self._evict() or self._turn_away(error)):
+                return
+            self._rest(self._listener.fileno())
+            return
+        try:
+            connection.setblocking(False)
             wire.check_peer(connection)
         except (wire.Foreign, OSError) as error:
             print(f"a connection was refused: {error}", flush=True)
             connection.close()
             return
         self._clients[connection.fileno()] = _Client(connection)
+        if sum(client.is_idle for client in self._clients.values()) > _most_idle():
+            self._evict()
+
+    def _evict(self) -> bool:
+        """Drops the oldest connection that has asked for nothing; False if there is none."""
+        idle = next((client for client in self._clients.values() if client.is_idle), None)
+        if idle is None:
+            return False
+        self._drop(idle)  # a stub that was slow will call again
+        return True
+
+    def _turn_away(self, error: OSError) -> bool:
+        """Refuses a connection for lack of descriptors; False if even the spare one is gone."""
+        try:
+            with self._without_spare(), self._listener.accept()[0] as connection:
+                connection.setblocking(False)
+                reason = f"the fork server can't accept its connection: {error.strerror}"
+                with contextlib.suppress(OSError):
+                    wire.send(connection, {"what": "refused", "reason": reason})
+        except OSError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _without_spare(self) -> Generator[None, None, None]:
+        """Within the block the spare descriptor is free for a call that needs one."""
+        if self._spare is not None:
+            _close(self._spare)
+            self._spare = None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _hear(self, client: _Client) -> None:
         try:
             alive = client.inbox.read()
-            while (message := client.inbox.take()) is not None:
-                self._act(client, message)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"a request could not be parsed: {error!r}", flush=True)
+        except OSError as error:  # of the kernel's, for lack of memory: the connection is as it was
+            self._complain(f"a connection can't be read: {error}")
+            self._rest(client.connection.fileno())
+            return
+        try:
+            while (message := client.inbox.take()) is not None:
+                self._act(client, message)
+        except Exception as error:  # noqa: BLE001 - other clients' workers run
+            print(f"a message could not be obeyed: {error!r}", flush=True)
             alive = False
         if not alive:
             self._drop(client)
@@ -264,70 +408,86 @@ class Server:
             wire.send(client.connection, {"what": "stopping", "running": running, "pid": os.getpid()})
 
     def _start(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
-        """Forks a worker for a request. Returns its work in the new process, None here."""
+        """Forks a worker for a request, or refuses. Returns its work in the new process, None here."""
         client.request = None
         try:
-            return self._fork(client, message)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if self._is_stale():
+                self._retire()
+                self._drop(client)  # the stub will start another server
+                return None
+            reason = self._refusal(client, message)
+            if reason is None:
+                return self._fork(client, message)
+        except Exception as error:  # noqa: BLE001 - the script can start plainly
+            reason = f"the fork server can't fork it: {_line(error) or type(error).__name__}"
             print(f"a request failed: {error!r}", flush=True)
-            self._drop(client)
-            return None
-
-    def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
-        if self._is_stale():
-            self._retire()
-            self._drop(client)  # the stub will start another server
-            return None
-        reason = self._refusal(message)
-        if reason is not None:
-            wire.send(client.connection, {"what": "refused", "reason": reason})
-            self._drop(client)
-            return None
-        request = Request(message, client.inbox.descriptors)
-        said = [] if self._used else self._said
-        wire.send(client.connection, {"what": "accepted", "server": os.getpid(), "said": said})
-        client.inbox.descriptors = []
-        self._name, self._idle_s = message["name"], message["idle_s"]
-        self._attend(message["launcher"])
-        self._round_is_fine = self._round_is_fine or not self._running()
-        server = os.getpid()
-        sys.stdout.flush()
-        every = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pid = os.fork()
-        if pid == 0:
-            self._become(request, server)
-            return Work(request.target, request.arguments, is_module=request.is_module)
-        signal.pthread_sigmask(signal.SIG_SETMASK, every)
-        for descriptor in (request.folder, *request.descriptors):
-            os.close(descriptor)
-        client.worker = pid
         with contextlib.suppress(OSError):
-            wire.send(client.connection, {"what": "started", "pid": pid})
+            wire.send(client.connection, {"what": "refused", "reason": reason})
+        self._drop(client)
         return None
 
-    def _become(self, request: Request, server: int) -> None:
-        """In the new process: closes the server's descriptors, and sets the worker up."""
+    def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
+        request = Request(message, client.inbox.descriptors)
+        name, idle_s, launcher = _terms(message)
+        gate, opener = os.pipe2(os.O_CLOEXEC)
+        sent, client.inbox.descriptors = client.inbox.descriptors, []
+        server = os.getpid()
+        try:
+            pid = _forked()
+        except OSError:
+            _close(gate, opener, *sent)
+            raise
+        if pid == 0:
+            self._become(request, server, gate, opener)
+            return Work(request.target, request.arguments, is_module=request.is_module)
+        self._round_is_fine = self._round_is_fine or not self._running()
+        client.worker = pid
+        _close(gate, *sent)
+        try:
+            said = [] if self._used else self._said
+            wire.send(client.connection, {"what": "accepted", "server": server, "pid": pid, "said": said})
+            with contextlib.suppress(BrokenPipeError):  # it was killed; its end will be noticed
+                os.write(opener, b"1")
+        finally:
+            _close(opener)
+        self._name, self._idle_s = name, idle_s
+        self._attend(launcher)
+        return None
+
+    def _become(self, request: Request, server: int, gate: int, opener: int) -> None:
+        """In the new process: closes the server's descriptors, and sets the worker up once it may run."""
         try:
             for client in self._clients.values():
                 client.close()
             self._listener.close()
-            for descriptor in (FOLDER, self._wake, self._woken, *self._launchers.values()):
-                os.close(descriptor)
+            _close(opener, FOLDER, self._wake, self._woken, *self._launchers.values())
+            if self._spare is not None:
+                _close(self._spare)
+            if not os.read(gate, 1):
+                os._exit(1)  # the stub doesn't know of this worker, or the server has ended
+            _close(gate)
             become(request, server, self._changed, self._torch_seed)
         except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
             with contextlib.suppress(OSError):
                 os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())
             os._exit(1)
 
-    def _refusal(self, message: Mapping[str, Any]) -> str | None:
+    def _refusal(self, client: _Client, message: Mapping[str, Any]) -> str | None:
         """Why a plain start would differ from a forked process; None if it would not."""
         path = preload.shadowed(message["script_folder"], _BEFORE)
         if path is not None:
             return f"{path} has the name of a module that is imported ahead, and would be hidden by it"
+        numbers, sent = message["descriptors"], client.inbox.descriptors
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(sent) <= len(numbers) or max(2, *numbers, *sent) + len(numbers) >= most > 0:
+            return (
+                f"the fork server may have {most} descriptors, which leaves no room for its {len(numbers)}; "
+                "raise the limit (`ulimit -n`)"
+            )
         used = {int(number) for number in os.listdir("/proc/self/fd")}
-        ours = {FOLDER, self._woken, *self._own(), *self._clients}
+        ours = {FOLDER, self._woken, self._spare, *self._own(), *self._clients}
         ours.update(number for client in self._clients.values() for number in client.inbox.descriptors)
-        taken = {number for number in message["descriptors"] if number > 2} & used - ours
+        taken = {number for number in numbers if number > 2} & used - ours
         for number in taken:
             with contextlib.suppress(OSError):
                 return f"descriptor {number} is taken by {os.readlink(f'/proc/self/fd/{number}')}"
@@ -348,7 +508,8 @@ class Server:
         """From here on no stub finds this server; it ends when its last worker has ended."""
         if not self._retired:
             self._retired = True
-            self._leave_name()
+            with contextlib.suppress(OSError, ValueError), self._without_spare():
+                self._leave_name()  # else it stays: a name without a server does no harm
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -378,37 +539,91 @@ class Server:
 
     def _drop(self, client: _Client) -> None:
         """Forgets a connection; its worker, if it runs, is killed with its process group."""
+        self._clients.pop(client.connection.fileno(), None)
+        self._resting.pop(client.connection.fileno(), None)
+        client.close()
         if client.worker is not None:
-            _kill(client.worker, signal.SIGKILL, group=True)
-            self._dying.add(client.worker)
+            if _kill(client.worker, signal.SIGKILL, group=True):
+                self._dying.add(client.worker)
             client.worker = None
             self._note_end(fine=False)
-        self._clients.pop(client.connection.fileno(), None)
-        client.close()
 
 
 def main() -> Work:
     """Runs the server that the last argument describes. Returns in workers alone, with their work."""
     config = json.loads(sys.argv[-1])
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        like = getattr(sys, name)
+        raw: Any = _Log(descriptor, f"<{name}>")
+        stream = io.TextIOWrapper(raw, encoding=like.encoding, errors=like.errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     processes.show_command(["ecemb-run", "server", config["shown"]])
     server = Server(config)
     server.preload()
     os.chdir("/")
     work = server.serve()
     if work is None:
-        sys.stdout.flush()
         os._exit(0)  # exit handlers of imported modules belong to the workers
     return work
 
 
-def _kill(worker: int, number: int, *, group: bool) -> None:
-    """Sends a signal to a worker that hasn't been waited for, or to all of its group."""
-    if group:
+def _forked() -> int:
+    """Forks. Returns 0 in the new process, where all signals are blocked.
+
+    Raises:
+        OSError: there is no memory, or no process, left.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
+    if pid != 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _terms(message: Mapping[str, Any]) -> tuple[str, float | None, int | None]:
+    """The parts of a request that the server keeps: its name from now on, its idle time, the launcher."""
+    idle_s, launcher = message["idle_s"], message["launcher"]
+    return (
+        str(message["name"]),
+        None if idle_s is None else float(idle_s),
+        None if launcher is None else int(launcher),
+    )
+
+
+def _most_idle() -> int:
+    """Idle connections that may be kept: they leave descriptors for workers."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_IDLE if most <= 0 else min(_MOST_IDLE, most // 4)
+
+
+def _close(*descriptors: int) -> None:
+    """Closes all, also those that report an error: the kernel has closed them."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _kill(worker: int, number: int, *, group: bool) -> bool:
+    """Sends a signal to a worker that hasn't been waited for, or to all of its group.
+
+    Returns:
+        False if this process may not: the worker has become another user's.
+    """
+    try:
+        if group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker, number)
+                return True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker, number)
-            return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, number)
+            os.kill(worker, number)
+    except PermissionError:
+        return False
+    return True
 
 
 def _line(error: BaseException) -> str:

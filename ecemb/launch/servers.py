@@ -8,6 +8,7 @@ that ends removes both files; the log of one that was killed is kept for a while
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -52,8 +53,13 @@ def place_of(arena_dir: str) -> Generator[int, None, None]:
 
 
 def connected(place: int, name: str) -> socket.socket | None:
-    """A connection to the server of that name; None if there is none."""
+    """A connection to the server of that name; None if there is none.
+
+    Raises:
+        Cold: there is one that can't be reached, or doesn't get to the connections that wait.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
     try:
         connection.connect(f"/proc/self/fd/{place}/{name}.sock")  # a path that is never too long
     except (FileNotFoundError, ConnectionRefusedError):
@@ -62,6 +68,7 @@ def connected(place: int, name: str) -> socket.socket | None:
     except OSError as error:
         connection.close()
         raise Cold(f"the fork server can't be reached: {error}") from error
+    connection.setblocking(True)
     return connection
 
 
@@ -111,7 +118,11 @@ def locked(place: int) -> Generator[None, None, None]:
 
 
 def start(place: int, name: str, command: Command, numbers: list[int], blocked: Set[int]) -> None:
-    """Starts a server in a new session; it listens when this returns."""
+    """Starts a server in a new session; it listens when this returns. The caller holds the lock.
+
+    Raises:
+        OSError: it can't be started; none of its files is left.
+    """
     _sweep(place)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         umask = os.umask(0o177)
@@ -119,9 +130,15 @@ def start(place: int, name: str, command: Command, numbers: list[int], blocked: 
             listener.bind(f"/proc/self/fd/{place}/{name}.sock")
         finally:
             os.umask(umask)
-        listener.listen(1024)
-        inode = os.stat(f"{name}.sock", dir_fd=place, follow_symlinks=False).st_ino
-        _spawn(place, listener.fileno(), _config(name, inode, command), numbers, blocked)
+        try:
+            listener.listen(1024)
+            inode = os.stat(f"{name}.sock", dir_fd=place, follow_symlinks=False).st_ino
+            _spawn(place, listener.fileno(), _config(name, inode, command), numbers, blocked)
+        except BaseException:
+            for suffix in ("sock", "log"):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{name}.{suffix}", dir_fd=place)
+            raise
 
 
 def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
@@ -144,54 +161,49 @@ def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
 
 
 def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int], blocked: Set[int]) -> None:
-    log = os.open(
-        f"{config['name']}.log",
-        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-        0o600,
-        dir_fd=place,
-    )
-    high = [
-        fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10 + max(numbers, default=0))
-        for one in (listener, place, log)
-    ]
-    os.close(log)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     environment = {name: value for name, value in os.environ.items() if not identity.is_of_a_worker(name)}
-    actions: list[Any] = [
-        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, high[2], 1),
-        (os.POSIX_SPAWN_DUP2, high[2], 2),
-        (os.POSIX_SPAWN_DUP2, high[0], LISTENER),
-        (os.POSIX_SPAWN_DUP2, high[1], FOLDER),
-        *((os.POSIX_SPAWN_CLOSE, number) for number in numbers if number > FOLDER),
-    ]
     command = [*config["interpreter"], json.dumps(config)]
-    try:
-        os.posix_spawn(
-            sys.executable,
-            command,
-            environment,
-            file_actions=actions,
-            setsid=True,
-            setsigmask=blocked,
-            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
-        )
-    except (OSError, NotImplementedError) as error:
-        raise Cold(f"the fork server can't be started: {error}") from error
-    finally:
-        for one in high:
-            os.close(one)
+    with contextlib.ExitStack() as opened:
+        log = os.open(f"{config['name']}.log", flags, 0o600, dir_fd=place)
+        opened.callback(os.close, log)
+        high: list[int] = []
+        for one in (listener, place, log):
+            high.append(fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10 + max(numbers, default=0)))
+            opened.callback(os.close, high[-1])
+        actions: list[Any] = [
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, high[2], 1),
+            (os.POSIX_SPAWN_DUP2, high[2], 2),
+            (os.POSIX_SPAWN_DUP2, high[0], LISTENER),
+            (os.POSIX_SPAWN_DUP2, high[1], FOLDER),
+            *((os.POSIX_SPAWN_CLOSE, number) for number in numbers if number > FOLDER),
+        ]
+        try:
+            os.posix_spawn(
+                sys.executable,
+                command,
+                environment,
+                file_actions=actions,
+                setsid=True,
+                setsigmask=blocked,
+                setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
+            )
+        except NotImplementedError as error:
+            raise Cold(f"the fork server can't be started: {error}") from error
 
 
 def _sweep(place: int) -> None:
     """Removes sockets without a listener, and logs that are old; the caller holds the lock."""
     names = {tuple(entry.rpartition(".")[::2]) for entry in os.listdir(place)}
     for name, suffix in names:
-        if suffix == "sock" and not is_there(place, name):
-            os.unlink(f"{name}.sock", dir_fd=place)
-        elif suffix == "log" and (name, "sock") not in names:
-            age_s = time.time() - os.stat(f"{name}.log", dir_fd=place, follow_symlinks=False).st_mtime
-            if age_s > _LOG_S:
-                os.unlink(f"{name}.log", dir_fd=place)
+        with contextlib.suppress(OSError, Cold):  # another start may have it
+            if suffix == "sock" and not is_there(place, name):
+                os.unlink(f"{name}.sock", dir_fd=place)
+            elif suffix == "log" and (name, "sock") not in names:
+                age_s = time.time() - os.stat(f"{name}.log", dir_fd=place, follow_symlinks=False).st_mtime
+                if age_s > _LOG_S:
+                    os.unlink(f"{name}.log", dir_fd=place)
 
 
 def interpreter_options() -> list[str]:

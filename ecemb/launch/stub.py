@@ -3,6 +3,9 @@
 It asks the fork server of this job on this host for a worker, and starts that server if there is none; passes
 signals on; ends like the worker. It imports only a few modules of the standard library. Where a worker can't
 be forked it becomes the plain start instead, and logs the reason in one line.
+
+Invariant: until the server has accepted (`_accepted`), whatever fails is a reason for a plain start, except
+the command line itself. After that, nothing but the worker's end ends this process (`_follow`).
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ import socket
 import sys
 import time
 from collections.abc import Sequence, Set
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from ..errors import EcembError
+from ..errors import ConfigurationError, EcembError
 from . import agent, identity, processes, wire
 from .command import USAGE, Command, parse
 from .servers import (
@@ -45,6 +48,8 @@ _FORWARDED = frozenset(
         signal.SIGCONT,
     }
 )
+_HEARD = _FORWARDED | {signal.SIGIO}
+"""Blocked while a server is asked and a worker runs; also those ignored here: the script may handle them."""
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores, and that a started program must have at their default."""
 _LOOK_S = 1.0
@@ -59,38 +64,59 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     Args:
         words: the command line; None for the process's own, after the program's name.
     """
-    numbers = _descriptors()
     try:
         command = parse(sys.argv[1:] if words is None else words)
-        if command.action == "help":
-            print(USAGE, end="")
-            sys.exit(0)
-        if command.target is not None and not command.is_module and not os.path.exists(command.target):
-            _fail(f"can't open file {os.path.abspath(command.target)!r}: No such file or directory")
-        if command.action == "stop":
-            sys.exit(_stop(command))
-        if command.action == "standby":
-            sys.exit(_stand_by(command))
-        _advise()
-        try:
-            _end(_run(command, numbers))
-        except Cold as reason:
-            if not command.cold:
-                _say(f"{command.target} starts cold: {reason}")
-            _become_plain(command)
-    except EcembError as error:
+    except ConfigurationError as error:
         _fail(str(error))
+    if command.action == "help":
+        print(USAGE, end="")
+        sys.exit(0)
+    if command.target is not None and not command.is_module:
+        try:
+            os.stat(command.target)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            _fail(f"can't open file {command.target!r}: {error.strerror}")
+        except OSError:
+            pass  # the interpreter will say so, if it is the script's
+    if command.action != "run":
+        try:
+            sys.exit(_stop(command) if command.action == "stop" else _stand_by(command))
+        except (Cold, EcembError, OSError) as error:
+            _fail(_line(error))
+    _advise()
+    try:
+        worker = _accepted(command)
+    except (Cold, EcembError, OSError) as error:
+        reason = _line(error)
+        if isinstance(error, OSError):
+            reason = f"no fork server can be found or started below {command.arena_dir}: {reason}"
+    else:
+        _end(_follow(worker))
+    if not command.cold:
+        _say(f"{command.target} starts cold: {reason}")
+    _become_plain(command)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _fail(line: str) -> NoReturn:
-    print(f"ecemb-run: {line}", file=sys.stderr)
+    _print(line)
     sys.exit(2)
 
 
 def _say(line: str) -> None:
     """Prints once per host, not once per worker."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ecemb-run: {line}", file=sys.stderr, flush=True)
+        _print(line)
+
+
+def _print(line: str) -> None:
+    """Prints to stderr, if it is open and takes the line: a full disk is no reason to end."""
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        with contextlib.suppress(OSError):
+            print(f"ecemb-run: {line}", file=sys.stderr, flush=True)
 
 
 def _advise() -> None:
@@ -135,8 +161,6 @@ def _become_plain(command: Command) -> NoReturn:
         _run_here(command)
     for number in _PLAIN:
         signal.signal(number, signal.SIG_DFL)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.execv(sys.executable, _plain(command))
 
 
@@ -154,18 +178,35 @@ def _run_here(command: Command) -> NoReturn:
 # --- warm ---------------------------------------------------------------------------------------------
 
 
-def _run(command: Command, numbers: list[int]) -> int:
-    """Runs the script in a forked worker.
+class _Worker(NamedTuple):
+    """A worker that the server has forked: no plain start may replace it any more.
 
-    Returns:
-        The worker's status, as `os.wait` returns it.
+    Attributes:
+        connection: to the server; once it is closed, the worker is killed.
+        inbox: further messages of the server.
+        info: the signal that came with the acceptance, if any; the worker is to get it.
+        launcher: this process's parent when it began.
+        log: path of the server's log.
+    """
+
+    connection: socket.socket
+    inbox: wire.Inbox
+    info: signal.struct_siginfo | None
+    launcher: int
+    log: str
+
+
+def _accepted(command: Command) -> _Worker:
+    """Has a worker forked that runs the script.
 
     Raises:
         Cold: the script can't run in a worker; no part of it has run.
+        EcembError, OSError: likewise.
     """
     reason = _why_cold(command)
     if reason is not None:
         raise Cold(reason)
+    numbers = _descriptors()
     if len(numbers) >= wire.MOST_DESCRIPTORS:
         raise Cold(f"{len(numbers)} descriptors are open, more than a message takes")
     parent = os.getppid()
@@ -177,40 +218,40 @@ def _run(command: Command, numbers: list[int]) -> int:
         for number in signal.valid_signals()
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
-    heard = _FORWARDED | {signal.SIGIO}  # also signals that are ignored here: the script may handle them
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Gone):
-                return _ask(command, numbers, parent, ignored, blocked, heard)
+                return _ask(command, numbers, parent, ignored, blocked)
         raise Cold("the fork server ended at every request; its log may say why")
-    except Cold:
+    except (Cold, EcembError, OSError):
         processes.drop_pending(signal.SIGIO)  # of a connection that is closed now
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         raise
 
 
-def _ask(
-    command: Command,
-    numbers: list[int],
-    parent: int,
-    ignored: list[int],
-    blocked: Set[int],
-    heard: Set[int],
-) -> int:
+def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], blocked: Set[int]) -> _Worker:
     with place_of(command.arena_dir) as place:
         name = identity.server_name(preloads(command), _job())
+        log = os.path.join(os.readlink(f"/proc/self/fd/{place}"), f"{name}.log")
         connection = connected(place, name) or started(place, name, command, numbers, blocked)
-        with connection:
-            try:
-                wire.check_peer(connection)
-                launcher = parent if "TORCHELASTIC_RUN_ID" in os.environ else None
-                _send_request(connection, command, name, launcher, numbers, ignored, blocked)
-                return _follow(connection, parent, heard, place, name)
-            except wire.Foreign as error:
-                raise Cold(f"the fork server isn't this user's: {error}") from error
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise Gone from error
+    try:
+        wire.check_peer(connection)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+        launcher = parent if "TORCHELASTIC_RUN_ID" in os.environ else None
+        connection.settimeout(_START_S)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a refusal may be there
+            _send_request(connection, command, name, launcher, numbers, ignored, blocked)
+        connection.setblocking(False)
+        inbox = wire.Inbox(connection)
+        return _Worker(connection, inbox, _await_acceptance(connection, inbox), parent, log)
+    except wire.Foreign as error:
+        connection.close()
+        raise Cold(f"the fork server isn't this user's: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _job() -> str:
@@ -253,50 +294,66 @@ def _send_request(
         os.close(here)
 
 
-def _follow(connection: socket.socket, parent: int, heard: Set[int], place: int, name: str) -> int:
-    """Passes signals on until the worker has ended.
-
-    Returns:
-        The worker's status, as `os.wait` returns it.
+def _await_acceptance(connection: socket.socket, inbox: wire.Inbox) -> signal.struct_siginfo | None:
+    """Waits until a worker is forked. Returns the signal that has come with the acceptance, if any.
 
     Raises:
         Gone: the server has ended, or gave way to another server, before it accepted the request.
         Cold: the server refused.
     """
-    inbox = wire.Inbox(connection)
-    connection.setblocking(False)
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-    accepted, refused, deadline, info = False, None, time.monotonic() + _START_S, None
+    deadline, is_late, info = time.monotonic() + _START_S, False, None
     while True:
-        alive = True
-        with contextlib.suppress(BlockingIOError):
-            alive = inbox.read()
+        alive = _read(inbox)
         while (message := inbox.take()) is not None:
-            if message["what"] == "accepted":
-                accepted = True
+            if message.get("what") == "accepted":
                 for line in message["said"]:  # pyright: ignore
                     _say(line)
-            elif message["what"] == "refused":
-                refused = str(message["reason"])
-            elif message["what"] == "ended":
+                return info
+            if message.get("what") == "refused":
+                _heed(info)
+                raise Cold(str(message["reason"]))
+        _heed(info)
+        if not alive and is_late:
+            raise Cold(f"the fork server didn't answer for {_START_S:.0f} s")
+        if not alive:
+            raise Gone
+        if time.monotonic() > deadline:
+            connection.shutdown(socket.SHUT_RDWR)  # what it has sent before can still be read
+            is_late, info = True, None
+            continue
+        info = signal.sigtimedwait(_HEARD, _LOOK_S)  # looked at after what the server has said before it
+
+
+def _follow(worker: _Worker) -> int:
+    """Passes signals on until the worker has ended. Ends this process if the server has ended before.
+
+    Returns:
+        The worker's status, as `os.wait` returns it.
+    """
+    info = worker.info
+    while True:
+        alive = _read(worker.inbox)
+        while (message := worker.inbox.take()) is not None:
+            if message.get("what") == "ended":
                 return int(message["status"])  # pyright: ignore
-        if not alive and accepted:
-            _lost(place, name)
-        if not accepted:
-            _heed(info)
-            if refused is not None:
-                raise Cold(refused)
-            if not alive:
-                raise Gone
-            if time.monotonic() > deadline:
-                raise Cold(f"the fork server didn't answer for {_START_S:.0f} s")
-        elif info is not None and info.si_signo != signal.SIGIO:
+        if not alive:
+            _print(f"the fork server has ended, and its workers with it; {worker.log} may say why")
+            os._exit(1)
+        if info is not None and info.si_signo != signal.SIGIO:
             # A launcher signals the process group of its child; the worker is in another group.
-            group = info.si_pid == parent and "TORCHELASTIC_RUN_ID" in os.environ
+            group = info.si_pid == worker.launcher and "TORCHELASTIC_RUN_ID" in os.environ
             with contextlib.suppress(OSError):
-                wire.send(connection, {"what": "signal", "signal": info.si_signo, "group": group})
-        info = signal.sigtimedwait(heard, _LOOK_S)  # looked at after what the server has said before it
+                wire.send(worker.connection, {"what": "signal", "signal": info.si_signo, "group": group})
+        info = signal.sigtimedwait(_HEARD, _LOOK_S)
+
+
+def _read(inbox: wire.Inbox) -> bool:
+    """Reads the bytes that have come; False once the server is gone, and only then."""
+    with contextlib.suppress(
+        OSError
+    ):  # nothing has come, or the kernel lacks memory: the next look tries again
+        return inbox.read()
+    return True
 
 
 def _heed(info: signal.struct_siginfo | None) -> None:
@@ -305,16 +362,6 @@ def _heed(info: signal.struct_siginfo | None) -> None:
         return
     if signal.getsignal(info.si_signo) != signal.SIG_IGN:
         _die_by(info.si_signo)
-
-
-def _lost(place: int, name: str) -> NoReturn:
-    where = os.readlink(f"/proc/self/fd/{place}")
-    print(
-        f"ecemb-run: the fork server has ended, and its workers with it; {where}/{name}.log may say why",
-        file=sys.stderr,
-    )
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _end(status: int) -> NoReturn:
@@ -347,10 +394,7 @@ def _stand_by(command: Command) -> int:
         if is_there(place, name):
             print("ecemb-run: a fork server already waits")
             return 0
-        try:
-            start(place, name, command, _descriptors(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        except Cold as reason:
-            _fail(str(reason))
+        start(place, name, command, _descriptors(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
     print(f"ecemb-run: a fork server waits for {command.target or 'a script'}")
     return 0
 
@@ -367,7 +411,7 @@ def _stop(command: Command) -> int:
             with connection:
                 connection.settimeout(_START_S)
                 inbox, answer = wire.Inbox(connection), None
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     wire.send(connection, {"what": "stop"})
                     while answer is None and inbox.read():
                         answer = inbox.take()
@@ -407,11 +451,7 @@ def _is_archive(path: str) -> bool:
 def _descriptors() -> list[int]:
     """The descriptors that this process was started with and passes on, in order."""
     found: list[int] = []
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return [0, 1, 2]
-    for number in sorted(map(int, numbers)):
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             if os.get_inheritable(number):
                 found.append(number)

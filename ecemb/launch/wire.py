@@ -15,6 +15,9 @@ from collections.abc import Mapping, Sequence
 MOST_DESCRIPTORS = 250
 """Descriptors in one message; the kernel takes 253."""
 
+MOST_BYTES = 1 << 27
+"""Bytes of one message. The kernel takes 6 MiB of arguments and environment, which fit well when escaped."""
+
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
 _CHUNK_BYTES = 1 << 16
@@ -84,10 +87,13 @@ class Inbox:
 
         Raises:
             ValueError: the bytes are not a message.
+            RecursionError: they are one of more levels than can be parsed.
         """
         if len(self._bytes) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)
+        if length > MOST_BYTES:
+            raise ValueError(f"a message has at most {MOST_BYTES} bytes, and this one {length}")
         stop = _LENGTH.size + length
         if len(self._bytes) < stop:
             return None

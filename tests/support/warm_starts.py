@@ -61,6 +61,9 @@ dist.destroy_process_group()
 """
 """Two ranks: folder of results, folder of arenas, job, rank that kills itself once, number of steps."""
 
+SLEEPS = "import os, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)"
+"""Names its process and its server."""
+
 MARK = "WARM_STARTS_OF_A_TEST"
 
 
@@ -71,6 +74,7 @@ class Home:
         self.folder = folder
         self.arena_dir = arena_dir
         self.mark = uuid.uuid4().hex
+        self.spawned: list[subprocess.Popen[str]] = []
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.environment = {**kept, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -87,9 +91,13 @@ class Home:
     def start(
         self, *words: str, changed: Mapping[str, str] | None = None, **options: object
     ) -> subprocess.Popen[str]:
-        command = self.command(*words, **options)  # type: ignore[arg-type]
+        return self.spawn(self.command(*words, **options), changed)  # type: ignore[arg-type]
+
+    def spawn(
+        self, command: Sequence[str], changed: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         environment = {**self.environment, **(changed or {})}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=self.folder,
             env=environment,
@@ -99,6 +107,8 @@ class Home:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        self.spawned.append(process)
+        return process
 
     def run(
         self, command: Sequence[str], stdin: str = "", changed: Mapping[str, str] | None = None
@@ -151,6 +161,12 @@ def home() -> Iterator[Home]:
             for pid in made.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            for process in made.spawned:
+                process.kill()
+                process.wait()
+                for stream in (process.stdout, process.stderr):
+                    if stream is not None:
+                        stream.close()
             shutil.rmtree(arenas, ignore_errors=True)
             os.mkdir(arenas)
 
@@ -161,6 +177,20 @@ def line_of(process: subprocess.Popen[str]) -> str:
     line = process.stdout.readline()
     assert line, (process.wait(), process.communicate())
     return line.rstrip("\n")
+
+
+def worker_and_server(stub: subprocess.Popen[str]) -> tuple[int, int]:
+    """The processes that a stub of `SLEEPS` names."""
+    worker, server = line_of(stub).split()
+    return int(worker), int(server)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def eventually(what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:

@@ -22,7 +22,6 @@ def die_by(number: int) -> None:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
-    monkeypatch.setattr(stub.fcntl, "fcntl", lambda *_: 0)  # SIGIO would come to the test
     monkeypatch.setattr(stub, "_die_by", die_by)
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with near, far:
@@ -48,7 +47,10 @@ def test_a_signal_that_comes_with_the_acceptance_is_passed_on(
         return None
 
     monkeypatch.setattr(stub.signal, "sigtimedwait", wait)
-    assert stub._follow(near, 1, {signal.SIGTERM}, -1, "a server") == 5
+    inbox = wire.Inbox(near)
+    near.setblocking(False)
+    info = stub._await_acceptance(near, inbox)
+    assert stub._follow(stub._Worker(near, inbox, info, 1, "a log")) == 5
     assert passed[1:] == [{"what": "signal", "signal": signal.SIGTERM, "group": False}]
 
 
@@ -64,5 +66,6 @@ def test_a_signal_before_a_worker_runs_ends_the_stub(
         return SimpleNamespace(si_signo=signal.SIGTERM, si_pid=1)
 
     monkeypatch.setattr(stub.signal, "sigtimedwait", wait)
+    near.setblocking(False)
     with pytest.raises(DiedBy):
-        stub._follow(near, 1, {signal.SIGTERM}, -1, "a server")
+        stub._await_acceptance(near, wire.Inbox(near))
