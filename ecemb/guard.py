@@ -16,6 +16,7 @@ from .arena import leave_request
 from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UndeclaredWrite, UsageError
+from .group.error_file import cause_of, follows
 from .group.whereabouts import placed
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
@@ -61,6 +62,7 @@ class Guard:
             self._notice.listen()
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
+        self._cause: str | None = None  # of the failure, if another rank caused it
         self._closed = ""  # why it takes no more, if it is closed
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
@@ -415,10 +417,11 @@ class Guard:
         if self._closed:
             raise UsageError(f"the guard is closed: {self._closed}")
         if self._failed is not None:
-            raise StepFailed(
+            error = StepFailed(
                 f"{self._failed}; this guard takes no more steps, and dense state may be broken: let the "
-                f"process end, so that torchrun restarts the job; it goes on from step {self.next_step}"
+                f"process end; the next start of the job goes on from step {self.next_step}"
             )
+            raise error if self._cause is None else follows(error, self._cause)
         self._memory.arena.check_open()  # raises in a forked child, before it uses its parent's connections
 
     def _check_between_steps(self, call: str, way_out: str = "leave the with block first") -> None:
@@ -447,6 +450,7 @@ class Guard:
         if not self._is_open():
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
+        self._cause = cause_of(error)
         self._transactions.undo(error)
         try:
             if isinstance(error, UndeclaredWrite):

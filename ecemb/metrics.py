@@ -155,7 +155,7 @@ class Prometheus:
             raise ConfigurationError(
                 f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({reason}): give "
                 f"each rank of a host its own port, such as 9400 + local rank, or port=0 for any"
-            ) from error
+            ) from None
         self.port: int = self._server.server_port
 
     def close(self) -> None:

@@ -303,14 +303,14 @@ def refusals(path: Path, needed_bytes: int) -> Generator[None, None, None]:
             raise ConfigurationError(
                 f"the file system of {path} can't reserve space for a file or map it ({error.strerror}): "
                 "pass an arena_dir on one that can, such as /dev/shm"
-            ) from error
+            ) from None
         if error.errno not in _REFUSALS:
             raise
         raise NotEnoughSpace(
             f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and the "
             f"kernel says: {error.strerror}. Enlarge the file system or the limit (`ulimit -a`), "
             "or pass another arena_dir."
-        ) from error
+        ) from None
 
 
 def limits(fd: int, path: Path, root: Path = Path("/")) -> list[Limit]:

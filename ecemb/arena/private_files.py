@@ -93,7 +93,7 @@ class Folder:
             if error.errno not in (errno.ELOOP, errno.EACCES):
                 raise
             reason = f"{path} can't be opened: {error.strerror}. Remove it by hand."
-            raise ArenaInsecure(reason) from error
+            raise ArenaInsecure(reason) from None
         try:
             _check_ours(os.fstat(fd), path, 0o600)
         except ArenaInsecure:
@@ -233,7 +233,7 @@ def _open_again(arena_dir: Path, levels: Sequence[str]) -> int:
         raise ConfigurationError(
             f"{home(arena_dir).joinpath(*levels)} can't be created: {error.strerror}. Pass an arena_dir in "
             f"which folders can be created and stay."
-        ) from error
+        ) from None
 
 
 def _open(arena_dir: Path, levels: Sequence[str], *, create: bool) -> int:
@@ -253,18 +253,18 @@ def _open_top(arena_dir: Path) -> int:
     try:
         with _refusals(arena_dir, "opened", set()):
             fd = os.open(arena_dir, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigurationError(
             f"arena_dir {arena_dir} is not an existing folder; create it, or pass another"
-        ) from error
-    except PermissionError as error:
+        ) from None
+    except PermissionError:
         raise ConfigurationError(
             f"arena_dir {arena_dir} can't be read by user {os.geteuid()}; pass another"
-        ) from error
+        ) from None
     except OSError as error:
         raise ConfigurationError(
             f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
-        ) from error
+        ) from None
     try:
         _check_top(os.fstat(fd), arena_dir)
     except BaseException:
@@ -314,11 +314,11 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ArenaInsecure(
                 f"{path} is a symbolic link or not a folder. Remove it by hand, or pass another arena_dir."
-            ) from error
+            ) from None
         if error.errno == errno.EACCES:
             raise ArenaInsecure(
                 f"{path} can't be opened by user {os.geteuid()}. Have it removed, or pass another arena_dir."
-            ) from error
+            ) from None
         raise
     try:
         _check_ours(os.fstat(fd), path, 0o700)
@@ -340,17 +340,17 @@ def _refusals(
             raise ConfigurationError(
                 f"{path} can't be {what} by user {os.geteuid()}: {error.strerror}. Pass an arena_dir that "
                 "this user may write to."
-            ) from error
+            ) from None
         if error.errno in _FULL:
             raise NotEnoughSpace(
                 f"{path} can't be {what}: {error.strerror}. Its file system has no block or no inode left "
                 "(`df -h`, `df -i`): make room, or pass another arena_dir."
-            ) from error
+            ) from None
         if error.errno in _NO_DESCRIPTOR:
             raise ArenaError(
                 f"{path} can't be {what}: {error.strerror}. Raise the limit (`ulimit -n`), or find the "
                 f"process that keeps these files open."
-            ) from error
+            ) from None
         raise
 
 

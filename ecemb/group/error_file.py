@@ -50,12 +50,22 @@ def lost_peer(
         error: how it failed.
     """
     why = (str(error).splitlines() or [type(error).__name__])[0]
+    deadline = slow = ""
+    if waited_s >= timeout_s or "timed out" in why.lower():  # gloo counts from the begin of a message
+        deadline = f" (deadline {timeout_s:.0f} s)"
+        slow = ". If the peer is only slow, raise timeout="
     text = (
-        f"rank {rank} of {world_size} lost a peer in {what} after {waited_s:.1f} s (deadline {timeout_s:.0f} "
-        f"s): {why}; end this process, so that torchrun restarts the job from its arenas (or raise timeout=, "
-        f"if the peer is only slow)"
+        f"rank {rank} of {world_size} lost a peer in {what} after {waited_s:.1f} s{deadline}: {why}; "
+        f"{way_on()}{slow}"
     )
     return follows(PeerFailure(text))
+
+
+def way_on() -> str:
+    """What to do about an error that a restart mends, also where torchrun starts no worker any more."""
+    if is_last_attempt():
+        return "end this process, and launch the job again: it goes on from its arenas"
+    return "end this process, so that torchrun restarts the job from its arenas"
 
 
 def cause_of(error: BaseException) -> str | None:

@@ -133,12 +133,12 @@ class Fabric(Waits):
             self._room = self._room.new_empty(0)  # free it first: both may not fit
             try:
                 self._room = self._room.new_empty(size + size // 4)
-            except torch.OutOfMemoryError as error:
+            except torch.OutOfMemoryError:
                 raise NotEnoughSpace(
                     f"{what} needs {8 * (size + size // 4)} bytes of {self.device}'s memory, which are not "
                     f"free: train with a smaller batch or window, or leave parity_backend out, so that "
                     f"deltas go from host memory"
-                ) from error
+                ) from None
         return self._room[:size]
 
     def _on_device(self) -> AbstractContextManager[object]:

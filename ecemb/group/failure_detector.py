@@ -318,10 +318,11 @@ class FailureDetector:
     def _another_rank_reports(self, death: _Death) -> bool:
         """Whether another rank reports a death at length: the lowest neighbour of the dead worker.
 
-        After a silence no rank relies on another one: that neighbour may be cut off as well.
+        A worker that gave up has reported its error itself. After a silence no rank relies on another one:
+        that neighbour may be cut off as well.
         """
-        if death.why == _SILENT:
-            return False
+        if death.why in (_SILENT, _GAVE_UP):
+            return death.why == _GAVE_UP
         return death.index != self._index != min(neighbours(death.index, len(self._names)))
 
     def _verdict(self, death: _Death) -> str:
@@ -362,7 +363,12 @@ def report_within(timeout_s: float, report: Callable[[], None]) -> None:
 
 
 def _report(why: str, briefly: bool) -> None:
-    text = f"PeerFailure: {why}; ending this process so that torchrun restarts the job from its arenas"
+    what_next = "this process ends as well"
+    if not briefly and error_file.is_last_attempt():
+        what_next += ": launch the job again, it goes on from its arenas"
+    elif not briefly:
+        what_next = "ending this process so that torchrun restarts the job from its arenas"
+    text = f"PeerFailure: {why}; {what_next}"
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(threading.main_thread().ident or 0)
     place = "" if frame is None else "".join(traceback.format_stack(frame))
@@ -370,7 +376,7 @@ def _report(why: str, briefly: bool) -> None:
         error_file.write(text, f"{text}\nThe main thread was here:\n{place}", later=True)
     except OSError as error:
         logger.warning("torchrun will not show why this process ended: %s", error)
-    if _last_exception() is not None:  # it has been printed, and this end follows from it
+    if _last_exception() is not None or not claim_last_line():  # the main thread says it
         logger.debug(text)
     elif briefly:
         logger.warning("%s; this rank ends as well", why)
@@ -378,6 +384,14 @@ def _report(why: str, briefly: bool) -> None:
         logger.critical(text)
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+_last_line = threading.Lock()  # taken by the thread that logs why this process ends
+
+
+def claim_last_line() -> bool:
+    """Whether the caller is to log why this process ends: the first of all callers."""
+    return _last_line.acquire(blocking=False)
 
 
 def _last_exception() -> BaseException | None:

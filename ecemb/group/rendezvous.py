@@ -100,7 +100,7 @@ def environment() -> tuple[int, int]:
         raise ConfigurationError(
             f"the environment has no usable {error}: launch the script with torchrun, e.g. "
             f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`"
-        ) from error
+        ) from None
 
 
 def prepare() -> Whereabouts:
@@ -245,7 +245,7 @@ def connect_store(index: int, timeout: datetime.timedelta) -> dist.Store:
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
             f"the environment has no usable {error}: torchrun sets it; launchers of your own must as well"
-        ) from error
+        ) from None
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         # Surviving agents keep the address of the first round's store and don't tell it to a new agent

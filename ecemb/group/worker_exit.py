@@ -7,7 +7,8 @@ Replaces sys.excepthook in a worker, so that the script needs no decorator. In t
    the root cause, and not a consequence of it.
 3. The traceback is printed, once. An attempt that ends like the attempt before, without a step in between,
    logs one line and waits before it ends, longer each time: torchrun restarts after any error, and would
-   spend all its restarts within minutes.
+   spend all its restarts within minutes. The traceback of an error that another rank caused shows only where
+   this rank waited: one line is logged, and the traceback at DEBUG.
 4. The failure is announced to the other ranks.
 5. The end is enforced: from here on the process may be stuck (`enforced_end`).
 
@@ -29,13 +30,14 @@ from ..errors import PeerFailure
 from . import error_file
 from .enforced_end import enforce_end
 from .error_file import cause_of
-from .failure_detector import FailureDetector
+from .failure_detector import FailureDetector, claim_last_line
 from .whereabouts import Whereabouts
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
 _NEWS_S = 2.0  # wait for the announcement of the rank that caused this error
 _LONGEST_WAIT_S = 60.0
+_LONGEST_LINE = 600  # of an error that another rank caused; only the reasons of many ranks are longer
 
 
 class ExceptHook:
@@ -79,10 +81,13 @@ class ExceptHook:
         again = 0
         if not self.whereabouts.steps and (cause or not isinstance(error, PeerFailure)):
             again = error_file.repeats(name)
-        self._leave_file(error, trace, name, again)
+        news = self.watch.news(_NEWS_S) if cause is not None and self.watch is not None else None
+        self._leave_file(error, trace, name, again, news)
         try:
             if again and not error_file.is_last_attempt():
                 self._delay(name, error, again)
+            elif cause is not None:
+                self._log_consequence(error, news)
             else:
                 self._before(kind, error, trace)
         finally:
@@ -102,11 +107,24 @@ class ExceptHook:
         )
         time.sleep(wait_s)
 
-    def _leave_file(self, error: Exception, trace: TracebackType | None, name: str, again: int) -> None:
+    def _log_consequence(self, error: Exception, news: str | None) -> None:
+        """Logs an error that another rank caused; at DEBUG if the failure detector has logged why."""
+        text = " ".join(f"{news + '; ' if news else ''}{type(error).__name__}: {error}".split())
+        logger.log(
+            logging.ERROR if claim_last_line() else logging.DEBUG,
+            "rank %s ends: %s (the log has the traceback at level DEBUG)",
+            os.environ.get("RANK", "?"),
+            short(text, _LONGEST_LINE),
+        )
+        logger.debug("it ends here:", exc_info=error)
+
+    def _leave_file(
+        self, error: Exception, trace: TracebackType | None, name: str, again: int, news: str | None
+    ) -> None:
         later = cause_of(error) is not None
         text = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(type(error), error, trace))
-        if later and self.watch is not None and (news := self.watch.news(_NEWS_S)):
+        if news:
             text = f"{news}; {text}"
             stack = f"{news}, and so this rank ended:\n{stack}"
         if self.whereabouts.steps or (isinstance(error, PeerFailure) and not cause_of(error)):

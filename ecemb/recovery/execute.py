@@ -27,6 +27,7 @@ from .state_slices import copy_lost
 __all__ = [
     "RecoveryPlan",
     "RecoveryReport",
+    "details",
     "fill",
     "headline",
     "plan_recovery",
@@ -42,6 +43,8 @@ SAMPLE_WORDS = 1 << 12
 @dataclasses.dataclass(frozen=True)
 class RecoveryReport:
     """The outcome of this start, as `guard.recovery` shows it.
+
+    As text it is one line with the time of all phases together; the log has the phases at level DEBUG.
 
     Attributes:
         kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt),
@@ -77,16 +80,21 @@ class RecoveryReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        phases = _by_phase(self.seconds)
-        if self.before_s:
-            phases += f"; before: {_by_phase(self.before_s)}"
-        if self.kind in ("fresh", "checkpoint"):
-            return f"{headline(self)[:-1]}: {phases})"
-        redone = "a step redone" if self.redone else "no step redone"
-        return (
-            f"{headline(self)[:-1]}; this rank: {self.undone_rows} rows undone, {redone}, "
-            f"{self.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
-        )
+        return headline(self)
+
+
+def details(report: RecoveryReport) -> str:
+    """The report with what this rank did, and the time of each phase."""
+    phases = _by_phase(report.seconds)
+    if report.before_s:
+        phases += f"; before: {_by_phase(report.before_s)}"
+    if report.kind in ("fresh", "checkpoint"):
+        return f"{headline(report)[:-1]}: {phases})"
+    redone = "a step redone" if report.redone else "no step redone"
+    return (
+        f"{headline(report)[:-1]}; this rank: {report.undone_rows} rows undone, {redone}, "
+        f"{report.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
+    )
 
 
 def _by_phase(seconds: dict[str, float]) -> str:
@@ -94,7 +102,7 @@ def _by_phase(seconds: dict[str, float]) -> str:
 
 
 def headline(report: RecoveryReport) -> str:
-    """The report in one line of the log, without details."""
+    """The report in one line, with the time of all phases together."""
     total = f"({report.total_s:.2f} s)"
     if report.kind == "fresh":
         return f"fresh start: parity of the initial state is in place {total}"

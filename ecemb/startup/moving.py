@@ -252,7 +252,7 @@ def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> 
             f"the memory of {before} can't move to {counted(session.world_size, 'rank')}: {error} Old and "
             f"new arenas are there at the same time; the old ones are as they were: launch {before} to go on "
             f"with them, or begin from a checkpoint under another job=, with ecemb.protect(resume=)"
-        ) from error
+        ) from None
 
 
 # --- the new arenas --------------------------------------------------------------------------------

@@ -330,11 +330,11 @@ def _decide(
         lost = error.reason + (f". Arenas that can't be read count as lost: {broken}" if damaged else "")
         unread = f". Arenas that can't be read count as lost, and are kept: {broken}" if damaged else ""
         if request.reader is None:
-            raise type(error)(f"{error}{unread}") from error
+            raise type(error)(f"{error}{unread}") from None
         stored = saver.find(request.reader, transport, session.job)
         if stored is None:
             nothing = f"resume= {saver.name_of(request.reader)} has no complete checkpoint"
-            raise type(error)(f"{error}{unread} ({nothing})") from error
+            raise type(error)(f"{error}{unread} ({nothing})") from None
         plan = plan_resume(stored.step)
     if plan.kind == "fresh" and request.reader is not None:
         stored = saver.find(request.reader, transport, session.job)

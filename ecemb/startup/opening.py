@@ -37,7 +37,7 @@ from ..kernels import contract
 from ..launch import processes
 from ..local.rank_memory import RankMemory
 from ..recovery.background import Background
-from ..recovery.execute import RecoveryReport, Stopwatch, headline, join, recover, write_to_header
+from ..recovery.execute import RecoveryReport, Stopwatch, details, headline, join, recover, write_to_header
 from ..recovery.state_slices import gathered
 from ..session import Session
 from ..state import rank_state as rank_states
@@ -342,7 +342,7 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG
     logger.log(level, "rank %d: %s", session.rank, headline(report))
-    logger.debug("rank %d: %s", session.rank, report)
+    logger.debug("rank %d: %s", session.rank, details(report))
 
 
 def _log_resumption(session: Session, request: Request, world: World, stored: Stored) -> None:

@@ -47,7 +47,7 @@ def chosen(codes: Sequence[Code], hosts: Sequence[str], domain: FailureDomain) -
         Placement.plan(codes[-1].n, codes[-1].k, hosts if domain == "host" else range(len(hosts)))
     except PlacementError as error:
         asked = ", ".join(f"({code.n}, {code.k})" for code in codes)
-        raise PlacementError(f"none of the codes {asked} fits these {len(hosts)} ranks: {error}") from error
+        raise PlacementError(f"none of the codes {asked} fits these {len(hosts)} ranks: {error}") from None
     return codes[-1]
 
 

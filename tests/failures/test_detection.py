@@ -93,7 +93,7 @@ def _await_notice(holder: Holder) -> None:
         return
     first = r"(2 \(host .*\) died|[0134] \(host .*\) ended by an exception \(see its log\))"
     assert re.match(
-        rf"PeerFailure: rank {first}; ending this process|rank {first}; this rank ends as well", text
+        rf"PeerFailure: rank {first}; this process ends as well|rank {first}; this rank ends as well", text
     ), text
 
 

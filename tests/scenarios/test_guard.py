@@ -37,6 +37,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.recovery import parity_check
+from ecemb.recovery.execute import details, headline
 from ecemb.startup import connections
 from ecemb.state.rank_state import NAME as RANK_STATE
 from support.guarded_training import TIMEOUT_S, Bags, Training, bags, headers, initialise
@@ -249,7 +250,9 @@ def fail_on_rank_1(folder: Path, meet: Barrier) -> tuple[int, dict[str, str]]:
     assert training.snapshot() == before
     assert guard.next_step == 2 and guard.stats()["steps"] == 2
     for call in (lambda: guard.step().__enter__(), guard.close):
-        with refused(StepFailed, "step 2 failed", "Broken: two)" if rank == 1 else "StepFailed", "restarts"):
+        with refused(
+            StepFailed, "step 2 failed", "Broken: two)" if rank == 1 else "StepFailed", "goes on from step"
+        ):
             call()
     assert training.snapshot() == before
     return rank, before
@@ -266,7 +269,9 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
     assert {"agree", "attach", "decide", "rebuild", "replicated", "verify", "restore"} <= set(report.seconds)
     assert [*report.before_s] == ["script", "rendezvous"] and min(report.before_s.values()) >= 0
     assert "the memory of rank 0 was lost" in str(report) and "from step 2" in str(report)
-    assert f"({report.total_s:.2f} s; this rank: " in str(report)
+    assert str(report).endswith(f" ({report.total_s:.2f} s)") and str(report) == headline(report)
+    assert f"({report.total_s:.2f} s; this rank: " in (whole := details(report))
+    assert all(f"{phase} {seconds:.3f} s" in whole for phase, seconds in report.seconds.items())
     word = guard._memory.arena.get
     assert (word("recovery_kind"), word("recovery_step")) == (3, 2)
     assert word("recovery_us") == round(report.total_s * 1e6)

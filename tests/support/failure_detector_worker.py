@@ -39,7 +39,12 @@ class Worker:
             [sys.executable, __file__, str(index), str(size), str(timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+            env={
+                **os.environ,
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "1",
+            },
         )
         self._text = b""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ecemb.errors import ConfigurationError, PeerFailure, StepFailed
-from ecemb.group import error_file, worker_exit
+from ecemb.group import error_file, failure_detector, worker_exit
 from ecemb.group.error_file import cause_of, follows
 from ecemb.group.worker_exit import ExceptHook
 
@@ -40,6 +41,7 @@ class Attempts:
         path.parent.mkdir(parents=True)
         self.patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(self.count))
+        self.patch.setattr(failure_detector, "_last_line", threading.Lock())  # of another process
         hook = ExceptHook()
         with self.patch.context() as during:
             during.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
@@ -84,7 +86,8 @@ def test_other_errors_are_not_waited_after(
 ) -> None:
     attempts(first)
     attempts(second, steps=steps)
-    assert not attempts.waits and len(attempts.printed) == 2
+    assert not attempts.waits
+    assert attempts.printed == [error for error in (first, second) if cause_of(error) is None]
 
 
 def test_an_error_that_another_ranks_permanent_one_caused_is_waited_after_too(attempts: Attempts) -> None:
@@ -114,6 +117,65 @@ def test_what_follows_has_a_later_time_and_the_cause_in_it(attempts: Attempts) -
     assert told["message"].startswith("rank 1 (host a, pid 7) ended by ValueError: first (see its log); Peer")
     assert told["extraInfo"]["py_callstack"].startswith("rank 1 (host a, pid 7) ended by ValueError: first")
     assert own["message"] == "ValueError: first"
+
+
+def follower() -> Exception:
+    """An error that another rank caused, raised as all are: in place of another one."""
+    try:
+        try:
+            raise OSError("the socket's own error")
+        except OSError as error:
+            raise follows(StepFailed("step 3 failed on ranks [1]:\n see their logs"), "StepFailed") from error
+    except StepFailed as error:
+        return error
+
+
+@pytest.mark.parametrize("said", [False, True], ids=["first", "the watch has said it"])
+def test_what_another_rank_caused_is_one_line_and_the_file_has_its_traceback(
+    said: bool, attempts: Attempts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("RANK", "0")
+    news = "rank 1 (host a, pid 7) died"
+    monkeypatch.setattr(worker_exit, "claim_last_line", lambda: not said)
+    told = attempts(follower(), steps=3, watch=Watching(news))
+    assert not attempts.printed
+    line, trace = caplog.records
+    assert line.levelno == (logging.DEBUG if said else logging.ERROR)
+    assert line.getMessage() == (
+        f"rank 0 ends: {news}; StepFailed: step 3 failed on ranks [1]: see their logs (the log has the "
+        f"traceback at level DEBUG)"
+    )
+    assert trace.levelno == logging.DEBUG and trace.exc_info
+    stack = told["extraInfo"]["py_callstack"]
+    assert "the socket's own error" in stack and "in follower" in stack and stack.startswith(news)
+
+
+def test_of_all_threads_one_says_why_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_detector, "_last_line", threading.Lock())
+    assert [failure_detector.claim_last_line() for _ in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "why", "is_late"),
+    [
+        (0.1, "the connection with rank 2 has ended", False),
+        (60.0, "nothing came", True),
+        (3.0, "Timed out", True),
+    ],
+)
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_the_way_out_of_a_lost_peer_fits_its_cause(
+    waited_s: float, why: str, is_late: bool, restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    text = str(error_file.lost_peer(0, 3, "step 7", waited_s, 60.0, RuntimeError(f"{why}\nmore")))
+    assert text.startswith(f"rank 0 of 3 lost a peer in step 7 after {waited_s:.1f} s")
+    assert ("raise timeout=" in text) is ("(deadline 60 s)" in text) is is_late
+    assert ("torchrun restarts" in text) is (restarts > 0) and (
+        "launch the job again" in text
+    ) is not restarts
 
 
 def test_what_record_has_written_stays_but_for_its_time(attempts: Attempts, tmp_path: Path) -> None:
