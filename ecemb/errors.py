@@ -179,7 +179,8 @@ class LayoutMismatch(ArenaError):
 
     Run the script that started the job, with the same model, code, optimizers and number of ranks; or use
     another `job=` for the new model. To change the number of ranks, use `protect(elastic=True)` from the
-    job's first launch on, or start from a checkpoint: `protect(resume=)`.
+    job's first launch on, or start from a checkpoint: `protect(resume=)`. To begin again under the
+    same name, remove what the job holds: `python -m ecemb arenas rm --job JOB`.
     """
 
 

@@ -22,6 +22,7 @@ from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session
 from .startup.opening import Opened
+from .startup.remaining import Remaining
 from .startup.request import Request
 from .state.batches import Batches, bind
 from .step.body import Step
@@ -63,6 +64,7 @@ class Guard:
         self._scrubber = Scrubber(opened.memory, opened.transport)
         self._failed: str | None = None
         self._cause: str | None = None  # of the failure, if another rank caused it
+        self._remaining = Remaining(session, opened.memory.arena)
         self._closed = ""  # why it takes no more, if it is closed
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
@@ -400,6 +402,7 @@ class Guard:
     def _release(self, why: str) -> None:
         """Ends what belongs to the guard in this process; `why` says what has become of the job."""
         self._notice.stop()
+        self._remaining.forget()
         self._tables.unwatch()
         self._optimizers.unwatch()
         self._saver.close()

@@ -42,6 +42,7 @@ def protect(
     parity_backend: ParityBackend = "gloo",
     compare_every: int = COMPARE_EVERY,
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
+    resume_required: bool = False,
     renamed: Mapping[str, str] | None = None,
     transfer: Transfer | None = None,
     elastic: bool = False,
@@ -87,8 +88,11 @@ def protect(
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
             checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
-            survives. It may be empty or missing: then the job begins at step 0. Tables may have moved to
-            another engine, between `ecemb.nn` and TorchRec: rows are found by table and number.
+            survives. It may be empty or missing, and is made by the first save: then the job begins at step
+            0, with a warning. Tables may have moved to another engine, between `ecemb.nn` and TorchRec: rows
+            are found by table and number.
+        resume_required: whether a job without memory begins at a checkpoint or not at all: without one in
+            `resume`, because of a wrong path for example, the start raises CheckpointFailed.
         renamed: keys of tables in the checkpoint of `resume`, by their keys now, where the two differ; a key
             is the table's path in the model, without a range of columns.
         transfer: tables of another training that this one takes at step 0, where it begins.
@@ -139,6 +143,7 @@ def protect(
         parity_backend=parity_backend,
         compare_every=compare_every,
         reader=None if resume is None else reader_of(resume),
+        resume_required=resume_required,
         renamed=renamed or {},
         transfer=transfer,
         elastic=elastic,

@@ -6,6 +6,8 @@ Owns the public call that begins a start, and this process's one session. The me
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -21,7 +23,7 @@ from ._wording import counted, listed
 from .arena.arena import Arena
 from .arena.private_files import check_name
 from .arena.scan import Directory
-from .errors import ConfigurationError, NotInitialized, UsageError
+from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
 from .group import rendezvous
 from .group.assignment import Roster
 from .group.failure_detector import FailureDetector
@@ -164,6 +166,7 @@ def init_process_group(
         check_name("job", job)
         job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
+    atexit.register(_remove_empty, directory)
     deadline = time.monotonic() + timeout_s
     store = rendezvous.connect_store(index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
@@ -194,6 +197,12 @@ def init_process_group(
         check=_check,
     )
     _log_start(_session, workers)
+
+
+def _remove_empty(directory: Directory) -> None:
+    """Removes the folders of a start that was refused: it left no arena in them."""
+    with contextlib.suppress(EcembError):
+        directory.remove_empty()
 
 
 def _log_start(session: Session, workers: rendezvous.Workers) -> None:

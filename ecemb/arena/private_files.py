@@ -138,6 +138,11 @@ class Folder:
                 os.unlink(name, dir_fd=fd)
         except FileNotFoundError:
             return False
+        self.remove_empty()
+        return True
+
+    def remove_empty(self) -> None:
+        """Removes the folder of the host and that of the job, if they are empty."""
         levels = (self.job, self.host)
         for depth in (1, 0):
             try:
@@ -145,7 +150,6 @@ class Folder:
                     os.rmdir(levels[depth], dir_fd=above)
             except OSError:
                 break  # not empty, or gone
-        return True
 
 
 def home(arena_dir: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from .private_files import Folder
 logger: logging.Logger = logging.getLogger("ecemb")
 
 SUFFIX = ".arena"
+_USUAL = Path("/dev/shm")
 _POLL_S = 0.02
 _PATIENCE_S = 3.0  # killed processes are gone by then
 _REMOVAL_S = 0.5
@@ -46,6 +48,12 @@ class Directory(Folder):
         super().__init__(Path(os.path.abspath(arena_dir)), job, host)
         with self.opened(create=True):
             pass
+
+    @property
+    def removal(self) -> str:
+        """The command that removes the job's arenas on this machine."""
+        elsewhere = "" if self.arena_dir == _USUAL else f" --arena-dir {shlex.quote(str(self.arena_dir))}"
+        return f"python -m ecemb arenas rm --job {self.job}{elsewhere}"
 
     def scan(self, timeout_s: float) -> list[Found]:
         """All arenas of the job on this host, sorted by file name. Locks nothing, changes nothing.

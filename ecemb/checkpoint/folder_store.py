@@ -121,12 +121,14 @@ class CheckpointFolder:
                 logger.warning("the old checkpoint %s can't be removed: %s", self.path / name, error)
 
     def finish(self, job: str, step: int) -> None:
-        """See `CheckpointWriter`.
+        """See `CheckpointWriter`. A folder that no save has made is not made for this.
 
         Raises:
             CheckpointFailed: the folder can't be written to.
             CheckpointInsecure: another user can write to it.
         """
+        if not os.path.lexists(self.path):
+            return
         hidden = self.path / f".step-{step:012d}.{secrets.token_hex(8)}"
         with _told(self.path, "written"):
             self._make()

@@ -320,6 +320,13 @@ def name_of(store: object) -> str:
     return str(store) if type(store).__str__ is not object.__str__ else type(store).__name__
 
 
+def absence_of(reader: CheckpointReader) -> str:
+    """Words for a reader that finds no checkpoint."""
+    if isinstance(reader, CheckpointFolder) and not os.path.lexists(reader.path):
+        return f"there is no folder {reader}"
+    return f"{name_of(reader)} has no complete one"
+
+
 def reader_of(resume: Path | CheckpointReader, argument: str = "resume=") -> CheckpointReader:
     """The reader for the argument of `protect(resume=)`, or for another one.
 

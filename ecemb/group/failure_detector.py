@@ -144,7 +144,7 @@ class FailureDetector:
         return None if self._death is None else self._verdict(self._death)
 
     def _at_process_end(self) -> None:
-        if _last_exception() is None and sys.exc_info()[0] is None:
+        if last_exception() is None and sys.exc_info()[0] is None:
             self.say_goodbye()
         else:
             self.announce_failure()
@@ -376,7 +376,7 @@ def _report(why: str, briefly: bool) -> None:
         error_file.write(text, f"{text}\nThe main thread was here:\n{place}", later=True)
     except OSError as error:
         logger.warning("torchrun will not show why this process ended: %s", error)
-    if _last_exception() is not None or not claim_last_line():  # the main thread says it
+    if last_exception() is not None or not claim_last_line():  # the main thread says it
         logger.debug(text)
     elif briefly:
         logger.warning("%s; this rank ends as well", why)
@@ -394,11 +394,11 @@ def claim_last_line() -> bool:
     return _last_line.acquire(blocking=False)
 
 
-def _last_exception() -> BaseException | None:
+def last_exception() -> BaseException | None:
     """The exception that ended the main thread, if any."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _main_thread_failed() -> bool:
     """Whether an exception has ended the main thread, while other threads keep the process alive."""
-    return not threading.main_thread().is_alive() and _last_exception() is not None
+    return not threading.main_thread().is_alive() and last_exception() is not None

@@ -21,7 +21,7 @@ from ..adapters.engine import EngineTable
 from ..arena.header import Constants, new_arena_id
 from ..checkpoint import saver
 from ..checkpoint.contents import Shard
-from ..checkpoint.interface import CheckpointWriter, Stored
+from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
 from ..checkpoint.matching import Sources
 from ..checkpoint.transfer import Taking
 from ..coding.placement import Placement
@@ -29,6 +29,7 @@ from ..coding.rows import TableLayout, cut
 from ..errors import (
     ArenaDamaged,
     CheckpointError,
+    CheckpointFailed,
     ConfigurationError,
     InconsistentArenas,
     JobFinished,
@@ -249,6 +250,7 @@ def _exchange_proposals(
         "parity_backend": request.parity_backend,
         "compare_every": request.compare_every,
         "resume": saver.name_of(request.reader),
+        "resume_required": request.resume_required,
         "elastic": request.elastic,
         "rebuild": request.rebuild,
         **request.told(),
@@ -338,7 +340,10 @@ def _decide(
         plan = plan_resume(stored.step)
     if plan.kind == "fresh" and request.reader is not None:
         stored = saver.find(request.reader, transport, session.job)
-        plan = plan if stored is None else plan_resume(stored.step)
+        if stored is None:
+            _miss_checkpoint(session, request, request.reader)
+        else:
+            plan = plan_resume(stored.step)
     if plan.kind == "memory" and not roster.started and request.reader is not None:
         newest = None
         try:
@@ -353,6 +358,26 @@ def _decide(
     for report in damaged:
         logger.warning("%s counts as lost: %s", report.path, report.damage)
     return plan, stored, lost
+
+
+def _miss_checkpoint(session: Session, request: Request, reader: CheckpointReader) -> None:
+    """Says that a start at step 0 found nothing to resume from.
+
+    Raises:
+        CheckpointFailed: the user asks for a checkpoint.
+    """
+    nothing = f"resume= found no checkpoint: {saver.absence_of(reader)}"
+    if request.resume_required and session.check is None:  # a check has another name, and no memory
+        raise CheckpointFailed(
+            f"{nothing}, and job {session.job!r} has no memory. With resume_required=True it doesn't begin "
+            f"at step 0: correct the path, or leave resume_required out of its first launch"
+        )
+    logger.log(
+        logging.WARNING if session.rank == 0 else logging.DEBUG,
+        "%s; job %s begins at step 0 (resume_required=True refuses that)",
+        nothing,
+        session.job,
+    )
 
 
 def _repeat_finish(session: Session, request: Request) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
-from ..errors import EcembError, InconsistentArenas, JobFinished
+from ..errors import EcembError, InconsistentArenas, JobFinished, LayoutMismatch
 from ..group.collectives import Transport
 from ..kernels import contract
 from ..launch import processes
@@ -83,10 +83,21 @@ def open_memory(session: Session, request: Request) -> Opened:
     """
     session.whereabouts.place = "in ecemb.protect()"
     before_s = _before(session)
-    with ExitStack() as if_it_fails:
+    with ExitStack() as if_it_fails, _naming_the_removal(session):
         opened = _open(_agree(session, request, if_it_fails), before_s)
         if_it_fails.pop_all()
     return opened
+
+
+@contextmanager
+def _naming_the_removal(session: Session) -> Generator[None]:
+    """Adds to each `LayoutMismatch` the way out of the memory that it is about."""
+    try:
+        yield
+    except LayoutMismatch as error:
+        way_out = f"To begin again as job {session.job!r}, which gives up its memory"
+        error.args = (f"{error}. {way_out}: {session.directory.removal}",)
+        raise
 
 
 def _open(start: Start, before_s: Mapping[str, float]) -> Opened:

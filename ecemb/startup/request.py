@@ -60,6 +60,7 @@ class Request:
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
         abortable: whether one step can be taken back.
+        resume_required: whether a start without memory needs a checkpoint.
         renamed: key of a table -> its key in the checkpoint, where the two differ.
         transfer: tables that a fresh start takes from another training.
         elastic: whether the memory may move to another number of ranks.
@@ -91,13 +92,14 @@ class Request:
     codes: Sequence[Code] = ()
     shards: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
     rebuild: RebuildMode = "blocking"
+    resume_required: bool = False
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
             raise ConfigurationError(
                 f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
             )
-        for name in ("overlap", "abortable", "elastic"):
+        for name in ("overlap", "abortable", "elastic", "resume_required"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
         if type(self.compare_every) is not int or self.compare_every < 1:
@@ -114,6 +116,10 @@ class Request:
             )
         if self.rebuild not in ("blocking", "background"):
             raise ConfigurationError(f"rebuild is 'blocking' or 'background'; it is {self.rebuild!r}")
+        if self.resume_required and self.reader is None:
+            raise ConfigurationError(
+                "resume_required=True asks for a checkpoint, and resume= names none: pass resume="
+            )
         self._check_sources()
         self._check_shards()
 

@@ -467,4 +467,4 @@ def test_an_exception_that_ended_the_main_thread_is_known(monkeypatch: pytest.Mo
     assert not watch_module._main_thread_failed()
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert not watch_module._main_thread_failed()  # it is alive, as in a notebook
-    assert isinstance(watch_module._last_exception(), ValueError)
+    assert isinstance(watch_module.last_exception(), ValueError)

@@ -34,6 +34,8 @@ def request(**changes: Any) -> Request:
     ("changes", "text"),
     [
         ({"rebuild": True}, "rebuild is 'blocking' or 'background'; it is True"),
+        ({"resume_required": 1, "reader": CheckpointFolder("there")}, "resume_required= is True or False"),
+        ({"resume_required": True}, "resume= names none"),
         ({"renamed": ["user"]}, "renamed= takes a mapping"),
         ({"renamed": {"user": 3}, "reader": CheckpointFolder("there")}, "renamed= takes a mapping"),
         ({"renamed": {"user": "b.user"}}, "pass resume="),

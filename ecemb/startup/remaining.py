@@ -1,0 +1,64 @@
+"""The memory that stays when this process ends without closing its job: one line of rank 0 says so.
+
+Owns that line. A process that torchrun is about to start again leaves it out, and so does one that is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+
+from .._wording import counted
+from ..arena.arena import Arena
+from ..arena.header import Word
+from ..errors import EcembError
+from ..group.error_file import is_last_attempt
+from ..group.failure_detector import last_exception
+from ..session import Session
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+class Remaining:
+    """Says at the end of this process what stays of the job, unless `forget` has been called.
+
+    Args:
+        session: this process's.
+        arena: this rank's, live.
+    """
+
+    def __init__(self, session: Session, arena: Arena) -> None:
+        self._session, self._arena, self._pid = session, arena, os.getpid()
+        if session.rank == 0:
+            atexit.register(self._say)
+
+    def forget(self) -> None:
+        """Nothing stays: the job is closed, or has left."""
+        atexit.unregister(self._say)
+
+    def _say(self) -> None:
+        session, error = self._session, last_exception()
+        is_restarted = isinstance(error, Exception) and not is_last_attempt()
+        if os.getpid() != self._pid or is_restarted or not _is_kept(self._arena):
+            return
+        hosts = counted(len(set(session.hosts)), "host")
+        logger.warning(
+            "job %s was not closed: the memory of its %s stays in %s of %s. The same launch goes on from "
+            "step %d; to remove it, on each host: %s",
+            session.job,
+            counted(session.world_size, "rank"),
+            session.directory.arena_dir,
+            hosts,
+            self._arena.get(Word.COMMITTED),
+            session.directory.removal,
+        )
+
+
+def _is_kept(arena: Arena) -> bool:
+    """Whether the arena is open, and will still be found when this process has ended."""
+    try:
+        arena.check_open()
+        return arena.is_named()
+    except EcembError:
+        return False
