@@ -192,9 +192,10 @@ class CheckpointError(EcembError):
 
 
 class CheckpointFailed(CheckpointError):
-    """A checkpoint can't be written or read; earlier complete checkpoints are untouched.
+    """A checkpoint can't be written or read, or is damaged; earlier complete checkpoints are untouched.
 
-    Free space, or repair the file system in the message, and save again; training can continue.
+    Free space, or repair the file system in the message, and save again; training can continue. To begin from
+    the checkpoint before a damaged one, move the folder in the message away.
     """
 
 

@@ -1,7 +1,8 @@
 """The durable tier: checkpoints in storage, for `guard.save`, `protect(resume=, transfer=)` and `Follower`.
 
 `interface` has the public protocols. `contents` names the saved tensors, `saver` has the collective part,
-`folder_store` is a folder of checkpoints, written and read by torch.distributed.checkpoint (`dcp`).
+`folder_store` is a folder of checkpoints, written by torch.distributed.checkpoint (`dcp`) and read by
+`index`.
 `matching` finds the stored values for tables of another name or engine, `transfer` those of another training.
 `follower` serves rows of a training that goes on, from chains of checkpoints as `increments` describes them.
 """

@@ -1,22 +1,29 @@
-"""The bytes of one checkpoint, through torch.distributed.checkpoint's own writer and reader.
+"""The files of one checkpoint, as torch.distributed.checkpoint writes them; and the index of older ones.
 
-Owns the translation between `Piece` and DCP's plans and index. Every tensor is stored as chunks of one global
-tensor, so that any number of ranks can read it, with DCP or through here. The index that DCP writes is a
-pickle: callers of `read` have checked that it can be trusted (`folder_store`).
+Owns the translation of pieces into DCP's plans and index, and DCP's file system on a folder's descriptor,
+which sums up what is written. Every tensor is stored as chunks of one global tensor, so that DCP reads a
+checkpoint on any number of ranks. DCP's index is a pickle, written for readers without ecemb: ecemb reads its
+own (`ecemb/checkpoint/index.py`), and DCP's only where an older ecemb wrote no other. Then it is unpickled
+with the classes of such an index alone, which run nothing.
 
 Must not know: folders of checkpoints, the network: no collective of DCP is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import math
-from collections.abc import Mapping, Sequence
+import os
+import pickle
+import zlib
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.filesystem import (
     _StorageInfo as StorageInfo,  # pyright: ignore[reportPrivateUsage] - an entry of DCP's own index
 )
@@ -28,31 +35,40 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import CheckpointFailed, CheckpointMismatch
+from .index import Chunk, Index, StoredTensor
 from .interface import Piece
 
 INDEX = ".metadata"
+FILE_MODE: Final = 0o644
+"""Of new files, less the umask: no other user may write."""
+
+Sums = dict[str, tuple[int, int]]
+"""Number of bytes and checksum (crc32) of files, by name."""
 
 
-def write(folder: Path, rank: int, world_size: int, pieces: Sequence[Piece]) -> tuple[str, set[str]]:
+def write(fd: int, folder: Path, rank: int, world_size: int, pieces: Sequence[Piece]) -> str:
     """Writes one rank's pieces to a separate file, and syncs it.
 
+    Args:
+        fd: descriptor of the folder.
+        folder: its path, for what DCP notes.
+        rank: this rank.
+        world_size: number of ranks.
+        pieces: read.
+
     Returns:
-        JSON text of this rank for `write_index`, and the names of the files.
+        JSON text of this rank for `sums_of`, `index_of` and `write_index`.
     """
-    writer = FileSystemWriter(folder, sync_files=True)
+    files = _Files(fd)
+    writer = _writer(files, folder)
     plans = [SavePlan([]) for _ in range(world_size)]
     plans[rank] = SavePlan([_write_item(piece) for piece in pieces])
     plan = writer.prepare_global_plan(plans)[rank]
@@ -60,39 +76,189 @@ def write(folder: Path, rank: int, world_size: int, pieces: Sequence[Piece]) -> 
     by_place = {(piece.key, piece.offsets): piece for piece in pieces}
     written = writer.write_data(plan, _Source(by_place))
     written.wait()
-    results = written.value()
-    receipt = json.dumps([_receipt(result, by_place) for result in results])
-    return receipt, {result.storage_data.relative_path for result in results}
+    chunks = [_receipt(result, by_place, files.written) for result in written.value()]
+    return json.dumps({"chunks": chunks, "files": files.sums()})
 
 
-def write_index(folder: Path, receipts: Sequence[str]) -> None:
-    """Writes DCP's index of all ranks' files (their receipts, in the order of ranks), and syncs it."""
+def sums_of(receipts: Sequence[str]) -> Sums:
+    """Sizes and checksums of all ranks' files."""
+    return {name: tuple(said) for one in receipts for name, said in json.loads(one)["files"].items()}
+
+
+def index_of(receipts: Sequence[str]) -> Index:
+    """ecemb's index of all ranks' files."""
+    found: dict[str, StoredTensor] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for receipt in receipts:
+        for key, shape, dtype, offsets, sizes, file, at, length, *sums in json.loads(receipt)["chunks"]:
+            found[key] = StoredTensor(dtype, tuple(shape), ())
+            chunk = Chunk(file, at, length, *_rows(offsets, sizes), (sums[0], sums[1]))
+            chunks.setdefault(key, []).append(chunk)
+    return {key: StoredTensor(one.dtype, one.shape, tuple(chunks[key])) for key, one in found.items()}
+
+
+def write_index(fd: int, folder: Path, receipts: Sequence[str]) -> Sums:
+    """Writes DCP's index of all ranks' files (their receipts, in the order of ranks), and syncs it.
+
+    Returns:
+        Size and checksum of the index.
+    """
     chunks: dict[str, TensorStorageMetadata] = {}
     results: list[list[WriteResult]] = []
     for receipt in receipts:
         results.append([])
-        for key, shape, dtype, offsets, sizes, file, at, length in json.loads(receipt):
+        for key, shape, dtype, offsets, sizes, file, at, length, *_ in json.loads(receipt)["chunks"]:
             properties = TensorProperties(dtype=getattr(torch, dtype))
             whole = chunks.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
             whole.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             place = StorageInfo(file, at, length)
             results[-1].append(WriteResult(MetadataIndex(key, offsets), length, place))
     index = Metadata(dict(chunks), planner_data={key: (key,) for key in chunks})
-    FileSystemWriter(folder, sync_files=True).finish(index, results)
+    files = _Files(fd)
+    _writer(files, folder).finish(index, results)
+    return files.sums()
 
 
-def read(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Overwrites the pieces' tensors with the stored values. Unpickles the index.
+def older_index(content: bytes) -> Index:
+    """The index of a checkpoint of an older ecemb, from the content of DCP's index.
 
     Raises:
-        CheckpointMismatch: the tensor is missing, or has another shape or type.
-        CheckpointFailed: a part of a tensor is missing.
+        Exception: of any class, if it is another pickle.
     """
-    reader = FileSystemReader(folder)
-    index = reader.read_metadata()
-    plan = LoadPlan([item for piece in pieces for item in _read_items(folder, index, piece)])
-    reader.set_up_storage_reader(index, False)
-    reader.read_data(plan, _Target(pieces)).wait()
+    index = _Unpickler(io.BytesIO(content)).load()
+    places = {
+        (one.fqn, tuple(one.offset or ())): cast(StorageInfo, place)
+        for one, place in cast("dict[MetadataIndex, Any]", index.storage_data).items()
+    }
+    found: dict[str, StoredTensor] = {}
+    for key, whole in cast("dict[str, TensorStorageMetadata]", index.state_dict_metadata).items():
+        chunks: list[Chunk] = []
+        for one in whole.chunks:
+            place = places[key, tuple(one.offsets)]
+            at = (place.relative_path, place.offset, place.length)
+            chunks.append(Chunk(*at, *_rows(one.offsets, one.sizes), None))
+        dtype = str(whole.properties.dtype).removeprefix("torch.")
+        found[key] = StoredTensor(dtype, tuple(whole.size), tuple(chunks))
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of DCP's index only: each of them holds values, and runs nothing."""
+
+    _KNOWN: Final = {
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+            *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "torch": {"Size"},
+    }
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.partition(".")[0] == "pathlib":  # the folder's path at the save; not used
+            return _joined
+        if module_name == "torch" and isinstance(kind := getattr(torch, global_name, None), torch.dtype):
+            return kind
+        if global_name in self._KNOWN.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} doesn't belong into DCP's index")
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
+class _SummedFile(io.RawIOBase):
+    """A new file that is written from its begin to its end, with its checksum after each write.
+
+    Attributes:
+        sums: the checksum (crc32) of the bytes up to a place, by place; of the begin and end of each write.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._at = 0
+        self.sums: dict[int, int] = {0: 0}
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data).cast("B")
+        total, summed = len(left), zlib.crc32(left, self.sums[self._at])
+        while left:
+            left = left[os.write(self._fd, left) :]
+        self._at += total
+        self.sums[self._at] = summed
+        return total
+
+    def tell(self) -> int:
+        return self._at
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+        super().close()
+
+    @property
+    def sum(self) -> tuple[int, int]:
+        """Number of bytes and checksum of all of it."""
+        return self._at, self.sums[self._at]
+
+
+class _Files(FileSystemBase):
+    """DCP's file system: the folder of a descriptor, whose files are new.
+
+    Attributes:
+        written: the files by name.
+    """
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+        self.written: dict[str, _SummedFile] = {}
+
+    def sums(self) -> Sums:
+        return {name: file.sum for name, file in self.written.items()}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        stream = _SummedFile(os.open(path, flags, FILE_MODE, dir_fd=self._folder))
+        self.written[os.fspath(path)] = stream
+        with contextlib.closing(stream):
+            yield stream
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        os.rename(path, new_path, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self.written[os.fspath(new_path)] = self.written.pop(os.fspath(path))
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return path
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return os.fspath(path) in os.listdir(self._folder)
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        os.unlink(path, dir_fd=self._folder)
+
+
+def _writer(files: _Files, folder: Path) -> FileSystemWriter:
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.fs = files  # pyright: ignore[reportAttributeAccessIssue] - where DCP's own fsspec writer sets its own
+    return writer
 
 
 class _Source(SavePlanner):
@@ -117,76 +283,27 @@ class _Source(SavePlanner):
         return self._pieces[index.fqn, tuple(index.offset or ())].tensor
 
 
-class _Target(LoadPlanner):
-    """Takes the pieces' values from DCP's reader."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = {(piece.key, piece.offsets): piece for piece in pieces}
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index
-        tensor = self._pieces[index.fqn, tuple(index.offset or ())].tensor
-        for dimension, (at, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, at, size)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
 def _write_item(piece: Piece) -> WriteItem:
-    properties = TensorProperties(dtype=piece.tensor.dtype)
-    data = TensorWriteData(_chunk(piece), properties, torch.Size(piece.shape))
+    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+    data = TensorWriteData(chunk, TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
     return WriteItem(MetadataIndex(piece.key, piece.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
+def _rows(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """First row and number of rows of a chunk: ecemb's chunks are runs of whole rows."""
+    return (offsets[0], sizes[0]) if sizes else (0, 1)
+
+
 def _receipt(
-    result: WriteResult, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]
-) -> tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...], str, int, int]:
+    result: WriteResult,
+    pieces: Mapping[tuple[str, tuple[int, ...]], Piece],
+    files: Mapping[str, _SummedFile],
+) -> tuple[Any, ...]:
+    """A chunk: tensor, its place in the whole tensor, its place in a file, and checksums around it."""
     place = result.storage_data
     piece = pieces[result.index.fqn, tuple(result.index.offset or ())]
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
-    sizes = tuple(piece.tensor.shape)
     at = (place.relative_path, place.offset, place.length)
-    return (piece.key, piece.shape, dtype, piece.offsets, sizes, *at)
-
-
-def _read_items(folder: Path, index: Metadata, piece: Piece) -> list[ReadItem]:
-    whole = index.state_dict_metadata.get(piece.key)
-    if not isinstance(whole, TensorStorageMetadata):
-        raise CheckpointMismatch(
-            f"{folder} has no tensor {piece.key!r}, which this training needs: run the script that saved it, "
-            f"or pass another resume="
-        )
-    stored = (whole.properties.dtype, tuple(whole.size))
-    if stored != (piece.tensor.dtype, piece.shape):
-        raise CheckpointMismatch(
-            f"{piece.key!r} in {folder} is {stored[0]} of shape {stored[1]}, and this training needs "
-            f"{piece.tensor.dtype} of shape {piece.shape}: run the script that saved it, or pass another "
-            f"resume="
-        )
-    items = create_read_items_for_chunk_list(piece.key, whole, [_chunk(piece)])
-    found = sum(math.prod(item.lengths) for item in items)
-    if found != piece.tensor.numel():
-        raise CheckpointFailed(
-            f"{folder} is damaged: {found} of {piece.tensor.numel()} values of {piece.key!r} are there; to "
-            f"use the checkpoint before it, move this folder away"
-        )
-    return items
+    sums = files[place.relative_path].sums
+    around = (sums[place.offset], sums[place.offset + place.length])
+    return (piece.key, piece.shape, dtype, piece.offsets, tuple(piece.tensor.shape), *at, *around)

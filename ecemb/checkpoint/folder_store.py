@@ -1,19 +1,24 @@
 """A folder of checkpoints that plain torch.distributed.checkpoint reads.
 
-    {path}/step-000000001234/.metadata       DCP's index, a pickle; written last by DCP
-                             __0_0.distcp    the pieces of rank 0, as DCP writes them
-                             ecemb.json      facts: step, job, world size, tables
-    {path}/finished-{job}                    the job was closed
+    {path}/step-000000001234/.metadata           DCP's index, a pickle, for readers without ecemb
+                             __0_0.distcp        the pieces of rank 0, as DCP writes them
+                             ecemb-index.json    the rows in these files, and checksums of them
+                             ecemb.json          facts: step, job, world size, tables; size and checksum of
+                                                 every other file, and its own
+    {path}/finished-{job}                        the job was closed
 
 Owns these names, and the way a checkpoint appears: it is written in a hidden folder next to its place,
 synced, and at last renamed. So a folder with a checkpoint's name is complete, and a hidden folder is a
 leftover of a killed save: the next save removes it.
 
+Invariant: no byte of a checkpoint is used before its checksum was verified. A checkpoint that an older ecemb
+wrote has no checksums: it is read all the same, and a line in the log says so.
+
 DCP's index is a pickle. It is loaded only if no user but this one (or root) can have written it: owner and
 mode of the folders and files are checked, symbolic links refused.
 
-torch.distributed.checkpoint takes a second to import: `dcp` is imported by the first save or load, so that no
-restart pays for it. Must not know: arenas, the network, DCP's own types.
+torch.distributed.checkpoint takes a second to import: `dcp` is imported by the first save, so that no restart
+pays for it. Must not know: arenas, the network, DCP's own types.
 """
 
 from __future__ import annotations
@@ -27,18 +32,22 @@ import secrets
 import shutil
 import stat
 import time
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
+from . import index
+from .index import Index, damaged
 from .interface import Piece, Stored, is_stored
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
 FACTS = "ecemb.json"
-_INDEX = ".metadata"  # dcp.INDEX, without importing it
+INDEX = "ecemb-index.json"
+_INDEX_OF_DCP = ".metadata"  # dcp.INDEX, without importing it
 _MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
 _NAME = re.compile(r"step-(\d{12,})")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
@@ -56,6 +65,9 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(os.path.abspath(os.fspath(path)))
+        self.tells: bool = True
+        """Whether this process logs what every process that reads the folder would log."""
+        self._read_last: tuple[str, object, Index] | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -85,11 +97,9 @@ class CheckpointFolder:
 
         folder = self.path / token
         self._await_sight(folder)
-        with _told(folder, "written"):
-            receipt, files = dcp.write(folder, rank, world_size, pieces)
-            for name in files:
-                _close_to_others(folder / name)
-            _sync(folder)
+        with _told(folder, "written"), _opened(folder) as fd:
+            receipt = dcp.write(fd, folder, rank, world_size, pieces)
+            os.fsync(fd)
         return receipt
 
     def commit(self, token: str, facts: Mapping[str, Any], receipts: Sequence[str]) -> None:
@@ -97,12 +107,12 @@ class CheckpointFolder:
         from . import dcp
 
         folder = self.path / token
-        with _told(folder, "written"):
-            dcp.write_index(folder, receipts)
-            _close_to_others(folder / dcp.INDEX)
-            save = {"save": token.rpartition(".")[2]}  # the same step may be saved again, in its place
-            _write_text(folder / FACTS, json.dumps({**facts, **save}, sort_keys=True))
-            _sync(folder)
+        with _told(folder, "written"), _opened(folder) as fd:
+            files = dcp.sums_of(receipts) | dcp.write_index(fd, folder, receipts)
+            files[INDEX] = _write_text(fd, INDEX, index.text_of(dcp.index_of(receipts)))
+            save = token.rpartition(".")[2]  # the same step may be saved again, in its place
+            _write_text(fd, FACTS, index.signed({**facts, "save": save, "files": files}))
+            os.fsync(fd)
             os.rename(folder, self.path / _name(facts["step"]))  # makes it visible
             _sync(self.path)
 
@@ -132,7 +142,8 @@ class CheckpointFolder:
         hidden = self.path / f".step-{step:012d}.{secrets.token_hex(8)}"
         with _told(self.path, "written"):
             self._make()
-            _write_text(hidden, json.dumps({"job": job, "step": step}))
+            with _opened(self.path) as fd:
+                _write_text(fd, hidden.name, json.dumps({"job": job, "step": step}))
             os.rename(hidden, self._finished(job))
             _sync(self.path)
 
@@ -147,7 +158,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointInsecure: another user could have written it.
-            CheckpointFailed: its facts can't be read.
+            CheckpointFailed: its facts can't be read, or are not as they were written.
             CheckpointMismatch: the folder is itself a checkpoint, or holds those of another store.
         """
         with _told(self.path, "read"):
@@ -162,33 +173,59 @@ class CheckpointFolder:
             _check_ours(folder, folder=True)
             with _missing_named(folder):
                 _check_ours(folder / FACTS, folder=False)
-                text = (folder / FACTS).read_text()
+                text = (folder / FACTS).read_bytes()
             try:
-                facts = json.loads(text)
+                facts = index.facts_in(text)
                 step = int(facts["step"])
             except (ValueError, KeyError, TypeError) as error:
-                raise _damaged(folder, f"{FACTS}: {error!r}") from error
+                raise damaged(folder, f"{FACTS}: {error}") from None
             if names[-1] != _name(step):
-                raise _damaged(folder, f"{FACTS} is that of step {step}")
+                raise damaged(folder, f"{FACTS} is that of step {step}")
             return Stored(names[-1], step, facts)
 
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
-        """See `CheckpointReader`."""
-        from . import dcp
+        """See `CheckpointReader`.
 
+        Raises:
+            CheckpointFailed: a file is missing, or is not as it was written.
+            CheckpointInsecure: another user could have written it.
+        """
         folder = self.path / stored.name
-        with _told(folder, "read"):
+        with _told(folder, "read"), _missing_named(folder):
             _check_ours(self.path, folder=True)
             _check_ours(folder, folder=True)
-            for entry in sorted(os.listdir(folder)):
-                _check_ours(folder / entry, folder=False)
-            try:
-                with _missing_named(folder):
-                    dcp.read(folder, pieces)
-            except (EcembError, OSError):
-                raise
-            except Exception as error:  # on damaged bytes, torch and pickle raise errors of any class
-                raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+            with _opened(folder) as fd:
+                found = self._index(stored, folder, fd)
+                index.read(folder, found, pieces, lambda name: _open_file(fd, folder / name))
+
+    def _index(self, stored: Stored, folder: Path, fd: int) -> Index:
+        """The index of a checkpoint, whose files are all there then, with the sizes that were written."""
+        last, save = self._read_last, stored.facts.get("save")
+        if last is not None and last[:2] == (stored.name, save):
+            return last[2]
+        for entry in sorted(os.listdir(fd)):
+            _check_ours(folder / entry, folder=False)
+        files = stored.facts.get("files")
+        try:
+            found = self._older_index(folder, fd) if files is None else _checked_index(folder, fd, files)
+        except (EcembError, OSError):
+            raise
+        except Exception as error:  # on damaged bytes, json and pickle raise errors of any class
+            raise damaged(folder, f"its index: {type(error).__name__}: {error}") from error
+        self._read_last = (stored.name, save, found)
+        return found
+
+    def _older_index(self, folder: Path, fd: int) -> Index:
+        from . import dcp
+
+        logger.log(
+            logging.WARNING if self.tells else logging.DEBUG,
+            "%s has no checksums, for an older ecemb wrote it: whether its bits are those that were saved "
+            "can't be verified; what guard.save() writes from now on has checksums",
+            folder,
+        )
+        with open(_open_file(fd, folder / dcp.INDEX), "rb") as file:
+            return dcp.older_index(file.read())
 
     def _finished(self, job: str) -> Path:
         return self.path / f"finished-{job}"
@@ -201,7 +238,7 @@ class CheckpointFolder:
     def _check_no_others(self) -> None:
         """Raises CheckpointMismatch for checkpoints of another kind: training would begin at step 0."""
         inside = sorted(os.listdir(self.path))
-        if FACTS in inside or _INDEX in inside:
+        if FACTS in inside or _INDEX_OF_DCP in inside:
             raise CheckpointMismatch(
                 f"{self.path} is itself a checkpoint, not a folder of checkpoints: pass the folder above "
                 f"it, {self.path.parent}"
@@ -263,13 +300,44 @@ def _missing_named(folder: Path) -> Generator[None]:
     except FileNotFoundError as error:
         if not folder.is_dir():  # removed meanwhile
             raise
-        raise _damaged(folder, f"{os.path.basename(error.filename or 'a file')} is missing") from error
+        raise damaged(folder, f"{os.path.basename(error.filename or 'a file')} is missing") from None
 
 
-def _damaged(folder: Path, what: str) -> CheckpointFailed:
-    return CheckpointFailed(
-        f"{folder} is damaged ({what}): to use the checkpoint before it, move this folder away"
-    )
+def _checked_index(folder: Path, fd: int, files: Mapping[str, Sequence[int]]) -> Index:
+    """The index of a checkpoint with checksums. The files of rows are verified as they are read."""
+    for name, (size, written) in sorted(files.items()):
+        file = _open_file(fd, folder / name)
+        try:
+            if name in (INDEX, _INDEX_OF_DCP):
+                problem = index.check_file(file, size, written)
+            else:
+                problem = index.check_size(os.fstat(file).st_size, size)
+        finally:
+            os.close(file)
+        if problem:
+            raise damaged(folder, f"{name}: {problem}")
+    with open(_open_file(fd, folder / INDEX), "rb") as text:
+        found = index.index_of(text.read())
+    if strangers := {one.file for tensor in found.values() for one in tensor.chunks} - files.keys():
+        raise damaged(folder, f"{INDEX} names {sorted(strangers)}, which {FACTS} doesn't")
+    return found
+
+
+def _open_file(fd: int, path: Path) -> int:
+    """A descriptor of a file of the folder that `fd` is a descriptor of."""
+    try:
+        return os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+@contextmanager
+def _opened(folder: Path) -> Generator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _check_ours(path: Path, *, folder: bool) -> None:
@@ -302,12 +370,15 @@ def _close_to_others(path: Path) -> None:
         os.chmod(path, mode & ~_OTHERS_WRITE)
 
 
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "x") as file:
-        file.write(text)
+def _write_text(fd: int, name: str, text: str) -> tuple[int, int]:
+    """Writes and syncs a new file; returns the number of its bytes and their checksum."""
+    content = text.encode()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(name, flags, 0o644, dir_fd=fd), "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    _close_to_others(path)
+    return len(content), zlib.crc32(content)
 
 
 def _sync(folder: Path) -> None:

@@ -367,6 +367,8 @@ def find(reader: CheckpointReader, transport: Transport, job: str | None) -> Sto
         CheckpointFailed: the ranks see different checkpoints; or as the reader.
     """
     found: list[Stored | None] = [None]
+    if isinstance(reader, CheckpointFolder):
+        reader.tells = transport.rank == 0
 
     def look() -> str:
         if job is not None and (where := reader.finished(job)):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import pickle
 import random
 import re
+import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +20,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor
 
-from ecemb.checkpoint import Piece
+from ecemb.checkpoint import Piece, Stored
 from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch
 from support.killed_child import cut_off
@@ -152,7 +157,7 @@ def test_a_folder_is_of_one_training(tmp_path: Path) -> None:
         folder.newest()
 
 
-@pytest.mark.parametrize("gone", ["ecemb.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("gone", ["ecemb.json", "ecemb-index.json", ".metadata", "__0_0.distcp"])
 def test_a_checkpoint_that_lacks_a_file_is_named_with_the_file(gone: str, tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     save(folder, 1)
@@ -177,3 +182,146 @@ def test_a_step_that_is_saved_again_is_another_checkpoint(tmp_path: Path) -> Non
         assert stored is not None
         saves.add(stored.facts["save"])
     assert len(saves) == 2
+
+
+FILES = ("ecemb.json", "ecemb-index.json", ".metadata", "__0_0.distcp", "__1_0.distcp")
+
+
+def newest_or_none(path: Path) -> Stored | None:
+    """The newest checkpoint; None if it is damaged."""
+    with contextlib.suppress(CheckpointFailed):
+        return CheckpointFolder(path).newest()
+    return None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_changed_bit_is_read(name: str, tmp_path: Path, seed: int) -> None:
+    """Any bit of any file; of facts, whose text may vary, the values are the same, or they are refused."""
+    save(CheckpointFolder(tmp_path), 3)
+    inside = tmp_path / "step-000000000003"
+    good, stored = (inside / name).read_bytes(), CheckpointFolder(tmp_path).newest()
+    assert stored is not None and {path.name for path in inside.iterdir()} == set(FILES)
+    draw = random.Random(seed)
+    for bit in draw.sample(range(8 * len(good)), 200):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << bit % 8
+        (inside / name).write_bytes(content)
+        if name == "ecemb.json" and newest_or_none(tmp_path) == stored:
+            continue
+        with refused(CheckpointFailed, str(inside), "is damaged", name, "move this folder away"):
+            load(CheckpointFolder(tmp_path))
+    (inside / name).write_bytes(good)
+    assert torch.equal(load(CheckpointFolder(tmp_path))[1], rows(3))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_size_is_not_read(name: str, tmp_path: Path) -> None:
+    save(CheckpointFolder(tmp_path), 3)
+    path = tmp_path / "step-000000000003" / name
+    good = path.read_bytes()
+    for content in (good[:-1], good[: len(good) // 2], b"", good + b"x"):
+        path.write_bytes(content)
+        with refused(CheckpointFailed, "is damaged", name, "move this folder away"):
+            load(CheckpointFolder(tmp_path))
+
+
+def test_a_damage_after_the_first_read_is_found(tmp_path: Path) -> None:
+    """A rank reads piece by piece: each is verified when it is read, and nothing of a bad one is used."""
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 3)
+    load(folder)
+    path = tmp_path / "step-000000000003" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(rows(3)[4].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    stored = folder.newest()
+    assert stored is not None
+    found = torch.full((ROWS, 3), -1.0)
+    expected = stored.facts["files"]["__1_0.distcp"][1]
+    with refused(CheckpointFailed, "__1_0.distcp", "checksum (crc32)", f"{expected} was written"):
+        folder.read(stored, [Piece("t", (ROWS, 3), 2, found[2:])])
+    assert (found == -1).all()
+    folder.read(stored, [Piece("t", (ROWS, 3), 0, found[:2])])
+    assert torch.equal(found[:2], rows(3)[:2])
+
+
+def test_checksums_are_those_that_other_programs_compute(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 3)
+    stored = folder.newest()
+    assert stored is not None
+    inside = tmp_path / stored.name
+    contents = {path.name: path.read_bytes() for path in inside.iterdir() if path.name != "ecemb.json"}
+    assert stored.facts["files"] == {
+        name: [len(content), zlib.crc32(content)] for name, content in contents.items()
+    }
+
+
+def older(folder: Path, step: int) -> Path:
+    """Makes a checkpoint one of an ecemb that wrote neither an index nor checksums."""
+    inside = folder / f"step-{step:012d}"
+    (inside / "ecemb-index.json").unlink()
+    (inside / "ecemb.json").write_text(json.dumps(facts(step) | {"save": "0123456789abcdef"}))
+    return inside
+
+
+def test_a_checkpoint_without_checksums_is_read_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(CheckpointFolder(tmp_path), 3)
+    older(tmp_path, 3)
+    folder = CheckpointFolder(tmp_path)
+    for _ in range(2):
+        step, found = load(folder)
+        assert step == 3 and torch.equal(found, rows(3))
+    [record] = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "step-000000000003 has no checksums" in record.getMessage()
+    caplog.clear()
+    other = CheckpointFolder(tmp_path)
+    other.tells = False
+    load(other)
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    save(folder, 4)
+    assert torch.equal(load(folder)[1], rows(4))
+
+
+def test_a_checkpoint_without_checksums_runs_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "was here"),))
+
+    save(CheckpointFolder(tmp_path), 3)
+    inside = older(tmp_path, 3)
+    good = (inside / ".metadata").read_bytes()
+    for evil in (Evil(), {"state_dict_metadata": Evil()}, torch.nn.Linear(1, 1), subprocess.Popen):
+        (inside / ".metadata").write_bytes(pickle.dumps(evil))
+        with refused(CheckpointFailed, "is damaged", "doesn't belong into DCP's index"):
+            load(CheckpointFolder(tmp_path))
+    assert not (tmp_path / "was here").exists()
+    for content in (b"", good[:-5], b"x" + good, pickle.dumps(3)):
+        (inside / ".metadata").write_bytes(content)
+        with refused(CheckpointFailed, "is damaged", "move this folder away"):
+            load(CheckpointFolder(tmp_path))
+    (inside / ".metadata").write_bytes(good)
+    (inside / "__1_0.distcp").write_bytes((inside / "__1_0.distcp").read_bytes()[:-9])
+    with refused(CheckpointFailed, "is damaged", "__1_0.distcp", "rows were written up to byte"):
+        load(CheckpointFolder(tmp_path))
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 3)
+    with (
+        mock.patch("pickle.Unpickler", None),
+        mock.patch("pickle.load", None),
+        mock.patch("torch.load", None),
+    ):
+        assert torch.equal(load(folder)[1], rows(3))
+
+
+def test_plain_dcp_reads_a_checkpoint(tmp_path: Path) -> None:
+    save(CheckpointFolder(tmp_path), 3)
+    found = {"t": torch.zeros(ROWS, 3)}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "step-000000000003", no_dist=True)
+    assert torch.equal(found["t"], rows(3))

@@ -1,0 +1,73 @@
+"""ecemb's index of a checkpoint: rows by their places in files, of every dtype, in any runs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecemb.checkpoint import Piece, dcp, index
+from ecemb.errors import CheckpointFailed, CheckpointMismatch
+from support.refusals import refused
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int8", "uint8", "bool", "complex64")
+
+
+def written(folder: Path, ranks: list[list[Piece]]) -> index.Index:
+    """The index of what ranks have written, through its text."""
+    fd = os.open(folder, os.O_RDONLY)
+    receipts = [dcp.write(fd, folder, rank, len(ranks), pieces) for rank, pieces in enumerate(ranks)]
+    os.close(fd)
+    made = dcp.index_of(receipts)
+    found = index.index_of(index.text_of(made))
+    assert found == made
+    return found
+
+
+def read(folder: Path, found: index.Index, pieces: list[Piece]) -> None:
+    index.read(folder, found, pieces, lambda name: os.open(folder / name, os.O_RDONLY))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_come_back_in_other_runs(dtype: str, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    shape = (draw.randint(1, 40), *[draw.randint(0, 5) for _ in range(draw.randint(0, 2))])
+    whole = torch.randn(shape).mul(100).to(getattr(torch, dtype))
+    cuts = [0, *sorted(draw.choices(range(shape[0] + 1), k=4)), shape[0]]
+    runs = [Piece("t", shape, a, whole[a:b].clone()) for a, b in itertools.pairwise(cuts)]
+    runs = [run for run in runs if len(run.tensor)]
+    draw.shuffle(runs)
+    found = written(tmp_path, [runs[::2], runs[1::2]])
+    for _ in range(5):
+        a, b = sorted(draw.choices(range(shape[0] + 1), k=2))
+        middle, out = draw.randint(a, b), torch.zeros_like(whole)
+        pieces = [Piece("t", shape, a, out[a:middle]), Piece("t", shape, middle, out[middle:b])]
+        read(tmp_path, found, pieces)
+        assert (
+            out[a:b].reshape(-1).view(torch.uint8).tolist()
+            == whole[a:b].reshape(-1).view(torch.uint8).tolist()
+        )
+        assert not out[:a].any() and not out[b:].any()
+
+
+def test_tensors_without_dimensions_and_without_rows(tmp_path: Path) -> None:
+    pieces = [Piece("s", (), 0, torch.tensor(2.5)), Piece("e", (0, 3), 0, torch.empty(0, 3))]
+    found, out = written(tmp_path, [pieces]), torch.tensor(0.0)
+    read(tmp_path, found, [Piece("s", (), 0, out), Piece("e", (0, 3), 0, torch.empty(0, 3))])
+    assert out == 2.5
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    found = written(tmp_path, [[Piece("t", (4, 2), 0, torch.ones(3, 2))]])
+    with refused(CheckpointMismatch, str(tmp_path), "no tensor 'u'"):
+        read(tmp_path, found, [Piece("u", (4, 2), 0, torch.ones(3, 2))])
+    with refused(CheckpointMismatch, "float32 of shape (4, 2)", "float64 of shape (4, 2)"):
+        read(tmp_path, found, [Piece("t", (4, 2), 0, torch.ones(3, 2, dtype=torch.float64))])
+    with refused(CheckpointMismatch, "float32 of shape (4, 2)", "float32 of shape (5, 2)"):
+        read(tmp_path, found, [Piece("t", (5, 2), 0, torch.ones(3, 2))])
+    with refused(CheckpointFailed, "2 of 3 rows of 't' are there", "move this folder away"):
+        read(tmp_path, found, [Piece("t", (4, 2), 1, torch.ones(3, 2))])
