@@ -200,9 +200,10 @@ class CheckpointFailed(CheckpointError):
 
 
 class CheckpointInsecure(CheckpointError):
-    """Owner, permissions or a symbolic link let other users write the files to load.
+    """Owner, permissions or a symbolic link let other users write the files to load, or replace their folder.
 
-    Revoke the write permission of others (`chmod -R go-w`), or copy the folder, if you trust its content.
+    Revoke the write permission of others (`chmod -R go-w`), or copy the folder, if you trust its content. If
+    the message names a folder above it, save to a folder where each level above is yours or root's.
     """
 
 

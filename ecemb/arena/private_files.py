@@ -1,10 +1,12 @@
-"""Folders and files that only this user can create or change.
+"""Folders and files that only this user, or root, can create or change.
 
     {arena_dir}/ecemb-{uid}/{job}/{host}/{file}
 
 Owns the names, creation, opening and removal of these levels: each level is opened from the level above,
 symbolic links are refused, the owner must be this process's user, and the mode must be 0700 for folders and
-0600 for files. Must not know the content of files.
+0600 for files. `descend` opens the levels above a folder of any place, from the root on.
+
+Must not know the content of files.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ArenaError, ArenaInsecure, ConfigurationError, NotEnoughSpace
+from ..errors import ArenaError, ArenaInsecure, ConfigurationError, EcembError, NotEnoughSpace
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
+_SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+_LINKS = 40  # as many as the kernel follows
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ATTEMPTS = 100
 """Attempts to create a level while other processes remove the empty folder."""
 
@@ -330,6 +335,107 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = False) -> int:
+    """Opens a folder, and all levels above it, each from the one above.
+
+    Each level is judged by its descriptor, as sshd judges the levels above a key: it belongs to root or to
+    this user, and no other user may write to it, unless its sticky bit keeps others from replacing what is in
+    it. So no other user can put something else in the place of what is opened from the descriptor. Symbolic
+    links are followed here, not by the kernel: a link belongs to root or to this user, and lies in a folder
+    that is judged as well.
+
+    Args:
+        path: absolute.
+        refused: makes the error for a level that other users can change, from a text about it.
+        create: whether to make missing levels; no other user can write to these.
+
+    Returns:
+        A descriptor to open from and to make in; it can't be listed or synced.
+
+    Raises:
+        OSError: a level is missing, or is no folder, or can't be opened.
+    """
+    fd, at = os.open("/", _SEARCH), Path("/")
+    left, links = list(path.parts[:0:-1]), 0
+    try:
+        _check_above(os.fstat(fd), at, refused)
+        while left:
+            name = left.pop()
+            if create:
+                make_level(fd, name)
+            target = _link(fd, name, at / name, refused)
+            if target is None:
+                below, at = os.open(name, _SEARCH, dir_fd=fd), Path(os.path.normpath(at / name))
+            else:
+                links += 1
+                if links > _LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                left += reversed(target.relative_to(target.anchor).parts)
+                below = os.open(target.anchor or ".", _SEARCH, dir_fd=fd)
+                at = Path(target.anchor) if target.anchor else at
+            os.close(fd)
+            fd = below
+            _check_above(os.fstat(fd), at, refused)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_level(above: int, name: str) -> None:
+    """Makes a folder that is missing, to which no other user can write, and syncs the one above."""
+    try:
+        os.stat(name, dir_fd=above, follow_symlinks=False)
+        return
+    except FileNotFoundError:
+        pass
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o777 & ~_OTHERS_WRITE, dir_fd=above)
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=above)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _link(above: int, name: str, path: Path, refused: Callable[[str], EcembError]) -> Path | None:
+    """The target of a symbolic link that only root or this user can have made; None: it is no link."""
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISLNK(status.st_mode):
+            return None
+        if status.st_uid not in (0, os.geteuid()):
+            raise refused(f"{path} is a symbolic link of user {status.st_uid}, who can let it show elsewhere")
+        return Path(os.readlink("", dir_fd=fd))
+    finally:
+        os.close(fd)
+
+
+def _check_above(status: os.stat_result, path: Path, refused: Callable[[str], EcembError]) -> None:
+    """Raises `refused` if another user than root could replace what is in the folder `path`."""
+    if status.st_uid not in (0, os.geteuid()) and _is_mapped(status.st_uid):
+        raise refused(f"{path} belongs to user {status.st_uid}, who can replace what is in it")
+    if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        raise refused(
+            f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can replace what is in it (take "
+            f"their right to write with `chmod go-w {path}`, or set its sticky bit)"
+        )
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether a file's owner is that user, and not any that this user namespace has no number for.
+
+    A container without root shows the host's root so.
+    """
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without such namespaces
+        return True
+    ranges = [tuple(map(int, line.split())) for line in lines]
+    return any(first <= uid < first + count for first, _, count in ranges)
 
 
 @contextmanager

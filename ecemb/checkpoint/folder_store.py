@@ -14,8 +14,10 @@ leftover of a killed save: the next save removes it.
 Invariant: no byte of a checkpoint is used before its checksum was verified. A checkpoint that an older ecemb
 wrote has no checksums: it is read all the same, and a line in the log says so.
 
-DCP's index is a pickle. It is loaded only if no user but this one (or root) can have written it: owner and
-mode of the folders and files are checked, symbolic links refused.
+Invariant: only what no user but this one (or root) can have written is used. The levels above are opened and
+judged by `private_files.descend`; the folder, a checkpoint's folder and each file are opened from the level
+above without following links, and owner and mode are those of the descriptor that is read or written, on
+every rank. So a folder that is swapped in between changes nothing.
 
 torch.distributed.checkpoint takes a second to import: `dcp` is imported by the first save, so that no restart
 pays for it. Must not know: arenas, the network, DCP's own types.
@@ -24,12 +26,12 @@ pays for it. Must not know: arenas, the network, DCP's own types.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 import zlib
@@ -38,6 +40,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..arena import private_files
 from ..errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
 from . import index
 from .index import Index, damaged
@@ -52,6 +55,8 @@ _MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
 _NAME = re.compile(r"step-(\d{12,})")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER_MODE = 0o777 & ~_OTHERS_WRITE  # whatever the umask is
+_FILE_MODE = 0o666 & ~_OTHERS_WRITE
 SIGHT_S = 5.0  # time until other hosts see a new folder on a network file system
 _POLL_S = 0.1
 
@@ -80,15 +85,14 @@ class CheckpointFolder:
             CheckpointInsecure: another user can write to the folder.
             CheckpointFailed: the folder can't be made or written to.
         """
-        with _told(self.path, "written"):
-            self._make()
-            if is_stored(self.path, self.newest(), step, facts):
+        with _told(self.path, "written"), self._opened(create=True) as top:
+            if is_stored(self.path, self._newest(top), step, facts):
                 return ""
-            for entry in self._hidden():  # not before the check: in another job's folder these are its files
-                _remove(entry)
-            token = f".step-{step:012d}.{secrets.token_hex(8)}"
-            os.mkdir(self.path / token)
-            _close_to_others(self.path / token)
+            # not before the check: in another job's folder these are its files
+            for name in filter(_HIDDEN.fullmatch, os.listdir(top)):
+                _remove(top, name)
+            token = _hidden(_name(step))
+            os.mkdir(token, _FOLDER_MODE, dir_fd=top)
         return token
 
     def write(self, token: str, rank: int, world_size: int, pieces: Sequence[Piece]) -> str:
@@ -96,8 +100,9 @@ class CheckpointFolder:
         from . import dcp
 
         folder = self.path / token
-        self._await_sight(folder)
-        with _told(folder, "written"), _opened(folder) as fd:
+        with _told(folder, "written"):
+            self._await_sight(token)
+        with _told(folder, "written"), self._opened() as top, _level(top, folder) as fd:
             receipt = dcp.write(fd, folder, rank, world_size, pieces)
             os.fsync(fd)
         return receipt
@@ -107,28 +112,31 @@ class CheckpointFolder:
         from . import dcp
 
         folder = self.path / token
-        with _told(folder, "written"), _opened(folder) as fd:
+        with _told(folder, "written"), self._opened() as top, _level(top, folder) as fd:
             files = dcp.sums_of(receipts) | dcp.write_index(fd, folder, receipts)
             files[INDEX] = _write_text(fd, INDEX, index.text_of(dcp.index_of(receipts)))
             save = token.rpartition(".")[2]  # the same step may be saved again, in its place
             _write_text(fd, FACTS, index.signed({**facts, "save": save, "files": files}))
             os.fsync(fd)
-            os.rename(folder, self.path / _name(facts["step"]))  # makes it visible
-            _sync(self.path)
+            name = _name(facts["step"])
+            os.rename(token, name, src_dir_fd=top, dst_dir_fd=top)  # makes it visible
+            os.fsync(top)
 
     def discard(self, token: str) -> None:
         """See `CheckpointWriter`."""
-        _remove(self.path / token)
+        with self._opened() as top:
+            _remove(top, token)
 
     def retain(self, keep: int) -> None:
         """See `CheckpointWriter`. A folder that can't be removed is logged."""
-        for name in self._complete()[: -max(keep, 1)]:
-            hidden = self.path / f".{name}.{secrets.token_hex(8)}"
-            try:
-                os.rename(self.path / name, hidden)  # a partial checkpoint must not have a checkpoint's name
-                _remove(hidden)
-            except OSError as error:
-                logger.warning("the old checkpoint %s can't be removed: %s", self.path / name, error)
+        with self._opened() as top:
+            for name in _complete(top)[: -max(keep, 1)]:
+                hidden = _hidden(name)
+                try:  # a partial checkpoint must not have a checkpoint's name
+                    os.rename(name, hidden, src_dir_fd=top, dst_dir_fd=top)
+                    _remove(top, hidden)
+                except OSError as error:
+                    logger.warning("the old checkpoint %s can't be removed: %s", self.path / name, error)
 
     def finish(self, job: str, step: int) -> None:
         """See `CheckpointWriter`. A folder that no save has made is not made for this.
@@ -137,21 +145,18 @@ class CheckpointFolder:
             CheckpointFailed: the folder can't be written to.
             CheckpointInsecure: another user can write to it.
         """
-        if not os.path.lexists(self.path):
-            return
-        hidden = self.path / f".step-{step:012d}.{secrets.token_hex(8)}"
-        with _told(self.path, "written"):
-            self._make()
-            with _opened(self.path) as fd:
-                _write_text(fd, hidden.name, json.dumps({"job": job, "step": step}))
-            os.rename(hidden, self._finished(job))
-            _sync(self.path)
+        hidden = _hidden(_name(step))
+        with _told(self.path, "written"), contextlib.suppress(FileNotFoundError), self._opened() as top:
+            _write_text(top, hidden, json.dumps({"job": job, "step": step}))
+            os.rename(hidden, _finished(job), src_dir_fd=top, dst_dir_fd=top)
+            os.fsync(top)
 
     def finished(self, job: str) -> str | None:
         """See `CheckpointReader`."""
-        with _told(self.path, "read"):
-            path = self._finished(job)
-            return str(path) if os.path.lexists(path) else None
+        with _told(self.path, "read"), contextlib.suppress(FileNotFoundError), self._opened() as top:
+            os.stat(_finished(job), dir_fd=top, follow_symlinks=False)
+            return str(self.path / _finished(job))
+        return None
 
     def newest(self) -> Stored | None:
         """See `CheckpointReader`.
@@ -161,27 +166,29 @@ class CheckpointFolder:
             CheckpointFailed: its facts can't be read, or are not as they were written.
             CheckpointMismatch: the folder is itself a checkpoint, or holds those of another store.
         """
-        with _told(self.path, "read"):
-            if not os.path.lexists(self.path):
-                return None
-            _check_ours(self.path, folder=True)
-            names = self._complete()
-            if not names:
-                self._check_no_others()
-                return None
-            folder = self.path / names[-1]
-            _check_ours(folder, folder=True)
-            with _missing_named(folder):
-                _check_ours(folder / FACTS, folder=False)
-                text = (folder / FACTS).read_bytes()
+        with _told(self.path, "read"), contextlib.ExitStack() as opened:
             try:
-                facts = index.facts_in(text)
-                step = int(facts["step"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise damaged(folder, f"{FACTS}: {error}") from None
-            if names[-1] != _name(step):
-                raise damaged(folder, f"{FACTS} is that of step {step}")
-            return Stored(names[-1], step, facts)
+                top = opened.enter_context(self._opened())
+            except FileNotFoundError:
+                return None
+            return self._newest(top)
+
+    def _newest(self, top: int) -> Stored | None:
+        names = _complete(top)
+        if not names:
+            self._check_no_others(top)
+            return None
+        folder = self.path / names[-1]
+        with _level(top, folder) as fd, _missing_named(folder):
+            content = _content(fd, folder / FACTS)
+        try:
+            facts = index.facts_in(content)
+            step = int(facts["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(folder, f"{FACTS}: {error}") from None
+        if names[-1] != _name(step):
+            raise damaged(folder, f"{FACTS} is that of step {step}")
+        return Stored(names[-1], step, facts)
 
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader`.
@@ -191,20 +198,20 @@ class CheckpointFolder:
             CheckpointInsecure: another user could have written it.
         """
         folder = self.path / stored.name
-        with _told(folder, "read"), _missing_named(folder):
-            _check_ours(self.path, folder=True)
-            _check_ours(folder, folder=True)
-            with _opened(folder) as fd:
-                found = self._index(stored, folder, fd)
-                index.read(folder, found, pieces, lambda name: _open_file(fd, folder / name))
+        with (
+            _told(folder, "read"),
+            _missing_named(folder),
+            self._opened() as top,
+            _level(top, folder) as fd,
+        ):
+            found = self._index(stored, folder, fd)
+            index.read(folder, found, pieces, lambda name: _open_file(fd, folder / name))
 
     def _index(self, stored: Stored, folder: Path, fd: int) -> Index:
         """The index of a checkpoint, whose files are all there then, with the sizes that were written."""
         last, save = self._read_last, stored.facts.get("save")
         if last is not None and last[:2] == (stored.name, save):
             return last[2]
-        for entry in sorted(os.listdir(fd)):
-            _check_ours(folder / entry, folder=False)
         files = stored.facts.get("files")
         try:
             found = self._older_index(folder, fd) if files is None else _checked_index(folder, fd, files)
@@ -224,20 +231,11 @@ class CheckpointFolder:
             "can't be verified; what guard.save() writes from now on has checksums",
             folder,
         )
-        with open(_open_file(fd, folder / dcp.INDEX), "rb") as file:
-            return dcp.older_index(file.read())
+        return dcp.older_index(_content(fd, folder / dcp.INDEX))
 
-    def _finished(self, job: str) -> Path:
-        return self.path / f"finished-{job}"
-
-    def _complete(self) -> list[str]:
-        """Names of the complete checkpoints, by step."""
-        names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
-        return sorted(names, key=lambda name: int(name.removeprefix("step-")))
-
-    def _check_no_others(self) -> None:
+    def _check_no_others(self, top: int) -> None:
         """Raises CheckpointMismatch for checkpoints of another kind: training would begin at step 0."""
-        inside = sorted(os.listdir(self.path))
+        inside = sorted(os.listdir(top))
         if FACTS in inside or _INDEX_OF_DCP in inside:
             raise CheckpointMismatch(
                 f"{self.path} is itself a checkpoint, not a folder of checkpoints: pass the folder above "
@@ -249,19 +247,31 @@ class CheckpointFolder:
                 f"written them (such as baselines.check_n_run.durable.DurableTier), or another folder"
             )
 
-    def _hidden(self) -> list[Path]:
-        return [self.path / name for name in os.listdir(self.path) if _HIDDEN.fullmatch(name)]
+    @contextmanager
+    def _opened(self, *, create: bool = False) -> Generator[int]:
+        """A descriptor of the folder, which only this user and root can change or replace."""
+        above = private_files.descend(self.path.parent, self._insecure, create=create)
+        try:
+            if create:
+                private_files.make_level(above, self.path.name)
+            with _level(above, self.path) as fd:
+                yield fd
+        finally:
+            os.close(above)
 
-    def _make(self) -> None:
-        if not os.path.lexists(self.path):
-            os.makedirs(self.path, exist_ok=True)
-            _close_to_others(self.path)
-            _sync(self.path.parent)
-        _check_ours(self.path, folder=True)
+    def _insecure(self, why: str) -> CheckpointInsecure:
+        return CheckpointInsecure(
+            f"{why}: it is above {self.path}, and other checkpoints could take the place of yours. Pass a "
+            f"folder whose levels above all belong to you or root, and can't be written by other users"
+        )
 
-    def _await_sight(self, folder: Path) -> None:
+    def _await_sight(self, token: str) -> None:
+        """Waits until this rank sees the folder that rank 0 has made."""
+        folder = self.path / token
         deadline = time.monotonic() + SIGHT_S
-        while not os.path.isdir(folder):
+        while True:
+            with contextlib.suppress(FileNotFoundError), self._opened() as top, _level(top, folder):
+                return
             if time.monotonic() > deadline:
                 raise CheckpointFailed(
                     f"rank 0 made {folder}, and it is not there on this rank: a checkpoint needs a folder "
@@ -272,6 +282,20 @@ class CheckpointFolder:
 
 def _name(step: int) -> str:
     return f"step-{step:012d}"
+
+
+def _hidden(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}"
+
+
+def _finished(job: str) -> str:
+    return f"finished-{job}"
+
+
+def _complete(top: int) -> list[str]:
+    """Names of the complete checkpoints, by step."""
+    names = [name for name in os.listdir(top) if _NAME.fullmatch(name)]
+    return sorted(names, key=lambda name: int(name.removeprefix("step-")))
 
 
 @contextmanager
@@ -316,82 +340,101 @@ def _checked_index(folder: Path, fd: int, files: Mapping[str, Sequence[int]]) ->
             os.close(file)
         if problem:
             raise damaged(folder, f"{name}: {problem}")
-    with open(_open_file(fd, folder / INDEX), "rb") as text:
-        found = index.index_of(text.read())
+    found = index.index_of(_content(fd, folder / INDEX))
     if strangers := {one.file for tensor in found.values() for one in tensor.chunks} - files.keys():
         raise damaged(folder, f"{INDEX} names {sorted(strangers)}, which {FACTS} doesn't")
     return found
 
 
-def _open_file(fd: int, path: Path) -> int:
-    """A descriptor of a file of the folder that `fd` is a descriptor of."""
-    try:
-        return os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from None
-
-
 @contextmanager
-def _opened(folder: Path) -> Generator[int]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _level(above: int, path: Path) -> Generator[int]:
+    """A descriptor of the folder `path`, opened from that of the level above.
+
+    Raises:
+        CheckpointInsecure: another user could change it.
+        FileNotFoundError: it is missing.
+    """
+    fd = _open(above, path, os.O_DIRECTORY)
     try:
+        _check_ours(os.fstat(fd), path, folder=True)
         yield fd
     finally:
         os.close(fd)
 
 
-def _check_ours(path: Path, *, folder: bool) -> None:
+def _open_file(fd: int, path: Path) -> int:
+    """A descriptor of the file `path`, opened from that of its folder; raises as `_level`."""
+    file = _open(fd, path, os.O_NONBLOCK)
+    try:
+        _check_ours(os.fstat(file), path, folder=False)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _content(fd: int, path: Path) -> bytes:
+    with open(_open_file(fd, path), "rb") as file:
+        return file.read()
+
+
+def _open(above: int, path: Path, flags: int) -> int:
+    try:
+        return os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=above)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise _no_plain(path, "folder" if flags & os.O_DIRECTORY else "file") from None
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _no_plain(path: Path, kind: str) -> CheckpointInsecure:
+    return CheckpointInsecure(
+        f"{path} is a symbolic link, or no plain {kind}: a checkpoint is read only from a place where no "
+        f"other user can have put it; pass the folder itself"
+    )
+
+
+def _check_ours(status: os.stat_result, path: Path, *, folder: bool) -> None:
     """Raises CheckpointInsecure if a user other than this one, or root, can have written `path`."""
-    status = os.lstat(path)
-    wanted = stat.S_ISDIR if folder else stat.S_ISREG
-    if not wanted(status.st_mode):
-        raise CheckpointInsecure(
-            f"{path} is a symbolic link, or no plain {'folder' if folder else 'file'}: a checkpoint's "
-            f"index is a pickle, which is loaded only from a place where no other user can have put "
-            f"it; pass the folder itself"
-        )
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        raise _no_plain(path, "folder" if folder else "file")
     if status.st_uid not in (os.geteuid(), 0):
         raise CheckpointInsecure(
-            f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: a checkpoint's "
-            f"index is a pickle, which would run what its owner put into it. If you trust it, copy it"
+            f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: a training would go "
+            f"on from what its owner put into it. If you trust it, copy it"
         )
     if status.st_mode & _OTHERS_WRITE:
         raise CheckpointInsecure(
-            f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can write to it: a checkpoint's "
-            f"index is a pickle, which would run what they put into it. If you trust what is there, "
-            f"`chmod -R go-w {path}`"
+            f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can write to it: a training "
+            f"would go on from what they put into it. If you trust what is there, `chmod -R go-w {path}`"
         )
-
-
-def _close_to_others(path: Path) -> None:
-    """Takes write permission from other users, whatever the umask is."""
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    if mode & _OTHERS_WRITE:
-        os.chmod(path, mode & ~_OTHERS_WRITE)
 
 
 def _write_text(fd: int, name: str, text: str) -> tuple[int, int]:
     """Writes and syncs a new file; returns the number of its bytes and their checksum."""
     content = text.encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(name, flags, 0o644, dir_fd=fd), "wb") as file:
+    with open(os.open(name, flags, _FILE_MODE, dir_fd=fd), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return len(content), zlib.crc32(content)
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _remove(above: int, name: str) -> None:
+    """Removes a file, or a folder and all that is in it, from the folder of a descriptor."""
     try:
-        os.fsync(fd)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        os.unlink(name, dir_fd=above)
+        return
+    try:
+        for entry in os.listdir(fd):
+            _remove(fd, entry)
     finally:
         os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
+    os.rmdir(name, dir_fd=above)

@@ -631,7 +631,7 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
 
         hidden = CheckpointFolder._await_sight
         elsewhere = mock.patch.object(
-            CheckpointFolder, "_await_sight", lambda self, path: hidden(self, path / "elsewhere")
+            CheckpointFolder, "_await_sight", lambda self, token: hidden(self, f"{token}-elsewhere")
         )
         with mock.patch("ecemb.checkpoint.folder_store.SIGHT_S", 0.01):
             if place.index == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import random
 import re
 import subprocess
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ from support.killed_child import cut_off
 from support.refusals import refused
 
 RANKS, ROWS = 2, 5
+FILES = ("ecemb.json", "ecemb-index.json", ".metadata", "__0_0.distcp", "__1_0.distcp")
 
 
 def facts(step: int, lineage: str = "one") -> dict[str, Any]:
@@ -74,37 +77,193 @@ def test_after_a_kill_at_any_moment_the_newest_is_complete(tmp_path: Path, seed:
 
 
 def test_what_others_can_write_is_not_loaded(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (os.mkdir, (str(tmp_path / "was here"),))
-
     folder = CheckpointFolder(tmp_path / "checkpoints")
     save(folder, 3)
     inside = folder.path / "step-000000000003"
-    (inside / ".metadata").write_bytes(pickle.dumps(Evil()))
-    for path in (folder.path, inside, inside / ".metadata", inside / "ecemb.json", inside / "__1_0.distcp"):
+    for path in (folder.path, inside, *(inside / name for name in FILES)):
         mode = path.stat().st_mode
         for bit in (0o020, 0o002):
             path.chmod(mode | bit)
             with pytest.raises(CheckpointInsecure, match="others can write.*chmod -R go-w"):
-                load(folder)
+                load(CheckpointFolder(folder.path))
         path.chmod(mode)
         away = path.rename(path.with_name("away"))
         path.symlink_to(away)
         with pytest.raises(CheckpointInsecure, match="symbolic link"):
-            load(folder)
+            load(CheckpointFolder(folder.path))
         path.unlink()
         away.rename(path)
-    real = os.lstat
+    with of_another(".metadata"), pytest.raises(CheckpointInsecure, match="belongs to user 4711"):
+        load(CheckpointFolder(folder.path))
+    assert torch.equal(load(folder)[1], rows(3))
 
-    def of_another(path: Any, **options: Any) -> os.stat_result:
-        fields = list(real(path, **options))
-        fields[4] = 4711 if str(path).endswith(".metadata") else fields[4]
+
+@contextlib.contextmanager
+def of_another(end: str) -> Iterator[None]:
+    """Lets a file or folder, by the end of its path, belong to another user."""
+    real = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        fields = list(real(fd))
+        fields[4] = 4711 if os.readlink(f"/proc/self/fd/{fd}").endswith(end) else fields[4]
         return os.stat_result(fields)
 
-    with mock.patch("os.lstat", of_another), pytest.raises(CheckpointInsecure, match="belongs to user 4711"):
-        load(folder)
-    assert not (tmp_path / "was here").exists()
+    with mock.patch("os.fstat", fstat):
+        yield
+
+
+def every_call(folder: CheckpointFolder) -> list[Callable[[], object]]:
+    """All calls of a store, on any rank."""
+    stored = Stored("step-000000000003", 3, facts(3))
+    return [
+        lambda: folder.finished("job"),
+        folder.newest,
+        lambda: folder.read(stored, []),
+        lambda: folder.prepare(4, facts(4)),
+        lambda: folder.write(".step-000000000004.0123456789abcdef", 1, 2, []),
+        lambda: folder.commit(".step-000000000004.0123456789abcdef", facts(4), []),
+        lambda: folder.discard(".step-000000000004.0123456789abcdef"),
+        lambda: folder.retain(1),
+        lambda: folder.finish("job", 4),
+    ]
+
+
+def test_a_folder_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+    """It is enough that they can write to any level above it, or own one."""
+    team = tmp_path / "team"
+    folder = CheckpointFolder(team / "jobs" / "checkpoints")
+    save(folder, 3)
+    for mode in (0o777, 0o775, 0o757, 0o2775):
+        team.chmod(mode)
+        for call in every_call(folder):
+            with refused(
+                CheckpointInsecure, f"{team} has mode {mode:04o}", f"chmod go-w {team}", str(folder)
+            ):
+                call()
+    team.chmod(0o755)
+    for path in (team, team / "jobs"):
+        with of_another(path.name):
+            for call in every_call(folder):
+                with refused(CheckpointInsecure, f"{path} belongs to user 4711", "replace"):
+                    call()
+    for mode in (0o1777, 0o755, 0o711, 0o500):
+        team.chmod(mode)
+        assert torch.equal(load(folder)[1], rows(3))
+    team.chmod(0o700)
+
+
+def test_no_level_that_a_save_makes_can_be_written_by_others(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        folder = CheckpointFolder(tmp_path / "a" / "b" / "checkpoints")
+        save(folder, 3)
+        folder.finish("job", 3)
+    finally:
+        os.umask(umask)
+    made = [path for path in (tmp_path / "a").rglob("*") if not path.is_symlink()]
+    assert len(made) == 3 + len(FILES) + 1
+    assert not [path for path in (tmp_path / "a", *made) if path.stat().st_mode & 0o022]
+    assert torch.equal(load(folder)[1], rows(3))
+
+
+def test_links_above_the_folder_are_followed_if_only_this_user_can_change_them(tmp_path: Path) -> None:
+    save(CheckpointFolder(tmp_path / "real" / "jobs" / "checkpoints"), 3)
+    (tmp_path / "relative").symlink_to("real/jobs")
+    (tmp_path / "absolute").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "up").symlink_to("../absolute/../relative")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("relative/checkpoints", "absolute/jobs/checkpoints", "real/up/checkpoints"):
+        assert torch.equal(load(CheckpointFolder(tmp_path / path))[1], rows(3))
+    with refused(CheckpointFailed, "Too many levels of symbolic links"):
+        CheckpointFolder(tmp_path / "loop" / "checkpoints").newest()
+    with of_another("absolute"), refused(CheckpointInsecure, "absolute is a symbolic link of user 4711"):
+        CheckpointFolder(tmp_path / "absolute" / "jobs" / "checkpoints").newest()
+    (tmp_path / "real").chmod(0o777)
+    with refused(CheckpointInsecure, f"{tmp_path / 'real'} has mode 0777"):
+        CheckpointFolder(tmp_path / "relative" / "checkpoints").newest()
+    (tmp_path / "real").chmod(0o755)
+
+
+class Evil:
+    """A pickle that writes to a file in the folder where it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.mark.parametrize("level", ["checkpoints", "checkpoints/step-000000000003", "."])
+def test_a_folder_that_is_swapped_at_any_moment_is_not_read(level: str, tmp_path: Path) -> None:
+    """The moments are before the calls that look at a path, open it, or list it."""
+    mark, top = tmp_path / "was here", tmp_path / "top"
+    swapped, other = top / level, tmp_path / "elsewhere" / level
+    for place, factor in ((top, 1), (tmp_path / "elsewhere", 2)):
+        with mock.patch.dict(globals(), rows=lambda step, of=rows, factor=factor: of(step) * factor):
+            save(CheckpointFolder(place / "checkpoints"), 3)
+    for path in (other, *other.rglob("*")):
+        path.chmod(0o777)  # as if it were another user's: both are refused
+    [index] = other.rglob(".metadata")
+    index.write_bytes(pickle.dumps(Evil(mark)))
+    for end in range(1, 1000):
+        moments = Moments(end, lambda: swap(swapped, other))
+        with watched(moments), contextlib.suppress(CheckpointInsecure, CheckpointFailed):
+            assert torch.equal(load(CheckpointFolder(top / "checkpoints"))[1], rows(3))
+        assert not mark.exists(), f"a pickle ran: swapped before call {end}"
+        if not moments.over:
+            break
+        swap(swapped, other)
+    assert end > 10
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+class Moments:
+    """Counts calls, and does something before the `end`th.
+
+    Attributes:
+        over: it has done it.
+    """
+
+    def __init__(self, end: int, act: Callable[[], None]) -> None:
+        self._left, self._act = end, act
+        self.over = False
+
+    def pass_by(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.over = True
+            self._act()
+
+
+@contextlib.contextmanager
+def watched(moments: Moments) -> Iterator[None]:
+    """Calls that look at paths, or open them, are moments."""
+    counting = True
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal counting
+            if counting:
+                counting = False
+                moments.pass_by()
+                counting = True
+            return real(*arguments, **options)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in ("os.open", "os.stat", "os.lstat", "os.fstat", "os.listdir", "builtins.open", "io.open"):
+            module = importlib.import_module(name.partition(".")[0])
+            real = getattr(module, name.partition(".")[2])
+            patches.enter_context(mock.patch(name, counted(real)))
+        yield
 
 
 def test_what_is_no_folder_of_checkpoints_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
@@ -182,9 +341,6 @@ def test_a_step_that_is_saved_again_is_another_checkpoint(tmp_path: Path) -> Non
         assert stored is not None
         saves.add(stored.facts["save"])
     assert len(saves) == 2
-
-
-FILES = ("ecemb.json", "ecemb-index.json", ".metadata", "__0_0.distcp", "__1_0.distcp")
 
 
 def newest_or_none(path: Path) -> Stored | None:
@@ -286,18 +442,15 @@ def test_a_checkpoint_without_checksums_is_read_and_one_line_says_so(
 
 
 def test_a_checkpoint_without_checksums_runs_nothing(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (os.mkdir, (str(tmp_path / "was here"),))
-
     save(CheckpointFolder(tmp_path), 3)
     inside = older(tmp_path, 3)
     good = (inside / ".metadata").read_bytes()
-    for evil in (Evil(), {"state_dict_metadata": Evil()}, torch.nn.Linear(1, 1), subprocess.Popen):
+    mark = tmp_path / "was here"
+    for evil in (Evil(mark), {"state_dict_metadata": Evil(mark)}, torch.nn.Linear(1, 1), subprocess.Popen):
         (inside / ".metadata").write_bytes(pickle.dumps(evil))
         with refused(CheckpointFailed, "is damaged", "doesn't belong into DCP's index"):
             load(CheckpointFolder(tmp_path))
-    assert not (tmp_path / "was here").exists()
+    assert not mark.exists()
     for content in (b"", good[:-5], b"x" + good, pickle.dumps(3)):
         (inside / ".metadata").write_bytes(content)
         with refused(CheckpointFailed, "is damaged", "move this folder away"):
