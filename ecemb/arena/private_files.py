@@ -275,40 +275,15 @@ def _open_top(arena_dir: Path) -> int:
             f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
         ) from None
     try:
-        _check_top(os.fstat(fd), arena_dir)
+        _check_above(os.fstat(fd), arena_dir, _insecure_top)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _check_top(status: os.stat_result, arena_dir: Path) -> None:
-    """Raises ArenaInsecure if another user than root could replace folders in `arena_dir`."""
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise ArenaInsecure(
-            f"arena_dir {arena_dir} has mode {status.st_mode & 0o7777:04o}: others could replace "
-            f"folders in it. Set its sticky bit (`chmod +t {arena_dir}`), or revoke the others' "
-            "right to write."
-        )
-    if status.st_uid not in (0, os.geteuid()) and _is_mapped(status.st_uid):
-        raise ArenaInsecure(
-            f"arena_dir {arena_dir} belongs to user {status.st_uid}, who could replace folders in it, "
-            f"whatever its sticky bit: its owner must be root or this process's user, {os.geteuid()}. "
-            "Pass another."
-        )
-
-
-def _is_mapped(uid: int) -> bool:
-    """Whether a file's owner is that user, and not any that this user namespace has no number for.
-
-    A container without root shows the host's root so.
-    """
-    try:
-        lines = Path("/proc/self/uid_map").read_text().splitlines()
-    except FileNotFoundError:  # a kernel without such namespaces
-        return True
-    ranges = [tuple(map(int, line.split())) for line in lines]
-    return any(first <= uid < first + count for first, _, count in ranges)
+def _insecure_top(text: str) -> ArenaInsecure:
+    return ArenaInsecure(f"arena_dir {text}. Pass another, if you can't change it")
 
 
 def _open_level(above: int, name: str, path: Path, create: bool) -> int:
@@ -417,11 +392,14 @@ def _link(above: int, name: str, path: Path, refused: Callable[[str], EcembError
 def _check_above(status: os.stat_result, path: Path, refused: Callable[[str], EcembError]) -> None:
     """Raises `refused` if another user than root could replace what is in the folder `path`."""
     if status.st_uid not in (0, os.geteuid()) and _is_mapped(status.st_uid):
-        raise refused(f"{path} belongs to user {status.st_uid}, who can replace what is in it")
+        raise refused(
+            f"{path} belongs to user {status.st_uid}, who can replace what is in it, whatever its sticky "
+            f"bit: its owner must be root or this process's user, {os.geteuid()}"
+        )
     if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
         raise refused(
             f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can replace what is in it (take "
-            f"their right to write with `chmod go-w {path}`, or set its sticky bit)"
+            f"their right to write with `chmod go-w {path}`, or set its sticky bit with `chmod +t`)"
         )
 
 

@@ -72,7 +72,10 @@ def test_sentences_carry_the_verdicts_of_the_map() -> None:
     said = choosing.verdicts(DOCUMENTS)
     assert "**Where samples may be lost**, of 49 cells **CPR** leads 44 for certain. In 5 one" in said
     assert "of 49 cells **Check-N-Run** leads 20, **ecemb** leads 12 for certain. In 17 one" in said
-    assert "**Where samples may be lost, if CPR is free**, of 49 cells **CPR** leads 46 for certain. In 3 one" in said
+    assert (
+        "**Where samples may be lost, if CPR is free**, of 49 cells **CPR** leads 46 for certain. In 3 one"
+        in said
+    )
     assert "Chosen inputs count as exact there: step, restart." in said
     assert "it leads 12 cells for certain, 13 at the likeliest costs, and may lead 21." in said
     assert "where samples may be lost, if one input is halved or doubled: storage (9)." in said

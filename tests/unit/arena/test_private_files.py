@@ -128,9 +128,9 @@ def test_arena_dir_of_a_user_without_a_number_here(
     status = os.stat_result((0o41777, 1, 1, 1, 500, 0, 0, 0, 0, 0))
     if is_refused:
         with pytest.raises(ArenaInsecure, match="user 500"):
-            private_files._check_top(status, tmp_path)
+            private_files._check_above(status, tmp_path, ArenaInsecure)
     else:
-        private_files._check_top(status, tmp_path)
+        private_files._check_above(status, tmp_path, ArenaInsecure)
 
 
 def test_arena_dir_may_be_a_link(tmp_path: Path) -> None:

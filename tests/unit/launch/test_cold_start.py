@@ -91,7 +91,7 @@ def test_an_insecure_folder(here: Home) -> None:
     name = here.write("fine.py", "print('fine')")
     here.arena_dir.chmod(0o777)
     check_cold(
-        here.warm(name), f"arena_dir {here.arena_dir} has mode 0777: others could replace folders in it"
+        here.warm(name), f"arena_dir {here.arena_dir} has mode 0777, so that others can replace what is in it"
     )
     assert not list(here.arena_dir.iterdir())
 
