@@ -47,10 +47,7 @@ def command(place: Home, *, warm: bool) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *started, "train.py"]
 
 
-_NOT_YET = pytest.mark.xfail(strict=True, reason="forked workers have no exception hook yet")
-
-
-@pytest.mark.parametrize("warm", [False, pytest.param(True, marks=_NOT_YET)], ids=["cold", "warm"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_a_lost_rank_takes_few_lines_from_the_kill_to_the_recovery(warm: bool, place: Home) -> None:
     place.write("train.py", script(place.arena_dir))
     code, printed, log = place.run(
