@@ -9,13 +9,15 @@ RANKS ?= 4
 QUESTION ?= kernels
 MINUTES ?= 15
 WORKERS ?= 2
+SEEDS ?= 200
+S3_TESTS := tests/baselines/check_n_run/test_object_storage.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast test-long docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check lint types test test-fast test-long test-seeds test-s3 docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 setup: $(READY)  ## make .venv, with the versions that constraints.txt pins
 
@@ -29,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (CODE=4,3 RANKS=4)
 	$(BIN)/python examples/demo.py --code $(CODE) --ranks $(RANKS) $(ARGS)
 
-check: lint types site docs test  ## what CI runs
+check: lint types site docs test-s3 test  ## what CI runs
 
 lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff format --check .
@@ -41,13 +43,27 @@ types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/ an
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --ignore=$(S3_TESTS) \
+		--numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRec, nor take long
 	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 test-long: $(READY)  ## variants of the tests that take too long for CI
 	$(BIN)/pytest -m long --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+
+test-seeds: $(READY)  ## the tests of drawn cases, each with SEEDS=200 fresh seeds: hours (ARGS="tests/unit/local")
+	$(BIN)/pytest -m "not long" --seeds=$(SEEDS) -o tmp_path_retention_policy=failed \
+		--numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
+
+test-s3: $(READY) build/s3/ready  ## the tests of object storage, with the packages of constraints-s3.txt in build/s3
+	PYTHONPATH=build/s3 $(BIN)/pytest $(S3_TESTS) $(ARGS)
+
+build/s3/ready: $(READY) constraints-s3.txt
+	rm -rf build/s3
+	$(BIN)/pip install --quiet --disable-pip-version-check --target build/s3 -c constraints-s3.txt \
+		s3fs 'moto[s3]' flask flask-cors
+	@touch $@
 
 docs: $(READY)  ## run the code in README.md and docs/
 	$(BIN)/pytest tests/docs/test_docs.py $(ARGS)

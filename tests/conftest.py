@@ -1,4 +1,4 @@
-"""One fresh seed for each run of the tests, printed; `--seed` repeats a run. And what many tests stand on."""
+"""Markers of all tests, and what many tests stand on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from support import reach
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+pytest_plugins = ["support.seeds", "support.skips"]
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions are made
@@ -39,24 +37,6 @@ BY_PATH = {
 """Marker -> parts of paths below tests/. All tests there run scripts or commands, or take long."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--seed",
-        type=int,
-        default=None,
-        help="seed of every random choice in the tests (default: a new one)",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(2**31)
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Markers follow from the names that a test reaches, or from its path."""
     if not isinstance(item, pytest.Function):
@@ -72,14 +52,6 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: tests that collect garbage need not go through all of it each time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """This test's own seed: from the run's seed and the test's name, whatever ran before it."""
-    value = random.Random(f"{request.config.option.seed}:{request.node.nodeid}").randrange(2**31)
-    print(f"seed of this test: {value}")
-    return value
 
 
 @pytest.fixture

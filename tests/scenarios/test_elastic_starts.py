@@ -394,7 +394,9 @@ def play(index: int, port: int, root: str, chosen: list[str], seed: int) -> dict
 
 
 @pytest.fixture(scope="module")
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def played(
+    request: pytest.FixtureRequest, run_seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
     """What failed in each process. The store is kept here, as torchrun's agent does."""
     timeout = timedelta(seconds=DEADLINE_S)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -407,7 +409,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         store.port,
         root,
         chosen,
-        request.config.option.seed,
+        run_seed,
         deadline_s=DEADLINE_S,
         group=False,
     )

@@ -110,20 +110,18 @@ def run_trial(
 
 
 @pytest.fixture(scope="module")
-def begun(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[tuple[int, int, int], Machines]:
+def begun(tmp_path_factory: pytest.TempPathFactory, run_seed: int) -> dict[tuple[int, int, int], Machines]:
     """Shape -> a job of that shape that has done three steps, undisturbed."""
-    rng = random.Random(request.config.option.seed)
+    rng = random.Random(run_seed)
     return {shape: start(tmp_path_factory.mktemp("job"), job_of(*shape, rng)) for shape in SHAPES}
 
 
 @pytest.fixture(scope="module")
 def abortable(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    tmp_path_factory: pytest.TempPathFactory, run_seed: int
 ) -> dict[tuple[int, int, int], Machines]:
     """The same, of jobs whose steps can be aborted."""
-    rng = random.Random(request.config.option.seed)
+    rng = random.Random(run_seed)
     jobs = {shape: dataclasses.replace(job_of(*shape, rng), abortable=True) for shape in SHAPES}
     return {shape: start(tmp_path_factory.mktemp("job"), job) for shape, job in jobs.items()}
 

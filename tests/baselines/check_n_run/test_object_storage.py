@@ -1,7 +1,7 @@
 """Checkpoints in object storage: the same objects, and the same tier, on a local server that speaks S3.
 
-Needs s3fs and moto, `pip install s3fs 'moto[server]'`, in an environment of its own: their botocore wants an
-older python-dateutil than constraints.txt has. test_store.py does the same on fsspec's file systems.
+Needs s3fs and moto, which `make test-s3` puts into an environment of their own: their botocore wants an older
+python-dateutil than constraints.txt has. test_store.py does the same on fsspec's file systems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baselines.check_n_run.store import Store, store_at
 from ecemb.checkpoint import Piece
 from support.check_n_run.stores import check_objects
 
-WHY = "is not installed, and doesn't fit constraints.txt: botocore wants python-dateutil < 3"
+WHY = "is not in this environment: run `make test-s3`"
 server = pytest.importorskip("moto.server", reason=f"moto {WHY}")
 pytest.importorskip("s3fs", reason=f"s3fs {WHY}")
 

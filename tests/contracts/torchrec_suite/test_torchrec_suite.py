@@ -1,7 +1,7 @@
 """TorchRec's own model-parallel tests pass under protection, and what it shows and saves is the same.
 
-Of its tests, one case of each, another one in each run. `python tests/contracts/torchrec_suite` runs all of
-them, and docs/torchrec.md lists them.
+Of its tests, one case of each, another one with another `--seed`. `python tests/contracts/torchrec_suite`
+runs all of them, and docs/torchrec.md lists them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DATA_TYPES = ("FP32", "FP16")
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+def outcomes(run_seed: int) -> dict[str, str]:
     """What failed in each, "" if nothing did; TorchRec is imported once for all, in another process."""
     try:
         importlib.metadata.version("torchrec")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("torchrec is not installed")
-    draw = random.Random(request.config.option.seed)
+    draw = random.Random(run_seed)
     chosen = [draw.choice([case for case in CASES if case.test == test]) for test in TESTS]
     (results,) = run_ranks(1, _run, chosen, group=False, deadline_s=1150)
     return results
