@@ -117,5 +117,5 @@ def test_needs_are_installed_or_named(
     assert ("which takes root and apt-get: a-package b-package" in said.err) == (not is_root)
 
 
-def test_a_machine_without_root_can_be_asked() -> None:
+def test_this_machine_can_be_asked() -> None:
     assert set(needs.missing()) <= {*NEEDS}
