@@ -88,6 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     count = max(1, config.option.seeds // FEWER) if is_long else config.option.seeds
     try:
         for config.option.seed in range(first, first + count):
+            item._report_sections.clear()  # the output of earlier rounds
             item.ihook.pytest_runtest_protocol(item=item, nextitem=between)
             if session.testsfailed > failed or session.shouldstop:
                 break

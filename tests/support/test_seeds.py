@@ -91,6 +91,8 @@ def test_many_seeds_are_tried_and_a_failure_says_how_to_repeat_it(tmp_path: Path
     (command,) = re.findall(r"^\.venv/bin/pytest (.*)$", said.partition("= repeat with =")[2], re.MULTILINE)
     words = shlex.split(command)
     assert words == ["--seed", "102", "test_it.py::test_fails[a b]"]
+    _, said = run(tmp_path, FAILS, "--seeds", "40", "--seed", "100")
+    assert said.count("seed of this test: ") == 1, "those of earlier rounds aren't shown"
     status, said = run(tmp_path, FAILS, *words)
     assert status == 1 and "1 failed in" in said
     assert run(tmp_path, FAILS, "--seed", "103", words[-1])[0] == 0
