@@ -11,6 +11,7 @@ import gc
 import importlib
 import inspect
 import pkgutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def kernels() -> dict[str, type]:
 
 
 def maps() -> dict[str, type]:
-    importlib.import_module("torchrec.modules.hash_mc_modules")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is scripted, which torch deprecates
+        importlib.import_module("torchrec.modules.hash_mc_modules")
     return {one.__name__: one for one in below(mc_modules.ManagedCollisionModule)}
 
 
