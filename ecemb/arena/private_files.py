@@ -312,12 +312,18 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
     return fd
 
 
+_ALL_USERS = ["0", "0", "4294967295"]
+"""The map of a process that is in no user namespace but the first."""
+
+
 def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = False) -> int:
     """Opens a folder, and all levels above it, each from the one above.
 
     Each level is judged by its descriptor, as sshd judges the levels above a key: it belongs to root or to
     this user, and no other user may write to it, unless its sticky bit keeps others from replacing what is in
-    it. So no other user can put something else in the place of what is opened from the descriptor. Symbolic
+    it. A group that this process is in may write: a project's folder, or one's own group under umask 002; its
+    members could put another folder of this user's in the place of what is opened from the descriptor, and
+    nothing of their own, if the caller judges the owner of that. No one else can do even this. Symbolic
     links are followed here, not by the kernel: a link belongs to root or to this user, and lies in a folder
     that is judged as well.
 
@@ -334,8 +340,9 @@ def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = 
     """
     fd, at = os.open("/", _SEARCH), Path("/")
     left, links = list(path.parts[:0:-1]), 0
+    groups = {os.getegid(), *os.getgroups()}
     try:
-        _check_above(os.fstat(fd), at, refused)
+        _check_above(os.fstat(fd), at, refused, groups)
         while left:
             name = left.pop()
             if create:
@@ -352,7 +359,7 @@ def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = 
                 at = Path(target.anchor) if target.anchor else at
             os.close(fd)
             fd = below
-            _check_above(os.fstat(fd), at, refused)
+            _check_above(os.fstat(fd), at, refused, groups)
     except BaseException:
         os.close(fd)
         raise
@@ -389,31 +396,37 @@ def _link(above: int, name: str, path: Path, refused: Callable[[str], EcembError
         os.close(fd)
 
 
-def _check_above(status: os.stat_result, path: Path, refused: Callable[[str], EcembError]) -> None:
-    """Raises `refused` if another user than root could replace what is in the folder `path`."""
-    if status.st_uid not in (0, os.geteuid()) and _is_mapped(status.st_uid):
+def _check_above(
+    status: os.stat_result,
+    path: Path,
+    refused: Callable[[str], EcembError],
+    groups: Collection[int] = (),
+) -> None:
+    """Raises `refused` if another user than root, outside of `groups`, could replace what is in `path`."""
+    if status.st_uid not in (0, os.geteuid()) and _is_known(status.st_uid):
         raise refused(
             f"{path} belongs to user {status.st_uid}, who can replace what is in it, whatever its sticky "
             f"bit: its owner must be root or this process's user, {os.geteuid()}"
         )
-    if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+    others = stat.S_IWOTH if status.st_gid in groups else _OTHERS_WRITE
+    if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
         raise refused(
             f"{path} has mode {status.st_mode & 0o7777:04o}, so that others can replace what is in it (take "
             f"their right to write with `chmod go-w {path}`, or set its sticky bit with `chmod +t`)"
         )
 
 
-def _is_mapped(uid: int) -> bool:
+def _is_known(uid: int) -> bool:
     """Whether a file's owner is that user, and not any that this user namespace has no number for.
 
-    A container without root shows the host's root so.
+    A container without root shows the host's root so: as the overflow id, which a user may have as well.
     """
     try:
-        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        users = Path("/proc/self/uid_map").read_text().split()
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     except FileNotFoundError:  # a kernel without such namespaces
         return True
-    ranges = [tuple(map(int, line.split())) for line in lines]
-    return any(first <= uid < first + count for first, _, count in ranges)
+    return uid != overflow or users == _ALL_USERS
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from ..errors import (
     PeerFailure,
 )
 from ..group.collectives import Transport
+from ..group.enforced_end import before_end
 from ..local.rank_memory import RankMemory
 from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState
@@ -264,7 +265,8 @@ class Saver:
         """Runs the save in the background's thread."""
         began = time.perf_counter()
         try:
-            self._write(*arguments)
+            with before_end():
+                self._write(*arguments)
             self._log(arguments[1], arguments[3], time.perf_counter() - began)
         except BaseException as error:  # noqa: BLE001 - raised by the next save, or by close
             self._error = error

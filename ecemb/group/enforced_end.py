@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from .failure_detector import REPORT_S, report_within
@@ -34,16 +35,72 @@ _EXIT_FAILED = 1  # of an interpreter that an exception ends
 _SIGEV_THREAD = 2
 
 
+class _Grace:
+    """When the grace of this process begins: at its failure, or at the end of the last save after that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves = 0
+        self._has_failed = False
+
+    @contextmanager
+    def after(self) -> Generator[None, None, None]:
+        """See `before_end`."""
+        with self._lock:
+            self._saves += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._saves -= 1
+                if self._has_failed and not self._saves:
+                    _begin()
+
+    def fail(self) -> None:
+        """Begins the grace, once nothing is being saved."""
+        with self._lock:
+            if not (self._saves or self._has_failed):
+                _begin()
+            self._has_failed = True
+
+
+_grace = _Grace()
+
+
+def before_end() -> AbstractContextManager[None]:
+    """A block that a failed process waits for: it ends by itself, as a save, whose waits have deadlines."""
+    return _grace.after()
+
+
 def enforce_end() -> None:
     """Ends this failed process with code 1 after `GRACE_S`, unless it has ended before. Returns at once.
+
+    The grace begins when the last block of `before_end` has ended. Nothing happens where the script's own
+    code called the hook, or a prompt did: then the process goes on.
 
     A thread of Python's names the cause. It can't run any more once the interpreter destroys its objects, nor
     while a call keeps the interpreter's lock: then a timer of the C library ends the process.
     """
+    if _goes_on(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+        return
+    _grace.fail()
+    _flush()  # the hard exit doesn't
+
+
+def _goes_on(caller: FrameType) -> bool:
+    """Whether the hook was called by running code, or by a prompt, and not by the interpreter at its end."""
+    script = vars(sys.modules["__main__"])
+    is_running = any(
+        frame.f_code.co_name == "<module>" and frame.f_globals is script
+        for frame, _ in traceback.walk_stack(caller)
+    )
+    return is_running or bool(sys.flags.inspect) or hasattr(sys, "ps1")
+
+
+def _begin() -> None:
     _exit_after(GRACE_S + REPORT_S)
     with suppress(RuntimeError):  # no more threads: the timer remains
         threading.Thread(target=_end_late, name="ecemb-end", daemon=True).start()
-    _flush()  # the hard exit doesn't
 
 
 def _end_late() -> None:
@@ -54,7 +111,7 @@ def _end_late() -> None:
 
 def _report() -> None:
     logger.error(
-        "this process failed %.0f s ago, and can't end by itself: %s; ending it with code %d, so that "
+        "this process has failed, and can't end by itself within %.0f s: %s; ending it with code %d, so that "
         "torchrun restarts the job (end threads and executors in a `finally`, or make the threads daemons)",
         GRACE_S,
         ", ".join(_unfinished()),

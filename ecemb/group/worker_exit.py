@@ -63,17 +63,22 @@ class ExceptHook:
             self._first(kind, error, trace)
             return
         self._called = True
-        if os.getpid() != self._pid or isinstance(error, KeyboardInterrupt):
-            self._before(kind, error, trace)
-            return
+        try:
+            if os.getpid() != self._pid or isinstance(error, KeyboardInterrupt):
+                self._before(kind, error, trace)
+            else:
+                self._end(kind, error, trace)
+        finally:
+            self._called = False
+
+    def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             if isinstance(error, Exception):
                 self._fail(kind, error, trace)
             else:
                 self._before(kind, error, trace)
         finally:
-            if not sys.flags.inspect:  # python -i: a prompt follows
-                enforce_end()
+            enforce_end()
 
     def _fail(self, kind: type[BaseException], error: Exception, trace: TracebackType | None) -> None:
         cause = cause_of(error)

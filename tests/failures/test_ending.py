@@ -89,5 +89,5 @@ def test_a_rank_whose_threads_never_end_ends_after_its_error(launched: Launch, t
     assert "ValueError: of the script" in log
     [line] = [one for one in log.splitlines() if "can't end by itself" in one]
     assert re.search(
-        r"^ERROR this process failed .*ThreadPoolExecutor-\d_0 is in produce \(.*with code 1", line
+        r"^ERROR this process has failed.*ThreadPoolExecutor-\d_0 is in produce \(.*with code 1", line
     )

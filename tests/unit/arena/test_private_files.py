@@ -117,17 +117,23 @@ def test_arena_dir_of_another_user(tmp_path: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uid_map", "is_refused"), [("1000 100000 1\n", False), ("0 100000 1000\n1000 1000 1\n", True)]
+    ("uid_map", "user", "is_refused"),
+    [
+        ("0 1000 1\n", 65534, False),
+        ("0 1000 1\n1 100000 65536\n", 65534, False),  # there is a user of this number, too
+        ("0 1000 1\n1 100000 65536\n", 500, True),
+        ("0 0 4294967295\n", 65534, True),
+    ],
 )
 def test_arena_dir_of_a_user_without_a_number_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid_map: str, is_refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid_map: str, user: int, is_refused: bool
 ) -> None:
     """As the host's root in a container without root: the kernel doesn't say who it is."""
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: uid_map if path.name == "uid_map" else read(path))
-    status = os.stat_result((0o41777, 1, 1, 1, 500, 0, 0, 0, 0, 0))
+    texts = {"uid_map": uid_map, "overflowuid": "65534\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts[path.name])
+    status = os.stat_result((0o41777, 1, 1, 1, user, 0, 0, 0, 0, 0))
     if is_refused:
-        with pytest.raises(ArenaInsecure, match="user 500"):
+        with pytest.raises(ArenaInsecure, match=f"user {user}"):
             private_files._check_above(status, tmp_path, ArenaInsecure)
     else:
         private_files._check_above(status, tmp_path, ArenaInsecure)

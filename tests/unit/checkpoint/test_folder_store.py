@@ -133,6 +133,7 @@ def test_a_folder_that_others_can_replace_is_refused(tmp_path: Path) -> None:
     team = tmp_path / "team"
     folder = CheckpointFolder(team / "jobs" / "checkpoints")
     save(folder, 3)
+    os.chown(team, -1, 4711)
     for mode in (0o777, 0o775, 0o757, 0o2775):
         team.chmod(mode)
         for call in every_call(folder):
@@ -147,6 +148,10 @@ def test_a_folder_that_others_can_replace_is_refused(tmp_path: Path) -> None:
                 with refused(CheckpointInsecure, f"{path} belongs to user 4711", "replace"):
                     call()
     for mode in (0o1777, 0o755, 0o711, 0o500):
+        team.chmod(mode)
+        assert torch.equal(load(folder)[1], rows(3))
+    os.chown(team, -1, os.getegid())  # as under umask 002, or in a project's folder
+    for mode in (0o775, 0o2770):
         team.chmod(mode)
         assert torch.equal(load(folder)[1], rows(3))
     team.chmod(0o700)

@@ -42,11 +42,33 @@ elif how == "lock":  # of the interpreter
 elif how == "library":
     at_exit, pause = ctypes.CDLL(None).__cxa_atexit, ctypes.CDLL(None).pause
     at_exit(pause, None, None)
+elif how == "saves":
+    begun, called = threading.Event(), threading.Event()
+
+    def save():
+        with enforced_end.before_end():
+            begun.set()
+            called.wait()  # until the process has failed, and longer than its grace
+            begun.clear()
+            begun.wait(20 * enforced_end.GRACE_S)
+            print("saved", flush=True)
+
+    saver = threading.Thread(target=save, daemon=True)
+    saver.start()
+    begun.wait()
+    atexit.register(saver.join)
+    atexit.register(called.set)
+elif how == "goes on":
+    try:
+        raise ValueError("of the script")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading.Event().wait(20 * enforced_end.GRACE_S)
 else:
     atexit.register(print, "handled")
     threading.Thread(target=lambda: print("of a thread")).start()
 print("of the script")
-if how != "good":
+if how not in ("good", "goes on"):
     raise ValueError("of the script")
 """
 
@@ -83,7 +105,9 @@ def test_what_python_waits_for_is_named(here: Home, started: list[str], how: str
         "thread": r"Thread-\d \(blocks\)",
         "handler": "MainThread",
     }[how]
-    assert re.search(rf"failed 0 s ago.*: .*{who} is in blocks \(.*ends.py:\d+\).*with code 1", line), line
+    assert re.search(rf"has failed.*within 0 s: .*{who} is in blocks \(.*ends.py:\d+\).*with code 1", line), (
+        line
+    )
 
 
 @pytest.mark.parametrize("how", ["destructor", "lock", "library"])
@@ -99,3 +123,12 @@ def test_an_end_that_comes_is_not_disturbed(here: Home, started: list[str], how:
     assert code == (how == "failed")
     assert sorted(out.splitlines()) == ["handled", "of a thread", "of the script"]
     assert "can't end by itself" not in err
+
+
+@pytest.mark.parametrize("how", ["saves", "goes on"])
+def test_a_save_and_a_script_that_goes_on_are_not_cut_off(here: Home, started: list[str], how: str) -> None:
+    """They take 20 times the grace."""
+    code, out, err = end(here, started, how, 0.1, 0.05)
+    assert code == (how == "saves")
+    assert out.splitlines() == ["of the script", *(["saved"] if how == "saves" else [])]
+    assert how == "saves" or "can't end by itself" not in err  # a save's grace may be over before the end
