@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .index import Chunk, Index, StoredTensor
-from .interface import Piece
+from .interface import Piece, row_major
 
 INDEX = ".metadata"
 FILE_MODE: Final = 0o644
@@ -280,7 +280,8 @@ class _Source(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         index = write_item.index
-        return self._pieces[index.fqn, tuple(index.offset or ())].tensor
+        piece = self._pieces[index.fqn, tuple(index.offset or ())]
+        return row_major(piece.tensor)  # torch.save keeps strides, and the bits
 
 
 def _write_item(piece: Piece) -> WriteItem:

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import CheckpointFailed, CheckpointMismatch
-from .interface import Piece
+from .interface import Piece, row_major
 
 BLOCK_BYTES: Final = 1 << 24
 """Bytes that are read at once of a file that is only verified."""
@@ -279,7 +279,10 @@ def _fill_(piece: Piece, chunk: Chunk, values: NDArray[np.uint8]) -> None:
         )
     first = max(piece.start, chunk.start)
     end = min(piece.start + _rows(piece), chunk.start + chunk.rows)
-    into = piece.tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    filled = row_major(piece.tensor)
+    into = filled.reshape(-1).view(torch.uint8).numpy()
     into[(first - piece.start) * row_bytes : (end - piece.start) * row_bytes] = values[
         (first - chunk.start) * row_bytes : (end - chunk.start) * row_bytes
     ]
+    if filled.data_ptr() != piece.tensor.data_ptr():  # a copy of it
+        piece.tensor.detach().copy_(filled)

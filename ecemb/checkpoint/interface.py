@@ -43,6 +43,14 @@ class Piece:
         return (self.start, *([0] * (len(self.shape) - 1))) if self.shape else ()
 
 
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose bytes in memory are the values, in the order of rows: a view of a contiguous one.
+
+    It is a copy of one with other strides (transposed, channels last), or with a conj or neg bit.
+    """
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """A complete checkpoint, as a reader found it.

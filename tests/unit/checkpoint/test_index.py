@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from ecemb.checkpoint import Piece, dcp, index
+from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import CheckpointFailed, CheckpointMismatch
 from support.refusals import refused
 
@@ -59,6 +61,62 @@ def test_tensors_without_dimensions_and_without_rows(tmp_path: Path) -> None:
     found, out = written(tmp_path, [pieces]), torch.tensor(0.0)
     read(tmp_path, found, [Piece("s", (), 0, out), Piece("e", (0, 3), 0, torch.empty(0, 3))])
     assert out == 2.5
+
+
+def in_memory_otherwise(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors whose bytes in memory are not their values in the order of rows."""
+    draw = torch.Generator().manual_seed(seed)
+    plain = torch.randn(4, 3, 2, 5, generator=draw)
+    complex_ = torch.randn(4, 6, dtype=torch.complex64, generator=draw)
+    return {
+        "transposed": plain[:, :, 0, 0].t(),
+        "channels_last": plain.to(memory_format=torch.channels_last),
+        "every second": plain[::2, :, :, 1],
+        "expanded": plain[0, 0, 0].expand(3, 5),
+        "conj": complex_.conj(),
+        "neg": complex_.conj().imag.clone(),
+        "neg bit": complex_.conj().imag,
+        "neg bit alone": torch._neg_view(plain),
+        "all of them": complex_.t().conj(),
+    }
+
+
+def test_values_come_back_whatever_their_place_in_memory(tmp_path: Path, seed: int) -> None:
+    """Of what is written, and of what is filled."""
+    whole = in_memory_otherwise(seed)
+    assert whole["conj"].is_conj() and whole["neg bit"].is_neg() and whole["neg bit alone"].is_neg()
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    facts = {"step": 1, "lineage": "one", "job": "job"}
+    token = folder.prepare(1, facts)
+    given = [Piece(key, tuple(one.shape), 0, one) for key, one in whole.items()]
+    folder.commit(token, facts, [folder.write(token, 0, 1, given)])
+    stored = folder.newest()
+    assert stored is not None
+    plain = {key: torch.zeros(one.shape, dtype=one.dtype) for key, one in whole.items()}
+    folder.read(stored, [Piece(key, tuple(one.shape), 0, one) for key, one in plain.items()])
+    for key, one in whole.items():
+        assert torch.equal(plain[key], one.clone()), key
+    for key, one in in_memory_otherwise(seed + 1).items():
+        if key != "expanded":
+            folder.read(stored, [Piece(key, tuple(one.shape), 1, one[1:])])
+            assert torch.equal(one[1:], whole[key][1:]), key
+            assert not torch.equal(one[0], whole[key][0]), key
+
+
+def test_plain_dcp_reads_the_same_values(tmp_path: Path, seed: int) -> None:
+    whole = in_memory_otherwise(seed)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    facts = {"step": 1, "lineage": "one", "job": "job"}
+    token = folder.prepare(1, facts)
+    given = [Piece(key, tuple(one.shape), 0, one) for key, one in whole.items()]
+    folder.commit(token, facts, [folder.write(token, 0, 1, given)])
+    found = {key: torch.zeros(one.shape, dtype=one.dtype) for key, one in whole.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(
+            found, checkpoint_id=folder.path / "step-000000000001", no_dist=True
+        )
+    for key, one in whole.items():
+        assert torch.equal(found[key], one.clone()), key
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
