@@ -221,8 +221,8 @@ def _parts(place: object, index: Index, piece: Piece) -> Iterable[Chunk]:
     return found
 
 
-def _content(fd: int, chunk: Chunk) -> bytes:
-    """A chunk's bytes, as they were written.
+def _content(fd: int, chunk: Chunk) -> io.BytesIO:
+    """A chunk's bytes, as they were written: one buffer, which is a file for zipfile.
 
     Raises:
         ValueError: they aren't.
@@ -230,15 +230,15 @@ def _content(fd: int, chunk: Chunk) -> bytes:
     size, end = os.fstat(fd).st_size, chunk.at + chunk.length
     if not 0 <= chunk.at <= end <= size:
         raise ValueError(f"it has {size} bytes, and rows were written up to byte {end}")
-    parts: list[bytes] = []
-    for at in range(chunk.at, end, READ_BYTES):
-        parts.append(os.pread(fd, min(READ_BYTES, end - at), at))
-    content = parts[0] if len(parts) == 1 else b"".join(parts)
-    if len(content) != chunk.length:
-        raise ValueError(f"{len(content)} of {chunk.length} bytes from byte {chunk.at} on can be read")
+    content = io.BytesIO(bytes(chunk.length))
+    buffer, at = content.getbuffer(), 0
+    while at < chunk.length and (got := os.preadv(fd, [buffer[at : at + READ_BYTES]], chunk.at + at)):
+        at += got
+    if at != chunk.length:
+        raise ValueError(f"{at} of {chunk.length} bytes from byte {chunk.at} on can be read")
     if chunk.sums is not None:
         before, written = chunk.sums
-        found = zlib.crc32(content, before)
+        found = zlib.crc32(buffer, before)
         if found != written:
             raise ValueError(
                 f"bytes {chunk.at} to {end} are not those that were written: the checksum (crc32) of the "
@@ -247,14 +247,14 @@ def _content(fd: int, chunk: Chunk) -> bytes:
     return content
 
 
-def _values(content: bytes) -> NDArray[np.uint8]:
+def _values(content: io.BytesIO) -> NDArray[np.uint8]:
     """The bytes of the values in what `torch.save` has written of one contiguous tensor: a view.
 
     Raises:
         ValueError: the content is something else.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(content) as archive:
             records = {one.filename.partition("/")[2]: one for one in archive.infolist()}
             order = archive.read(records["byteorder"]).decode() if "byteorder" in records else sys.byteorder
             record = records["data/0"]
@@ -262,12 +262,12 @@ def _values(content: bytes) -> NDArray[np.uint8]:
         raise ValueError(f"no tensor is stored there ({error})") from error
     if order != sys.byteorder:
         raise ValueError(f"its values are of a machine whose byte order is {order}")
-    header = content[record.header_offset :][:_LOCAL_HEADER_BYTES]
-    lengths = np.frombuffer(header[_NAME_AND_EXTRA], "<u2")
-    at = record.header_offset + _LOCAL_HEADER_BYTES + int(lengths.sum())
-    if record.compress_type != zipfile.ZIP_STORED or at + record.file_size > len(content):
+    buffer, start = content.getbuffer(), record.header_offset
+    lengths = np.frombuffer(bytes(buffer[start : start + _LOCAL_HEADER_BYTES][_NAME_AND_EXTRA]), "<u2")
+    at = start + _LOCAL_HEADER_BYTES + int(lengths.sum())
+    if record.compress_type != zipfile.ZIP_STORED or at + record.file_size > len(buffer):
         raise ValueError("no values are stored there as they are")
-    return np.frombuffer(content, np.uint8, record.file_size, at)
+    return np.frombuffer(buffer, np.uint8, record.file_size, at)
 
 
 def _fill_(piece: Piece, chunk: Chunk, values: NDArray[np.uint8]) -> None:

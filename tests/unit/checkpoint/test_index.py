@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,24 @@ def test_plain_dcp_reads_the_same_values(tmp_path: Path, seed: int) -> None:
         )
     for key, one in whole.items():
         assert torch.equal(found[key], one.clone()), key
+
+
+@pytest.mark.parametrize("at_once", [1 << 30, 1 << 16])
+def test_a_chunk_is_in_memory_once_while_it_is_read(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "READ_BYTES", at_once)
+    whole = torch.arange(1 << 20, dtype=torch.int64).reshape(-1, 8)
+    found = written(tmp_path, [[Piece("t", tuple(whole.shape), 0, whole)]])
+    out = torch.zeros_like(whole)
+    tracemalloc.start()
+    try:
+        read(tmp_path, found, [Piece("t", tuple(whole.shape), 0, out)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(out, whole)
+    assert whole.nbytes < peak < 1.25 * whole.nbytes
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
