@@ -107,9 +107,13 @@ def _chunk(file: str, at: int, length: int, start: int, rows: int, sums: Sequenc
 
 
 def signed(facts: Mapping[str, Any]) -> str:
-    """The JSON text of facts, with a checksum of their own."""
-    plain = json.dumps(facts, sort_keys=True)
-    return json.dumps({**facts, "crc32": zlib.crc32(plain.encode())}, sort_keys=True)
+    """The JSON text of facts, with a checksum of their own: of the values that a reader finds in the text.
+
+    JSON turns keys into strings, which have another order than numbers.
+    """
+    read = json.loads(json.dumps(facts))
+    plain = json.dumps(read, sort_keys=True)
+    return json.dumps({**read, "crc32": zlib.crc32(plain.encode())}, sort_keys=True)
 
 
 def facts_in(text: str | bytes) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,14 @@ def test_a_chunk_is_in_memory_once_while_it_is_read(
         tracemalloc.stop()
     assert torch.equal(out, whole)
     assert whole.nbytes < peak < 1.25 * whole.nbytes
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"sizes": {9: 1, 10: 2}}, {1: "a", "b": 2}, {"a": {True: 1, None: 2}}, {"a": (1, 2)}, {"a": 0.1}],
+)
+def test_facts_with_any_keys_are_found_as_json_gives_them(facts: Any) -> None:
+    assert index.facts_in(index.signed(facts)) == json.loads(json.dumps(facts))
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
