@@ -32,6 +32,7 @@ from ..state import rank_state as rank_states
 from ..state.flatten import blank, in_front, outline_of, unpacked
 from ..state.rank_state import RankState, scalars_in
 from ..state.replicated import ReplicatedState
+from .folder_store import one_tells
 from .interface import CheckpointReader, Piece, Stored
 from .matching import Match, Sources, by_hand
 from .transfer import Taking, read_ids, read_pieces
@@ -299,6 +300,7 @@ def take(
     Raises:
         CheckpointError: the checkpoint can't be read.
     """
+    one_tells(reader, rank)
     pieces = [piece for piece in _rows(memory, shards, rank) if piece.key in taking.sources]
     mapped = {piece.key: base(piece.table or "") in taking.rows for piece in pieces}
     read_pieces(reader, taking.stored, [piece for piece in pieces if not mapped[piece.key]], taking.sources)

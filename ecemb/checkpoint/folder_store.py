@@ -44,7 +44,7 @@ from ..arena import private_files
 from ..errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
 from . import index
 from .index import Index, damaged
-from .interface import Piece, Stored, is_stored
+from .interface import CheckpointReader, Piece, Stored, is_stored
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -71,7 +71,8 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(os.path.abspath(os.fspath(path)))
         self.tells: bool = True
-        """Whether this process logs what every process that reads the folder would log."""
+        """Whether this process does what one of those that read the folder has to do: it logs what each of
+        them would log, and checks the sizes of files that it doesn't read, and torch's index."""
         self._read_last: tuple[str, object, Index] | None = None
 
     def __str__(self) -> str:
@@ -205,16 +206,22 @@ class CheckpointFolder:
             _level(top, folder) as fd,
         ):
             found = self._index(stored, folder, fd)
-            index.read(folder, found, pieces, lambda name: _open_file(fd, folder / name))
+            files = stored.facts.get("files")
+            index.read(folder, found, pieces, lambda name: _open_rows(fd, folder / name, files))
 
     def _index(self, stored: Stored, folder: Path, fd: int) -> Index:
-        """The index of a checkpoint, whose files are all there then, with the sizes that were written."""
+        """The index of a checkpoint. If this process tells, all files are there, with their sizes."""
         last, save = self._read_last, stored.facts.get("save")
         if last is not None and last[:2] == (stored.name, save):
             return last[2]
         files = stored.facts.get("files")
         try:
-            found = self._older_index(folder, fd) if files is None else _checked_index(folder, fd, files)
+            if files is None:
+                found = self._older_index(folder, fd)
+            else:
+                if self.tells:
+                    _check_all(folder, fd, files)
+                found = _checked_index(folder, fd, files)
         except (EcembError, OSError):
             raise
         except Exception as error:  # on damaged bytes, json and pickle raise errors of any class
@@ -280,6 +287,12 @@ class CheckpointFolder:
             time.sleep(_POLL_S)
 
 
+def one_tells(reader: CheckpointReader, rank: int) -> None:
+    """Lets rank 0 alone do what one of the ranks that read a folder has to do (`CheckpointFolder.tells`)."""
+    if isinstance(reader, CheckpointFolder):
+        reader.tells = rank == 0
+
+
 def _name(step: int) -> str:
     return f"step-{step:012d}"
 
@@ -327,23 +340,43 @@ def _missing_named(folder: Path) -> Generator[None]:
         raise damaged(folder, f"{os.path.basename(error.filename or 'a file')} is missing") from None
 
 
-def _checked_index(folder: Path, fd: int, files: Mapping[str, Sequence[int]]) -> Index:
+_Files = Mapping[str, Sequence[int]]
+"""Number of bytes and checksum of files, by name."""
+
+
+def _check_all(folder: Path, fd: int, files: _Files) -> None:
+    """Raises CheckpointFailed if a file is missing or has another size, or torch's index is another."""
+    for name in sorted(files.keys() - {INDEX, _INDEX_OF_DCP}):
+        os.close(_open_rows(fd, folder / name, files))
+    _checked_content(folder, fd, _INDEX_OF_DCP, files)
+
+
+def _checked_index(folder: Path, fd: int, files: _Files) -> Index:
     """The index of a checkpoint with checksums. The files of rows are verified as they are read."""
-    for name, (size, written) in sorted(files.items()):
-        file = _open_file(fd, folder / name)
-        try:
-            if name in (INDEX, _INDEX_OF_DCP):
-                problem = index.check_file(file, size, written)
-            else:
-                problem = index.check_size(os.fstat(file).st_size, size)
-        finally:
-            os.close(file)
-        if problem:
-            raise damaged(folder, f"{name}: {problem}")
-    found = index.index_of(_content(fd, folder / INDEX))
+    found = index.index_of(_checked_content(folder, fd, INDEX, files))
     if strangers := {one.file for tensor in found.values() for one in tensor.chunks} - files.keys():
         raise damaged(folder, f"{INDEX} names {sorted(strangers)}, which {FACTS} doesn't")
     return found
+
+
+def _checked_content(folder: Path, fd: int, name: str, files: _Files) -> bytes:
+    content = _content(fd, folder / name)
+    size, written = files[name]
+    if problem := index.check_content(content, size, written):
+        raise damaged(folder, f"{name}: {problem}")
+    return content
+
+
+def _open_rows(fd: int, path: Path, files: _Files | None) -> int:
+    """A descriptor of a file of rows, which has the size that was written if `files` has it."""
+    file = _open_file(fd, path)
+    try:
+        if files is not None and (problem := index.check_size(os.fstat(file).st_size, files[path.name][0])):
+            raise damaged(path.parent, f"{path.name}: {problem}")
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 @contextmanager

@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 from ..errors import CheckpointFailed, CheckpointMismatch
 from .interface import Piece, row_major
 
-BLOCK_BYTES: Final = 1 << 24
-"""Bytes that are read at once of a file that is only verified."""
 READ_BYTES: Final = 1 << 30
 """Bytes that are read at once of a chunk: the kernel gives 2 GiB at most."""
 _NAME_AND_EXTRA = slice(26, 30)
@@ -134,20 +132,17 @@ def facts_in(text: str | bytes) -> dict[str, Any]:
     return facts  # pyright: ignore[reportUnknownVariableType]
 
 
-def check_file(fd: int, size: int, written: int) -> str:
-    """Why a file is not as it was written; "" if it is.
+def check_content(content: bytes, size: int, written: int) -> str:
+    """Why the content of a file is not as it was written; "" if it is.
 
     Args:
-        fd: of the file.
+        content: of the file.
         size: the number of bytes that were written.
         written: their checksum.
     """
-    if problem := check_size(os.fstat(fd).st_size, size):
+    if problem := check_size(len(content), size):
         return problem
-    found = 0
-    for at in range(0, size, BLOCK_BYTES):
-        found = zlib.crc32(os.pread(fd, min(BLOCK_BYTES, size - at), at), found)
-    if found != written:
+    if (found := zlib.crc32(content)) != written:
         return f"its {size} bytes have the checksum (crc32) {found}, and {written} was written"
     return ""
 

@@ -36,7 +36,7 @@ from ..local.rank_memory import RankMemory
 from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState
 from .contents import JobIdentity, Shard, account, facts_of, pieces_of
-from .folder_store import SIGHT_S, CheckpointFolder
+from .folder_store import SIGHT_S, CheckpointFolder, one_tells
 from .interface import CheckpointReader, CheckpointWriter, DifferentialWriter, Piece, Stored
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -369,8 +369,7 @@ def find(reader: CheckpointReader, transport: Transport, job: str | None) -> Sto
         CheckpointFailed: the ranks see different checkpoints; or as the reader.
     """
     found: list[Stored | None] = [None]
-    if isinstance(reader, CheckpointFolder):
-        reader.tells = transport.rank == 0
+    one_tells(reader, transport.rank)
 
     def look() -> str:
         if job is not None and (where := reader.finished(job)):

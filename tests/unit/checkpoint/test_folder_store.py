@@ -23,7 +23,7 @@ import torch.distributed.checkpoint
 from torch import Tensor
 
 from ecemb.checkpoint import Piece, Stored
-from ecemb.checkpoint.folder_store import CheckpointFolder
+from ecemb.checkpoint.folder_store import CheckpointFolder, one_tells
 from ecemb.errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch
 from support.killed_child import cut_off
 from support.refusals import refused
@@ -384,6 +384,62 @@ def test_a_file_of_another_size_is_not_read(name: str, tmp_path: Path) -> None:
         path.write_bytes(content)
         with refused(CheckpointFailed, "is damaged", name, "move this folder away"):
             load(CheckpointFolder(tmp_path))
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[list[str]]:
+    """The names of the files and folders that are opened, in order."""
+    names: list[str] = []
+    real = os.open
+
+    def open_(path: str, *arguments: Any, **options: Any) -> int:
+        names.append(os.path.basename(path))
+        return real(path, *arguments, **options)
+
+    with mock.patch("os.open", open_):
+        yield names
+
+
+def test_each_rank_opens_the_files_that_it_reads_and_rank_0_all_once(tmp_path: Path) -> None:
+    """Else all ranks open the files of all ranks: their square."""
+    save(CheckpointFolder(tmp_path), 3)
+    for rank, mine in ((0, ["__0_0.distcp"]), (1, ["__1_0.distcp"])):
+        folder, found = CheckpointFolder(tmp_path), torch.full((ROWS, 3), -1.0)
+        one_tells(folder, rank)
+        stored = folder.newest()
+        assert stored is not None
+        run = slice(0, 2) if rank == 0 else slice(2, ROWS)
+        for call in range(3):
+            with opened() as names:
+                folder.read(stored, [Piece("t", (ROWS, 3), run.start, found[run])])
+            inside = [name for name in names if name in FILES]
+            if call:
+                assert inside == mine
+            else:
+                assert inside.count("ecemb-index.json") == 1
+                assert inside.count(".metadata") == (rank == 0)
+                assert {name for name in inside if name.endswith("distcp")} == (
+                    {*mine, "__1_0.distcp"} if rank == 0 else set(mine)
+                )
+        assert torch.equal(found[run], rows(3)[run])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_rank_that_does_not_tell_refuses_what_it_reads(name: str, tmp_path: Path) -> None:
+    """Rank 0 refuses the others for it."""
+    save(CheckpointFolder(tmp_path), 3)
+    path = tmp_path / "step-000000000003" / name
+    path.write_bytes(path.read_bytes() + b"x")
+    folder, found = CheckpointFolder(tmp_path), torch.full((ROWS, 3), -1.0)
+    one_tells(folder, 1)
+    read = name not in (".metadata", "__0_0.distcp")
+    with refused(CheckpointFailed, "is damaged", name) if read else contextlib.nullcontext():
+        stored = folder.newest()
+        assert stored is not None
+        folder.read(stored, [Piece("t", (ROWS, 3), 2, found[2:])])
+        assert torch.equal(found[2:], rows(3)[2:])
+    with refused(CheckpointFailed, "is damaged", name):
+        load(CheckpointFolder(tmp_path))
 
 
 def test_a_damage_after_the_first_read_is_found(tmp_path: Path) -> None:
