@@ -41,7 +41,13 @@ from pathlib import Path
 from typing import Any
 
 from ..arena import private_files
-from ..errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, EcembError
+from ..errors import (
+    CheckpointFailed,
+    CheckpointInsecure,
+    CheckpointMismatch,
+    ConfigurationError,
+    EcembError,
+)
 from . import index
 from .index import Index, damaged
 from .interface import CheckpointReader, Piece, Stored, is_stored
@@ -66,10 +72,13 @@ class CheckpointFolder:
 
     Args:
         path: the folder; made by the first save. All ranks must see the same folder.
+
+    Raises:
+        ConfigurationError: the path is relative, and this process has no working directory any more.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path: Path = Path(os.path.abspath(os.fspath(path)))
+        self.path: Path = _absolute(path)
         self.tells: bool = True
         """Whether this process does what one of those that read the folder has to do: it logs what each of
         them would log, and checks the sizes of files that it doesn't read, and torch's index."""
@@ -285,6 +294,16 @@ class CheckpointFolder:
                     f"that all ranks share; pass one on a file system that all hosts have mounted"
                 )
             time.sleep(_POLL_S)
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(os.path.abspath(os.fspath(path)))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{os.fspath(path)!r} is a relative path, and this process has no working directory that it "
+            f"could begin at ({error.strerror}): pass an absolute path"
+        ) from error
 
 
 def one_tells(reader: CheckpointReader, rank: int) -> None:

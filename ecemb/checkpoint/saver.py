@@ -102,15 +102,7 @@ class Saver:
         """Saves the transaction that all ranks have committed. All ranks; see `Guard.save`."""
         began = time.perf_counter()
         self.drain()
-        writer = CheckpointFolder(path) if isinstance(path, (str, os.PathLike)) else path
-        if not isinstance(writer, CheckpointWriter):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"guard.save() takes a path or a CheckpointWriter; it got {path!r}")
-        if type(keep) is not int or keep < 1:
-            raise ConfigurationError(
-                f"keep= is the number of checkpoints to keep, an int of at least 1; it is {keep!r}"
-            )
-        facts = self._agree([name_of(writer), keep, asynchronous])
-        self._follow(writer)
+        writer, facts = self._agree(path, keep, asynchronous=asynchronous)
         prepared = shared(
             self._transport,
             "preparing a checkpoint",
@@ -186,11 +178,22 @@ class Saver:
                 self._thread.join()  # its own waits have deadlines
             self._thread = None
 
-    def _agree(self, asked: list[Any]) -> dict[str, Any]:
-        """The facts of the checkpoint, from the accounts of all ranks. All ranks."""
-        own = {"asked": asked, **account(self._memory, self._shards, self._replicated)}
-        texts = self._transport.gather(json.dumps(own).encode(), "agreeing on a checkpoint")
-        told = [json.loads(text) for text in texts]
+    def _agree(
+        self, path: Path | CheckpointWriter, keep: int, *, asynchronous: bool
+    ) -> tuple[CheckpointWriter, dict[str, Any]]:
+        """The writer, and the facts of the checkpoint from the accounts of all ranks. All ranks.
+
+        What a rank refuses is refused on all.
+        """
+        writers: list[CheckpointWriter] = []
+
+        def own() -> str:
+            writers.append(writer := _writer_of(path, keep))
+            self._follow(writer)
+            asked = [name_of(writer), keep, asynchronous]
+            return json.dumps({"asked": asked, **account(self._memory, self._shards, self._replicated)})
+
+        told = [json.loads(text) for text in shared(self._transport, "agreeing on a checkpoint", own)]
         for what, rule in (
             ("step", "every rank must be between the same steps"),
             ("asked", "path, keep= and asynchronous= must be the same"),
@@ -199,7 +202,7 @@ class Saver:
             if len({json.dumps(one[what]) for one in told}) > 1:
                 shown = {rank: one[what] for rank, one in enumerate(told)}
                 raise ConfigurationError(f"guard.save() differs between ranks: {rule}; they have {shown}")
-        return facts_of(self._job, told)
+        return writers[0], facts_of(self._job, told)
 
     def _write(
         self,
@@ -275,6 +278,22 @@ class Saver:
     def _log(self, writer: CheckpointWriter, facts: Mapping[str, Any], seconds: float) -> None:
         level = logging.INFO if self._transport.rank == 0 else logging.DEBUG
         logger.log(level, "step %d is saved in %s (%.2f s)", facts["step"], name_of(writer), seconds)
+
+
+def _writer_of(path: Path | CheckpointWriter, keep: int) -> CheckpointWriter:
+    """The writer for the arguments of `Guard.save`.
+
+    Raises:
+        ConfigurationError: they are none.
+    """
+    writer = CheckpointFolder(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(writer, CheckpointWriter):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"guard.save() takes a path or a CheckpointWriter; it got {path!r}")
+    if type(keep) is not int or keep < 1:
+        raise ConfigurationError(
+            f"keep= is the number of checkpoints to keep, an int of at least 1; it is {keep!r}"
+        )
+    return writer
 
 
 def _copy_(pieces: list[Piece]) -> str:

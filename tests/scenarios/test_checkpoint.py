@@ -615,6 +615,14 @@ def a_save_that_cannot_be_leaves_all_as_it_was(place: Place) -> None:
             guard.save(__file__ + "/below")
         with matching(CheckpointInsecure, "pickle|folder"):
             guard.save(__file__)
+        here = os.getcwd()
+        if place.index == 1:  # its working directory is gone, and the others don't wait for it
+            (place.root / "gone").mkdir()
+            os.chdir(place.root / "gone")
+            (place.root / "gone").rmdir()
+        with matching(ConfigurationError, "relative path", "pass an absolute path"):
+            guard.save("checkpoints")
+        os.chdir(here)
 
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

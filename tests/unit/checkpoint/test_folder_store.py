@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ecemb.checkpoint import Piece, Stored
 from ecemb.checkpoint.folder_store import CheckpointFolder, one_tells
-from ecemb.errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch
+from ecemb.errors import CheckpointFailed, CheckpointInsecure, CheckpointMismatch, ConfigurationError
 from support.killed_child import cut_off
 from support.refusals import refused
 
@@ -440,6 +440,17 @@ def test_a_rank_that_does_not_tell_refuses_what_it_reads(name: str, tmp_path: Pa
         assert torch.equal(found[2:], rows(3)[2:])
     with refused(CheckpointFailed, "is damaged", name):
         load(CheckpointFolder(tmp_path))
+
+
+def test_a_relative_path_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with refused(ConfigurationError, "'checkpoints' is a relative path", "pass an absolute path"):
+        CheckpointFolder("checkpoints")
+    assert CheckpointFolder(tmp_path / "checkpoints").newest() is None
 
 
 def test_a_damage_after_the_first_read_is_found(tmp_path: Path) -> None:

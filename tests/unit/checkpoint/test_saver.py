@@ -62,11 +62,32 @@ def test_a_copy_that_fails_fails_on_all_ranks_and_is_discarded(monkeypatch: pyte
     writer.prepare.return_value = "token"
     full = mock.Mock(**{"clone.side_effect": RuntimeError("can't allocate memory")})
     monkeypatch.setattr("ecemb.checkpoint.saver.pieces_of", lambda *_: [Piece("a", (1,), 0, full)])
-    monkeypatch.setattr(saver, "_agree", lambda asked: {"step": 7})
+    monkeypatch.setattr(saver, "_agree", lambda *_, **__: (writer, {"step": 7}))
     with refused(CheckpointFailed, "copying all tables failed on rank 0", "can't allocate memory"):
         saver.save(writer, keep=1, asynchronous=True)
     writer.discard.assert_called_once_with("token")
     saver.drain()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_path_without_a_working_directory_is_refused_on_all_ranks(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others wait for is sent before the rank raises; and it tells them why."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    saver, sent = rank_0(), list[bytes]()
+    monkeypatch.setattr(saver._transport, "gather", lambda data, _: sent.append(data) or [data])
+    with refused(ConfigurationError, "'checkpoints' is a relative path", "pass an absolute path"):
+        saver.save("checkpoints", keep=1, asynchronous=asynchronous)
+    [told] = sent
+    other = rank_0()
+    other._transport.rank = 1
+    monkeypatch.setattr(other._transport, "gather", lambda data, _: [told, data])
+    monkeypatch.setattr("ecemb.checkpoint.saver.account", lambda *_: {"step": 7, "dense": "", "names": []})
+    with refused(ConfigurationError, "agreeing on a checkpoint failed on rank 0", "pass an absolute path"):
+        other.save(tmp_path, keep=1, asynchronous=asynchronous)
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, None, 2.5, float("inf"), "2"])
