@@ -303,7 +303,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
         raise ConfigurationError(
             f"{os.fspath(path)!r} is a relative path, and this process has no working directory that it "
             f"could begin at ({error.strerror}): pass an absolute path"
-        ) from error
+        ) from None
 
 
 def one_tells(reader: CheckpointReader, rank: int) -> None:
