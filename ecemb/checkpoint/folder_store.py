@@ -59,6 +59,7 @@ INDEX = "ecemb-index.json"
 _INDEX_OF_DCP = ".metadata"  # dcp.INDEX, without importing it
 _MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
 _NAME = re.compile(r"step-(\d{12,})")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER_MODE = 0o777 & ~_OTHERS_WRITE  # whatever the umask is
@@ -74,7 +75,8 @@ class CheckpointFolder:
         path: the folder; made by the first save. All ranks must see the same folder.
 
     Raises:
-        ConfigurationError: the path is relative, and this process has no working directory any more.
+        ConfigurationError: the path is relative, and this process has no working directory any more; or it
+            is empty, a URL, or begins with "~", and would name another folder than what it looks like.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -297,11 +299,24 @@ class CheckpointFolder:
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise ConfigurationError(f"{text!r} is no path of a folder for checkpoints: pass one")
+    if _URL.match(text):
+        raise ConfigurationError(
+            f"{text!r} is a URL, and checkpoints go to a folder that all ranks see: pass its path, or a "
+            f"CheckpointWriter for another store"
+        )
+    if text.startswith("~"):
+        raise ConfigurationError(
+            f"{text!r} begins with ~, which only a shell replaces by the home folder: pass "
+            f"os.path.expanduser({text!r}), or ./{text} for a folder of this name"
+        )
     try:
-        return Path(os.path.abspath(os.fspath(path)))
+        return Path(os.path.abspath(text))
     except OSError as error:
         raise ConfigurationError(
-            f"{os.fspath(path)!r} is a relative path, and this process has no working directory that it "
+            f"{text!r} is a relative path, and this process has no working directory that it "
             f"could begin at ({error.strerror}): pass an absolute path"
         ) from None
 

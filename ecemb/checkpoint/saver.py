@@ -188,7 +188,7 @@ class Saver:
         writers: list[CheckpointWriter] = []
 
         def own() -> str:
-            writers.append(writer := _writer_of(path, keep))
+            writers.append(writer := _writer_of(path, keep, asynchronous=asynchronous))
             self._follow(writer)
             asked = [name_of(writer), keep, asynchronous]
             return json.dumps({"asked": asked, **account(self._memory, self._shards, self._replicated)})
@@ -280,7 +280,7 @@ class Saver:
         logger.log(level, "step %d is saved in %s (%.2f s)", facts["step"], name_of(writer), seconds)
 
 
-def _writer_of(path: Path | CheckpointWriter, keep: int) -> CheckpointWriter:
+def _writer_of(path: Path | CheckpointWriter, keep: int, *, asynchronous: bool) -> CheckpointWriter:
     """The writer for the arguments of `Guard.save`.
 
     Raises:
@@ -293,6 +293,8 @@ def _writer_of(path: Path | CheckpointWriter, keep: int) -> CheckpointWriter:
         raise ConfigurationError(
             f"keep= is the number of checkpoints to keep, an int of at least 1; it is {keep!r}"
         )
+    if not isinstance(asynchronous, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"asynchronous= is True or False; it is {asynchronous!r}")
     return writer
 
 

@@ -453,6 +453,26 @@ def test_a_relative_path_without_a_working_directory_is_refused(
     assert CheckpointFolder(tmp_path / "checkpoints").newest() is None
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("s3://bucket/job", "is a URL"),
+        (Path("s3://bucket/job"), "is a URL"),
+        ("file:///tmp/job", "is a URL"),
+        ("~/job", "expanduser"),
+        ("", "is no path"),
+        ("a\0b", "is no path"),
+    ],
+)
+def test_a_path_that_names_another_folder_than_it_looks_like_is_refused(
+    path: str | Path, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refused(ConfigurationError, found, "pass"):
+        CheckpointFolder(path)
+    assert CheckpointFolder("./~").path == tmp_path / "~" and CheckpointFolder("a:b").path == tmp_path / "a:b"
+
+
 def test_a_damage_after_the_first_read_is_found(tmp_path: Path) -> None:
     """A rank reads piece by piece: each is verified when it is read, and nothing of a bad one is used."""
     folder = CheckpointFolder(tmp_path)

@@ -94,3 +94,9 @@ def test_a_path_without_a_working_directory_is_refused_on_all_ranks(
 def test_what_is_no_number_to_keep_is_refused(keep: Any, tmp_path: Path) -> None:
     with refused(ConfigurationError, "keep=", "at least 1", repr(keep)):
         rank_0().save(tmp_path, keep=keep, asynchronous=False)
+
+
+@pytest.mark.parametrize("asynchronous", ["no", 1, None])
+def test_what_is_neither_asynchronous_nor_not_is_refused(asynchronous: Any, tmp_path: Path) -> None:
+    with refused(ConfigurationError, "asynchronous= is True or False", repr(asynchronous)):
+        rank_0().save(tmp_path, keep=1, asynchronous=asynchronous)
