@@ -15,7 +15,7 @@ from .checkpoint.interface import CheckpointReader
 from .checkpoint.saver import reader_of
 from .checkpoint.transfer import Transfer
 from .coding.code import Code
-from .errors import UsageError
+from .errors import ConfigurationError, UsageError
 from .guard import Guard
 from .session import current
 from .startup.opening import open_memory
@@ -125,6 +125,11 @@ def protect(
             error lists all that doesn't fit, and nothing was written.
         PeerFailure: a peer died or failed.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(
+            f"ecemb.protect() takes the model, a torch.nn.Module; it got {model!r}. Name tables that are "
+            f"sharded by hand in tables="
+        )
     session = current()
     if session.protected:
         raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
