@@ -337,6 +337,17 @@ def test_the_readme_says_how_much_of_a_restart_is_the_scripts_own() -> None:
     assert f"takes {found['nothing']} of its {found['ecemb (4, 3) window auto']}." in readme
 
 
+def test_the_readme_says_what_steps_of_table_work_alone_cost() -> None:
+    """A third to a half with a commit in each step, less than a tenth with "auto"."""
+    found: dict[int | str, list[float]] = {}
+    for path in (ROOT / "bench" / "results").glob("overhead*.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            if (row["metric"], row.get("method")) == ("overhead_cpu_pct", "protected"):
+                if row["setting"].startswith("sparse-heavy"):
+                    found.setdefault(row["window"], []).append(row["value"])
+    assert min(found[1]) >= 30 and max(found[1]) <= 50 and max(found["auto"]) < 10
+
+
 def test_the_readme_says_where_partial_recovery_leads() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "simulate.json").read_text())["rows"]
     cells = {
