@@ -29,7 +29,10 @@ class Remaining:
     """
 
     def __init__(self, session: Session, arena: Arena) -> None:
-        self._session, self._arena, self._pid = session, arena, os.getpid()
+        # Of the session the values alone: what exit handlers hold lives as long as the process, and the
+        # session holds connections.
+        self._job, self._hosts, self._directory = session.job, session.hosts, session.directory
+        self._arena, self._pid = arena, os.getpid()
         if session.rank == 0:
             atexit.register(self._say)
 
@@ -38,20 +41,19 @@ class Remaining:
         atexit.unregister(self._say)
 
     def _say(self) -> None:
-        session, error = self._session, last_exception()
+        error = last_exception()
         is_restarted = isinstance(error, Exception) and not is_last_attempt()
         if os.getpid() != self._pid or is_restarted or not _is_kept(self._arena):
             return
-        hosts = counted(len(set(session.hosts)), "host")
         logger.warning(
             "job %s was not closed: the memory of its %s stays in %s of %s. The same launch goes on from "
             "step %d; to remove it, on each host: %s",
-            session.job,
-            counted(session.world_size, "rank"),
-            session.directory.arena_dir,
-            hosts,
+            self._job,
+            counted(len(self._hosts), "rank"),
+            self._directory.arena_dir,
+            counted(len(set(self._hosts)), "host"),
             self._arena.get(Word.COMMITTED),
-            session.directory.removal,
+            self._directory.removal,
         )
 
 

@@ -56,7 +56,7 @@ from support.three_hosts import WORLD, Place, Training, life, unguarded
 from support.training_lives import STEPS
 
 MIB = 1 << 20
-DEADLINE_S = 1000
+DEADLINE_S = 300
 PACKAGE = Path(ecemb.__file__).parent
 
 
