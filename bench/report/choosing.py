@@ -171,8 +171,8 @@ def side_by_side(documents: Documents, last: str, said: Callable[[str, Mapping[s
             totals = [altogether(of_method, size) for size in sizes]
             lines.append([name, *cells(found[method]), *totals, said(method, found[method])])
     heads = (*HEADS, *(f"{ALTOGETHER}, {size}" for size in sizes), last)
-    parts = [grid(heads, 1, lines, words=1), reading(documents, rows, engine)]
-    return "\n\n".join([*parts, *worst(documents)])
+    under = " ".join([reading(documents, rows, engine), *worst(documents)])
+    return f"{grid(heads, 1, lines, words=1)}\n\n{under}"
 
 
 def shares(documents: Documents) -> str:

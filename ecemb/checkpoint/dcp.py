@@ -3,8 +3,8 @@
 Owns the translation of pieces into DCP's plans and index, and DCP's file system on a folder's descriptor,
 which sums up what is written. Every tensor is stored as chunks of one global tensor, so that DCP reads a
 checkpoint on any number of ranks. DCP's index is a pickle, written for readers without ecemb: ecemb reads its
-own (`ecemb/checkpoint/index.py`), and DCP's only where an older ecemb wrote no other. Then it is unpickled
-with the classes of such an index alone, which run nothing.
+own (`ecemb/checkpoint/index.py`), and DCP's only where an older ecemb wrote no other. Even then nothing is
+unpickled: the pickle's instructions are read as a description of what it holds.
 
 Must not know: folders of checkpoints, the network: no collective of DCP is used.
 """
@@ -15,9 +15,10 @@ import contextlib
 import io
 import json
 import os
-import pickle
+import pickletools
 import zlib
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -125,48 +126,109 @@ def older_index(content: bytes) -> Index:
     Raises:
         Exception: of any class, if it is another pickle.
     """
-    index = _Unpickler(io.BytesIO(content)).load()
+    (index,) = _decode(content)
+    if not isinstance(index, _Described) or index.name != f"{Metadata.__module__}.{Metadata.__name__}":
+        raise ValueError(f"no index of DCP's, but {getattr(index, 'name', type(index).__name__)}")
     places = {
-        (one.fqn, tuple(one.offset or ())): cast(StorageInfo, place)
-        for one, place in cast("dict[MetadataIndex, Any]", index.storage_data).items()
+        (key.state["fqn"], _size(key.state["offset"])): place.state
+        for key, place in index.state["storage_data"].items()
     }
     found: dict[str, StoredTensor] = {}
-    for key, whole in cast("dict[str, TensorStorageMetadata]", index.state_dict_metadata).items():
+    for name, whole in index.state["state_dict_metadata"].items():
         chunks: list[Chunk] = []
-        for one in whole.chunks:
-            place = places[key, tuple(one.offsets)]
-            at = (place.relative_path, place.offset, place.length)
-            chunks.append(Chunk(*at, *_rows(one.offsets, one.sizes), None))
-        dtype = str(whole.properties.dtype).removeprefix("torch.")
-        found[key] = StoredTensor(dtype, tuple(whole.size), tuple(chunks))
+        for chunk in whole.state["chunks"]:
+            offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+            place = places[name, offsets]
+            at = (place["relative_path"], place["offset"], place["length"])
+            chunks.append(Chunk(*at, *_rows(offsets, sizes), None))
+        dtype = whole.state["properties"].state[0].name.removeprefix("torch.")
+        found[name] = StoredTensor(dtype, _size(whole.state["size"]), tuple(chunks))
     return found
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's index only: each of them holds values, and runs nothing."""
+@dataclass(eq=False)
+class _Described:
+    """An object in a pickle, as its bytes describe it: no class is imported, and nothing is called.
 
-    _KNOWN: Final = {
-        "torch.distributed.checkpoint.metadata": {
-            *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-            *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {"Size"},
-    }
+    Attributes:
+        name: of the class or function that would make it.
+        args: what that would be called with.
+        state: attributes that would be set; None if the pickle has none.
+    """
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name.partition(".")[0] == "pathlib":  # the folder's path at the save; not used
-            return _joined
-        if module_name == "torch" and isinstance(kind := getattr(torch, global_name, None), torch.dtype):
-            return kind
-        if global_name in self._KNOWN.get(module_name, ()):
-            return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} doesn't belong into DCP's index")
+    name: str
+    args: Any = ()
+    state: Any = None
 
 
-def _joined(*parts: str) -> str:
-    return "/".join(parts)
+def _size(size: _Described | None) -> tuple[int, ...]:
+    return tuple(size.args[0]) if size is not None else ()
+
+
+def _decode(content: bytes) -> list[Any]:
+    """What a pickle holds: values, containers, and descriptions of objects.
+
+    Raises:
+        ValueError: it has an instruction that DCP's indices don't have.
+    """
+    stack: list[Any] = []
+    memo: list[Any] = []
+    marks: list[int] = []
+
+    def since_mark() -> list[Any]:
+        begin = marks.pop()
+        taken = stack[begin:]
+        del stack[begin:]
+        return taken
+
+    for instruction, value, _ in pickletools.genops(content):
+        match instruction.name:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[instruction.name])
+            case "SHORT_BINUNICODE" | "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(value)
+            case "MEMOIZE":
+                memo.append(stack[-1])
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[cast(int, value)])
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = int(instruction.name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "APPEND":
+                added = stack.pop()
+                stack[-1].append(added)
+            case "APPENDS":
+                items = since_mark()
+                stack[-1].extend(items)
+            case "SETITEM":
+                stack[-3][stack[-2]] = stack[-1]
+                del stack[-2:]
+            case "SETITEMS":
+                items = since_mark()
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            case "STACK_GLOBAL":
+                stack[-2:] = [_Described(".".join(stack[-2:]))]
+            case "NEWOBJ" | "REDUCE":
+                made, args = stack[-2:]
+                stack[-2:] = [_Described(made.name, args)]
+            case "BUILD":
+                state = stack.pop()
+                stack[-1].state = state
+            case other:
+                raise ValueError(f"DCP's index has no {other}")
+    return stack
 
 
 class _SummedFile(io.RawIOBase):
