@@ -54,7 +54,7 @@ def modules_of(given: Any) -> dict[str, nn.Module]:
     """The tables sharded by hand in an argument, by keys.
 
     Raises:
-        ConfigurationError: they have no keys, or keys that are not strings.
+        ConfigurationError: they have no keys, or keys that are not strings, or an empty one.
     """
     if given is not None and not isinstance(given, (Mapping, nn.ModuleDict)):
         raise ConfigurationError(
@@ -66,6 +66,11 @@ def modules_of(given: Any) -> dict[str, nn.Module]:
         raise ConfigurationError(
             f"tables= takes a mapping of tables by keys of your choice, which are strings; {others[0]!r} is "
             f"a {type(others[0]).__name__}"
+        )
+    if "" in found:
+        raise ConfigurationError(
+            "tables= takes a mapping of tables by keys of your choice, by which errors and checkpoints name "
+            "them; '' is empty: give this table a name"
         )
     return found
 

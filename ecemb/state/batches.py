@@ -193,10 +193,13 @@ def bind(
         order_may_change: see `Batches`.
 
     Raises:
-        ConfigurationError: the loader has no position that a restart can find.
+        ConfigurationError: the loader is none, or has no position that a restart can find; or an option is
+            no bool.
         UsageError: the loader is already bound.
         LayoutMismatch: another loader was bound in this order when the job was started.
     """
+    if not isinstance(order_may_change, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"order_may_change= is True or False; it is {order_may_change!r}")
     for other in rank_state.positions:
         if isinstance(other, Batches) and other.source.loader is loader:
             raise UsageError(f"{other.name} is already bound: call guard.batches() once for each loader")

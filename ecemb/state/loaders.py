@@ -272,6 +272,12 @@ def find_source(loader: Any) -> Source:
     kind = type(loader).__name__
     if isinstance(loader, DataLoader):
         return _of_loader(loader)
+    is_empty = isinstance(loader, Sequence) and not len(loader)  # pyright: ignore[reportUnknownArgumentType]
+    if is_empty or isinstance(loader, (str, bytes, bytearray, Mapping)):
+        raise ConfigurationError(
+            f"guard.batches() takes a loader: a DataLoader or another iterable of batches; it got "
+            f"{'an empty' if is_empty else 'a'} {kind}: pass the loader, or a list of batches"
+        )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"guard.batches() takes a loader: a DataLoader or another iterable; {kind} is not iterable"

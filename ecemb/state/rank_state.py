@@ -311,12 +311,15 @@ class RankState:
         names = saved.get("names", range(len(states)))
         named = all(isinstance(name, str) for name in (*names, *self._objects))
         if named:
+            way_out = "pass no objects in state="
+            if names:
+                way_out = f"pass the objects under their original names ({', '.join(map(repr, names))})"
             for name, now in [(name, False) for name in names] + [(name, True) for name in self._objects]:
                 if name not in (names if now else self._objects):
                     raise LayoutMismatch(
                         f"state= has {'an' if now else 'no'} object {name!r}, and had "
-                        f"{'none of that name' if now else 'one'} when the job was started: pass the objects "
-                        f"under their original names ({', '.join(map(repr, names))}), or use another job="
+                        f"{'none of that name' if now else 'one'} when the job was started: {way_out}, or "
+                        f"use another job="
                     )
         elif len(self._objects) != len(states):
             raise LayoutMismatch(

@@ -64,6 +64,11 @@ def test_tables_without_keys_are_refused(name: str) -> None:
         ecemb.tables(nn.Module(), tables=given)
 
 
+def test_a_table_with_an_empty_name_is_refused() -> None:
+    with refused(ConfigurationError, "tables= takes a mapping", "'' is empty: give this table a name"):
+        ecemb.tables(nn.Module(), tables={"": nn.EmbeddingBag(3, 2, sparse=True)})
+
+
 def test_a_module_dict_has_keys() -> None:
     given: Any = nn.ModuleDict({"user": nn.EmbeddingBag(3, 2, sparse=True)})
     assert [table.name for table in ecemb.tables(nn.Module(), tables=given)] == ["user"]

@@ -559,6 +559,12 @@ def test_the_users_loader_stays_as_it_is() -> None:
         (lambda: iter([1, 2]), "list_iterator.*can be iterated only once.*pass the list"),
         (lambda: (i for i in range(3)), "generator.*can be iterated only once"),
         (lambda: 7, "takes a loader.*int is not iterable"),
+        (lambda: "abc", "takes a loader.*it got a str: pass the loader, or a list"),
+        (lambda: b"abc", "takes a loader.*it got a bytes"),
+        (lambda: {"user": [1]}, "takes a loader.*it got a dict"),
+        (dict, "takes a loader.*it got a dict"),
+        (list, "takes a loader.*it got an empty list"),
+        (tuple, "takes a loader.*it got an empty tuple"),
         (lambda: map_loader(num_workers=2, in_order=False), "in_order=False"),
         (
             lambda: map_loader(StatefulDataLoader, dataset=Kept(), sampler=RandomSampler(Kept())),
@@ -600,8 +606,22 @@ def test_a_stream_without_state_is_refused_when_it_shows() -> None:
         rank.step()
 
 
+@pytest.mark.parametrize("given", ["x", 1, None])
+def test_an_option_that_is_no_bool_is_refused(given: Any) -> None:
+    rank = Rank([])
+    with refused(ConfigurationError, f"order_may_change= is True or False; it is {given!r}"):
+        rank.bind([1], order_may_change=given)
+
+
+class Drained:
+    """An iterable without a length that gives nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 @pytest.mark.parametrize(
-    "loader", [[], map_loader(dataset=Numbers(3), drop_last=True)], ids=["a list", "a DataLoader"]
+    "loader", [Drained(), map_loader(dataset=Numbers(3), drop_last=True)], ids=["an iterable", "a DataLoader"]
 )
 def test_a_loader_that_gives_nothing_is_an_error(loader: Any) -> None:
     with pytest.raises(ConfigurationError, match="loader 0 of guard.batches.*gives no batches in epoch 0"):

@@ -15,6 +15,7 @@ from ecemb.coding.rows import WORD_BYTES, arrange
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from ecemb.state import rank_state
 from ecemb.state.rank_state import RankState
+from support.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("kept_generators")
 
@@ -414,6 +415,13 @@ def test_objects_of_one_class_come_back_by_name() -> None:
     warmup, decay = Counter(), Counter()
     named(decay=decay, warmup=warmup).unpack_common([data, data])
     assert (warmup.state, decay.state) == ({"at": 1}, {"at": 2})
+
+
+def test_a_job_that_was_started_without_objects_names_none() -> None:
+    with refused(
+        LayoutMismatch, "state= has an object 'seen'", "pass no objects in state=, or use another job="
+    ):
+        named(seen=Counter()).unpack(named().pack())
 
 
 @pytest.mark.parametrize(
