@@ -574,8 +574,9 @@ def _forked() -> int:
     Raises:
         OSError: there is no memory, or no process, left.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:  # before signals are blocked: that call runs handlers as well, which may raise
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

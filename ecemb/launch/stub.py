@@ -218,13 +218,14 @@ def _accepted(command: Command) -> _Worker:
         for number in signal.valid_signals()
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-    try:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:  # before signals are blocked: that call runs handlers as well, which may raise
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Gone):
                 return _ask(command, numbers, parent, ignored, blocked)
         raise Cold("the fork server ended at every request; its log may say why")
-    except (Cold, EcembError, OSError):
+    except BaseException:
         processes.drop_pending(signal.SIGIO)  # of a connection that is closed now
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         raise

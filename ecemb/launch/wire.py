@@ -48,7 +48,8 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     body = json.dumps(message).encode()
     data = _LENGTH.pack(len(body)) + body
     sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
-    connection.sendall(data[sent:])
+    if left := data[sent:]:  # nothing is sent as well, and the other end may be gone once it has all
+        connection.sendall(left)
 
 
 class Inbox:

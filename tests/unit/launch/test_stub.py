@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Iterator, Set
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ecemb.launch import stub, wire
+from ecemb.launch import server, stub, wire
+from ecemb.launch.command import parse
 
 
 class DiedBy(Exception):
@@ -69,3 +72,81 @@ def test_a_signal_before_a_worker_runs_ends_the_stub(
     near.setblocking(False)
     with pytest.raises(DiedBy):
         stub._await_acceptance(near, wire.Inbox(near))
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["as they are blocked", "later"])
+def test_a_handler_that_raises_before_a_worker_is_accepted_leaves_no_signal_blocked(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that blocks signals runs the handlers of those that came before."""
+    before, change = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.pthread_sigmask
+
+    def late(how: int, numbers: Set[int]) -> Set[int]:
+        was = change(how, numbers)
+        if numbers and how == signal.SIG_BLOCK and moment != "later":
+            raise Interrupt
+        return was
+
+    def ask(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(stub, "_why_cold", lambda _: None)
+    monkeypatch.setattr(stub, "_ask", ask)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "pthread_sigmask", late)
+        with pytest.raises(Interrupt):
+            stub._accepted(parse(["script.py"]))
+    after = change(signal.SIG_SETMASK, before)
+    assert after == before
+
+
+def test_a_handler_that_raises_before_a_fork_leaves_no_signal_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the server would hear of no worker's end, and of no request to end."""
+    before, change = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.pthread_sigmask
+
+    def late(how: int, numbers: Set[int]) -> Set[int]:
+        was = change(how, numbers)
+        if numbers and how == signal.SIG_BLOCK:
+            raise Interrupt
+        return was
+
+    def fork() -> int:
+        raise AssertionError("forked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", fork)
+        patched.setattr(signal, "pthread_sigmask", late)
+        with pytest.raises(Interrupt):
+            server._forked()
+    after = change(signal.SIG_SETMASK, before)
+    assert after == before
+
+
+def test_a_message_that_was_sent_whole_is_sent_once(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end may close as soon as it has read it: to send nothing more would be an error."""
+    near, far = ends
+    received: list[object] = []
+    send = socket.send_fds
+
+    def and_close(*arguments: Any) -> int:
+        sent = send(*arguments)
+        inbox = wire.Inbox(far)
+        assert inbox.read()
+        received.append(inbox.take())
+        for descriptor in inbox.descriptors:
+            os.close(descriptor)
+        far.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", and_close)
+    wire.send(near, {"what": "run"}, [near.fileno()])
+    assert received == [{"what": "run"}]
