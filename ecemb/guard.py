@@ -23,7 +23,6 @@ from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session
 from .startup.opening import Opened
 from .startup.remaining import Remaining
-from .startup.request import Request
 from .state.batches import Batches, bind
 from .step.body import Step
 from .step.notice import Notice
@@ -38,7 +37,8 @@ class Guard:
     def __init__(self) -> None:
         raise UsageError("ecemb.protect() makes the guard: keep what it returns")
 
-    def _begin(self, session: Session, opened: Opened, request: Request) -> None:
+    def _begin(self, session: Session, opened: Opened) -> None:
+        request = opened.request
         self._session, self._whereabouts = session, session.whereabouts
         self._memory = opened.memory
         self._transport = opened.transport

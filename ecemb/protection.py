@@ -123,7 +123,7 @@ def protect(
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
         CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the
             error lists all that doesn't fit, and nothing was written.
-        PeerFailure: a peer died or failed.
+        PeerFailure: a peer died or failed, or an argument breaks a rule there alone.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(
@@ -133,30 +133,33 @@ def protect(
     session = current()
     if session.protected:
         raise UsageError("this process has a guard already: call ecemb.protect() once, and keep its guard")
-    codes = codes_of(code(session.world_size) if callable(code) else code)
-    request = Request(
-        model=model,
-        optimizers=optimizers_of(optimizers),
-        modules=modules_of(tables),
-        code=codes[0],
-        state=state,
-        without=listed(without_optimizer),
-        window=Window(window, mtbf, max_replay),
-        overlap=overlap,
-        abortable=abortable,
-        failure_domain=failure_domain,
-        parity_backend=parity_backend,
-        compare_every=compare_every,
-        reader=None if resume is None else reader_of(resume),
-        resume_required=resume_required,
-        renamed=renamed or {},
-        transfer=transfer,
-        elastic=elastic,
-        codes=codes,
-        shards=shards or {},
-        rebuild=rebuild,
-    )
-    opened = open_memory(session, request)
+
+    def asked() -> Request:
+        codes = codes_of(code(session.world_size) if callable(code) else code)
+        return Request(
+            model=model,
+            optimizers=optimizers_of(optimizers),
+            modules=modules_of(tables),
+            code=codes[0],
+            state=state,
+            without=listed(without_optimizer),
+            window=Window(window, mtbf, max_replay),
+            overlap=overlap,
+            abortable=abortable,
+            failure_domain=failure_domain,
+            parity_backend=parity_backend,
+            compare_every=compare_every,
+            reader=None if resume is None else reader_of(resume),
+            resume_required=resume_required,
+            renamed=renamed or {},
+            transfer=transfer,
+            elastic=elastic,
+            codes=codes,
+            shards=shards or {},
+            rebuild=rebuild,
+        )
+
+    opened = open_memory(session, asked)
     session.protected = True
-    (guard := Guard.__new__(Guard))._begin(session, opened, request)  # pyright: ignore[reportPrivateUsage]
+    (guard := Guard.__new__(Guard))._begin(session, opened)  # pyright: ignore[reportPrivateUsage]
     return guard

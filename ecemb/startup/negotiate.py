@@ -291,7 +291,7 @@ def _placement_of(
         formers.check(session, request, history)
         return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
-        raise LayoutMismatch(_difference(session, history, proposals[session.rank].layout))
+        raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))
     if history.abortable != request.abortable:
         held = "all of the dense state" if history.abortable else "some slices of the dense state"
         raise LayoutMismatch(
@@ -446,7 +446,7 @@ def _hash(proposals: Sequence[_Proposal], room_bytes: int) -> str:
     return hashlib.blake2b(json.dumps(layouts).encode(), digest_size=16).hexdigest()
 
 
-def _difference(session: Session, history: History, now: Mapping[str, Any]) -> str:
+def _difference(session: Session, request: Request, history: History, now: Mapping[str, Any]) -> str:
     found: list[str] = []
     if [history.n, history.k] != now["code"]:
         found.append(f"code {(history.n, history.k)} then and {tuple(now['code'])} now")
@@ -463,7 +463,13 @@ def _difference(session: Session, history: History, now: Mapping[str, Any]) -> s
     if len(found) > _SHOWN_DIFFERENCES:
         found[_SHOWN_DIFFERENCES:] = [f"and {len(found) - _SHOWN_DIFFERENCES} more differences"]
     difference = "; ".join(found) or "tables of other ranks differ: see their messages"
+    stored = ""
+    if request.reader is not None:
+        stored = (
+            f". With resume= as it is, a start without memory begins at the newest checkpoint in "
+            f"{saver.name_of(request.reader)}, if there is one, and that has to fit this model as well"
+        )
     return (
         f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
-        f"that started the job, or give this one another job="
+        f"that started the job, or give this one another job={stored}"
     )

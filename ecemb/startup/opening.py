@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -63,6 +63,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 class Opened:
     """This rank's memory, live, with everything that a transaction needs."""
 
+    request: Request
     memory: RankMemory
     transport: Transport
     tables: Tables
@@ -74,8 +75,13 @@ class Opened:
     background: Background
 
 
-def open_memory(session: Session, request: Request) -> Opened:
+def open_memory(session: Session, asked: Callable[[], Request]) -> Opened:
     """Opens the memory of this rank. All ranks.
+
+    Args:
+        session: this process's.
+        asked: what the user asks for. It may raise on one rank alone, which has no working directory to begin
+            a path at, for example.
 
     Raises:
         EcembError: any of the tree; on all ranks if on one.
@@ -84,7 +90,7 @@ def open_memory(session: Session, request: Request) -> Opened:
     session.whereabouts.place = "in ecemb.protect()"
     before_s = _before(session)
     with ExitStack() as if_it_fails, _naming_the_removal(session):
-        opened = _open(_agree(session, request, if_it_fails), before_s)
+        opened = _open(_agree(session, asked, if_it_fails), before_s)
         if_it_fails.pop_all()
     return opened
 
@@ -116,6 +122,7 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     _report(start, memory, report)
     training = start.training
     return Opened(
+        request=start.request,
         memory=memory,
         transport=start.transport,
         tables=training.tables,
@@ -160,7 +167,7 @@ def _before(session: Session) -> dict[str, float]:
     return {**seconds, "rendezvous": session.joined_s}
 
 
-def _agree(session: Session, request: Request, if_it_fails: ExitStack) -> Start:
+def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStack) -> Start:
     """Examines the training and negotiates a plan; nothing is written. All ranks.
 
     Raises:
@@ -177,8 +184,8 @@ def _agree(session: Session, request: Request, if_it_fails: ExitStack) -> Start:
     with watch.phase("agree"), HostFolder(session.directory, session.hosts, session.rank) as folder:
         transport = control_group(session, lines=True)
         if_it_fails.callback(transport.hang_up)
-        training = transport.together(
-            "checking the model and its optimizers", lambda: _examined(request, folder)
+        request, training = transport.together(
+            "checking arguments, the model and its optimizers", lambda: _examined(asked, folder)
         )
         tables = training.tables
         history = shared_history(session, transport)
@@ -190,9 +197,10 @@ def _agree(session: Session, request: Request, if_it_fails: ExitStack) -> Start:
     return Start(session, request, transport, training, world, watch, earlier=session.arena)
 
 
-def _examined(request: Request, folder: HostFolder) -> Training:
+def _examined(asked: Callable[[], Request], folder: HostFolder) -> tuple[Request, Training]:
     folder.lock()
-    return examine(request)
+    request = asked()
+    return request, examine(request)
 
 
 def _with_code(

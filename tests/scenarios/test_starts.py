@@ -205,6 +205,11 @@ def another_script_is_refused_and_the_first_goes_on(place: Place) -> None:
             r"its rows hold weight \(float32, 12 bytes\) now, and held weight .* and sum .* then",
         ),
         ({}, {"code": ecemb.Code(3, 1)}, r"\(3, 2\) then and \(3, 1\) now"),
+        (
+            {"rows": ROWS + 1},
+            {"resume": Path(place.root) / "nowhere"},
+            r"another job=\. With resume= as it is, .* the newest checkpoint in .*nowhere, if there is one",
+        ),
         ({}, {"tables": {"more": nn.Embedding(2, 2, sparse=True).requires_grad_(False)}}, "more"),
     ):
         with life(place), matching(LayoutMismatch, "another model", text):
@@ -236,6 +241,22 @@ def one_ranks_bad_argument_is_every_ranks_error(place: Place) -> None:
         with matching(UnsupportedTable if bad else PeerFailure, "max_norm=1.0"):
             Training().protect(tables={"more": table.requires_grad_(False)})
         assert not place.arenas()
+    gone, here = Path(place.root) / f"{place.job}-{place.index}", os.open(".", os.O_RDONLY)
+    gone.mkdir()
+    for given in ({"resume": "checkpoints"}, {"transfer": ecemb.checkpoint.Transfer("checkpoints")}):
+        with life(place):
+            bad = dist.get_rank() == 2
+            if bad:
+                os.chdir(gone)
+                gone.rmdir()
+            try:
+                with matching(ConfigurationError if bad else PeerFailure, "no working directory"):
+                    Training().protect(**given)
+            finally:
+                os.fchdir(here)
+                gone.mkdir(exist_ok=True)
+            assert not place.arenas()
+    os.close(here)
 
 
 def an_arena_that_does_not_fit_on_one_rank_leaves_none_on_the_others(place: Place) -> None:
