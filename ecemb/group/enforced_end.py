@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from .failure_detector import REPORT_S, report_within
+from .hard_exit import say_last_words
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -117,6 +118,7 @@ def _report() -> None:
         ", ".join(_unfinished()),
         _EXIT_FAILED,
     )
+    say_last_words()
     logging.shutdown()
     _flush()
 
@@ -125,12 +127,16 @@ def _unfinished() -> list[str]:
     """Where the main thread is, and each thread that the interpreter waits for."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     threads = {thread.ident: thread for thread in threading.enumerate() if not thread.daemon}
-    threads[threading.main_thread().ident] = threading.main_thread()
-    return [
+    main = threading.main_thread()
+    threads[main.ident] = main
+    places = [
         f"{thread.name} is in {_place(frames[ident])}"
         for ident, thread in threads.items()
         if ident is not None and ident in frames
     ]
+    if main.ident not in frames:
+        places.append(f"{main.name} is past the script, in code of a C library, such as an exit handler")
+    return places
 
 
 def _place(frame: FrameType) -> str:

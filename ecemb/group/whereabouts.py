@@ -5,6 +5,7 @@ Owns only text. The main thread writes it, and the failure detector's thread rea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -14,16 +15,35 @@ from typing import Any, TypeVar, cast
 _C = TypeVar("_C", bound=Callable[..., Any])
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An error of this rank's own that ended a step: no other rank caused it.
+
+    Attributes:
+        text: the error in one line.
+        stack: its traceback.
+        code: with which Python ends a process by it.
+        at: when it was, by `time.time`.
+    """
+
+    text: str
+    stack: str
+    code: int
+    at: float
+
+
 class Whereabouts:
     """The place of this process's main thread.
 
     Attributes:
+        failure: the error that ended a step here, if it began on this rank.
         steps: number of steps that have ended since the process began.
         place: a phrase that is the same on all ranks that are in the same call of the same step.
         began: when the main thread's present wait began, by `time.monotonic`; None if it does not wait.
     """
 
     def __init__(self) -> None:
+        self.failure: Failure | None = None
         self.steps = 0
         self.place = "before ecemb.protect()"
         self.began: float | None = None

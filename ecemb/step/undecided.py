@@ -13,6 +13,7 @@ from .._wording import short
 from ..group import error_file
 from ..group.error_file import cause_of
 from ..group.failure_detector import EXIT_UNDECIDED
+from ..group.hard_exit import say_last_words
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -34,6 +35,7 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
     with suppress(OSError):
         stack = "".join(traceback.format_exception(error))
         error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
+    say_last_words()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_UNDECIDED)

@@ -14,11 +14,12 @@ from support.warm_starts import Home, home
 ENDS = """
 import atexit, builtins, ctypes, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from ecemb.group import enforced_end
+from ecemb.group import enforced_end, hard_exit
 from ecemb.group.worker_exit import hook
 
 how, enforced_end.GRACE_S, enforced_end.REPORT_S = sys.argv[1], *map(float, sys.argv[2:4])
 hook.prepare()
+hard_exit.before_hard_exit(lambda: print("last words", file=sys.stderr))
 stuck = threading.Event().wait
 
 def blocks():
@@ -35,6 +36,8 @@ elif how == "thread":
     threading.Thread(target=blocks).start()
 elif how == "handler":
     atexit.register(blocks)
+elif how == "native handler":  # of Python's, but no Python code, and it lets go of the interpreter's lock
+    atexit.register(ctypes.CDLL(None).pause)
 elif how == "destructor":
     builtins.kept = Blocks()
 elif how == "lock":  # of the interpreter
@@ -105,8 +108,17 @@ def test_what_python_waits_for_is_named(here: Home, started: list[str], how: str
         "thread": r"Thread-\d \(blocks\)",
         "handler": "MainThread",
     }[how]
+    assert err.splitlines()[-1] == "last words"
     assert re.search(rf"has failed.*within 0 s: .*{who} is in blocks \(.*ends.py:\d+\).*with code 1", line), (
         line
+    )
+
+
+def test_a_handler_without_python_code_is_named_so(here: Home, started: list[str]) -> None:
+    code, _, err = end(here, started, "native handler", 0.1, 600)
+    assert code == 1
+    assert (
+        "within 0 s: MainThread is past the script, in code of a C library, such as an exit handler; " in err
     )
 
 

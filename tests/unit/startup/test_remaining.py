@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 
+from ecemb.group import hard_exit
+from ecemb.group.whereabouts import Failure, Whereabouts
 from ecemb.startup.remaining import Remaining
 
 
@@ -19,11 +21,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     calls: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", calls.append)
     monkeypatch.setattr(atexit, "unregister", calls.remove)
+    monkeypatch.setattr(hard_exit, "_calls", [])
     return calls
 
 
 def remaining(rank: int, **arena: Any) -> Remaining:
-    session = mock.Mock(rank=rank, job="a", world_size=8, hosts=("h", "i") * 4)
+    session = mock.Mock(rank=rank, job="a", world_size=8, hosts=("h", "i") * 4, whereabouts=Whereabouts())
     session.directory = mock.Mock(arena_dir="/arenas", removal="rm")
     return Remaining(session, mock.Mock(**{"get.return_value": 7, "is_named.return_value": True, **arena}))
 
@@ -41,7 +44,7 @@ def test_of_all_ranks_one_says_it(
         "on from step 7; to remove it, on each host: rm"
     )
     every[0].forget()
-    assert not registered
+    assert not registered and not hard_exit._calls
 
 
 def test_memory_that_is_gone_and_a_forked_child_say_nothing(
@@ -59,3 +62,34 @@ def test_memory_that_is_gone_and_a_forked_child_say_nothing(
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     remaining(0)._say()
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("ends", [["exit", "hard"], ["hard", "exit"], ["hard", "hard"]], ids="-".join)
+def test_a_hard_exit_says_it_too_and_both_say_it_once(
+    ends: list[str], registered: list[Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    remaining(0)
+    for end in ends:
+        if end == "exit":
+            registered[0]()
+        else:
+            hard_exit.say_last_words()
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_after_a_failed_step_and_at_a_hard_exit_the_last_attempt_alone_says_it(
+    restarts: int,
+    registered: list[Callable[[], None]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    left = remaining(0)
+    left._whereabouts.failure = Failure("SystemExit: 0", "", 0, 0.0)  # no hook sees it
+    registered[0]()
+    assert len(caplog.records) == (restarts == 0)
+    remaining(0)
+    hard_exit.say_last_words()
+    assert len(caplog.records) == 2 * (restarts == 0)
