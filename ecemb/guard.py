@@ -16,7 +16,7 @@ from .arena import leave_request
 from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UndeclaredWrite, UsageError
-from .group.error_file import cause_of, follows
+from .group.error_file import cause_of, follows, own_failure
 from .group.whereabouts import placed
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
@@ -454,6 +454,7 @@ class Guard:
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._cause = cause_of(error)
+        self._whereabouts.failure = own_failure(error)
         self._transactions.undo(error)
         try:
             if isinstance(error, UndeclaredWrite):

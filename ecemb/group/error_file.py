@@ -14,10 +14,12 @@ import math
 import os
 import re
 import time
+import traceback
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import PeerFailure
+from .whereabouts import Failure
 
 _WRITING_S = 2.0  # time for the main thread to finish a file that it has begun
 _LATER_S = 3  # added to the time of an error that another rank caused, so that it does not count as the cause
@@ -73,7 +75,30 @@ def cause_of(error: BaseException) -> str | None:
     return error.__dict__.get("_ecemb_cause")
 
 
-def write(text: str, callstack: str, *, later: bool, name: str = "", repeats: int = 0) -> None:
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether this is, or comes from, an error that torch.distributed raises for a peer that is gone."""
+    while error is not None:
+        names = [each.__name__ for each in type(error).__mro__]  # torch need not be imported
+        if "DistError" in names or ("RuntimeError" in names and "gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def own_failure(error: BaseException) -> Failure | None:
+    """An error of this rank as text; None if another rank caused it, or may have."""
+    if cause_of(error) is not None or is_lost_connection(error):
+        return None
+    code = 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        code = (error.code or 0) & 0xFF
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Failure(f"{type(error).__name__}: {error}", stack, code, time.time())
+
+
+def write(
+    text: str, callstack: str, *, later: bool, name: str = "", repeats: int = 0, at: float | None = None
+) -> None:
     """Writes the file; if it exists, adds only the missing keys.
 
     Args:
@@ -82,6 +107,7 @@ def write(text: str, callstack: str, *, later: bool, name: str = "", repeats: in
         later: whether another rank caused the error.
         name: of the error, by which the next attempt recognizes it; "" if it need not.
         repeats: how many attempts before this one ended by the error.
+        at: when the error was, by `time.time`; now by default.
 
     Raises:
         OSError: the file can't be written.
@@ -89,14 +115,15 @@ def write(text: str, callstack: str, *, later: bool, name: str = "", repeats: in
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    at = math.ceil(time.time()) + _LATER_S if later else int(time.time())
-    extra: dict[str, Any] = {"py_callstack": callstack, "timestamp": str(at)}
+    at = time.time() if at is None else at
+    second = math.ceil(at) + _LATER_S if later else int(at)
+    extra: dict[str, Any] = {"py_callstack": callstack, "timestamp": str(second)}
     content: Any = {"message": {"message": text, "extraInfo": extra}}
     known = read(path)
     if known is not None:
         content, extra = known, known["message"]["extraInfo"]
         if later:
-            extra["timestamp"] = str(max(at, int(extra["timestamp"])))
+            extra["timestamp"] = str(max(second, int(extra["timestamp"])))
     if name:
         extra[_FACTS] = {"name": name, "repeats": repeats}
     whole = f"{path}.{os.getpid()}.{time.monotonic_ns()}"

@@ -29,9 +29,10 @@ from multiprocessing.util import Finalize
 
 from .._wording import listed
 from . import error_file
+from .hard_exit import say_last_words
 from .heartbeat import Beats
 from .links import Link, drop, neighbours, pair
-from .whereabouts import Whereabouts
+from .whereabouts import Failure, Whereabouts
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -167,7 +168,11 @@ class FailureDetector:
             if self._death is not None:
                 self._send_to_all(self._death.pack())
                 if self._end is None:
-                    end_process(self._verdict(self._death), briefly=self._another_rank_reports(self._death))
+                    end_process(
+                        self._verdict(self._death),
+                        briefly=self._another_rank_reports(self._death),
+                        own=self._whereabouts.failure,
+                    )
                 else:
                     self._end(self._verdict(self._death))
             elif self._last_word is not None:
@@ -332,18 +337,19 @@ class FailureDetector:
         return death.told(name)
 
 
-def end_process(why: str, *, briefly: bool = False) -> None:
+def end_process(why: str, *, briefly: bool = False, own: Failure | None = None) -> None:
     """Ends this process, unless its main thread ends it first; does not return.
 
     Args:
         why: for the log, and for torchrun's summary of failures.
         briefly: another rank reports it at length.
+        own: the error of this rank that came before: the cause, with the process's exit code.
     """
     grace_ends_at = time.monotonic() + GRACE_S
-    report_within(REPORT_S, partial(_report, why, briefly))
+    report_within(REPORT_S, partial(_report, why, briefly) if own is None else partial(_report_own, own, why))
     time.sleep(max(0.0, grace_ends_at - time.monotonic()))
     error_file.wait_while_written()
-    os._exit(EXIT_UNDECIDED)
+    os._exit(EXIT_UNDECIDED if own is None else own.code)
 
 
 def report_within(timeout_s: float, report: Callable[[], None]) -> None:
@@ -369,19 +375,46 @@ def _report(why: str, briefly: bool) -> None:
     elif not briefly:
         what_next = "ending this process so that torchrun restarts the job from its arenas"
     text = f"PeerFailure: {why}; {what_next}"
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    frame = frames.get(threading.main_thread().ident or 0)
-    place = "" if frame is None else "".join(traceback.format_stack(frame))
-    try:
-        error_file.write(text, f"{text}\nThe main thread was here:\n{place}", later=True)
-    except OSError as error:
-        logger.warning("torchrun will not show why this process ended: %s", error)
+    _write(text, f"{text}\nThe main thread was here:\n{_main_stack()}", later=True)
     if last_exception() is not None or not claim_last_line():  # the main thread says it
         logger.debug(text)
     elif briefly:
         logger.warning("%s; this rank ends as well", why)
     else:
         logger.critical(text)
+    _say_last()
+
+
+def _report_own(own: Failure, why: str) -> None:
+    """Reports the error that ended a step of this rank, while its script has not ended yet."""
+    _write(own.text, f"{own.stack}\nThe main thread was here:\n{_main_stack()}", later=False, at=own.at)
+    if last_exception() is None and claim_last_line():  # else the main thread has said it
+        logger.critical(
+            "a step of this rank failed by %s, and the other ranks end by that (%s), but the script has not "
+            "ended yet; ending it with code %d. The error was:\n%s",
+            own.text,
+            why,
+            own.code,
+            own.stack.rstrip(),
+        )
+    _say_last()
+
+
+def _main_stack() -> str:
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames.get(threading.main_thread().ident or 0)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def _write(text: str, stack: str, *, later: bool, at: float | None = None) -> None:
+    try:
+        error_file.write(text, stack, later=later, at=at)
+    except OSError as error:
+        logger.warning("torchrun will not show why this process ended: %s", error)
+
+
+def _say_last() -> None:
+    say_last_words()
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -29,7 +29,7 @@ from .._wording import short
 from ..errors import PeerFailure
 from . import error_file
 from .enforced_end import enforce_end
-from .error_file import cause_of
+from .error_file import cause_of, follows, is_lost_connection
 from .failure_detector import FailureDetector, claim_last_line
 from .whereabouts import Whereabouts
 
@@ -82,11 +82,14 @@ class ExceptHook:
 
     def _fail(self, kind: type[BaseException], error: Exception, trace: TracebackType | None) -> None:
         cause = cause_of(error)
-        name = cause or kind.__name__
-        again = 0
-        if not self.whereabouts.steps and (cause or not isinstance(error, PeerFailure)):
-            again = error_file.repeats(name)
-        news = self.watch.news(_NEWS_S) if cause is not None and self.watch is not None else None
+        news: str | None = None
+        if self.watch is not None and (cause is not None or is_lost_connection(error)):
+            news = self.watch.news(_NEWS_S)
+        if cause is None and news is not None:
+            cause = cause_of(follows(error))
+        name = "" if cause == "" or isinstance(error, PeerFailure) else kind.__name__
+        name = "" if self.whereabouts.steps else cause or name
+        again = error_file.repeats(name) if name else 0
         self._leave_file(error, trace, name, again, news)
         try:
             if again and not error_file.is_last_attempt():
@@ -96,7 +99,7 @@ class ExceptHook:
             else:
                 self._before(kind, error, trace)
         finally:
-            if cause is None and self.watch is not None:
+            if news is None and self.watch is not None:
                 self.watch.announce_failure(short(f"{kind.__name__}: {error}", 100))
 
     def _delay(self, name: str, error: Exception, again: int) -> None:
@@ -132,8 +135,6 @@ class ExceptHook:
         if news:
             text = f"{news}; {text}"
             stack = f"{news}, and so this rank ended:\n{stack}"
-        if self.whereabouts.steps or (isinstance(error, PeerFailure) and not cause_of(error)):
-            name = ""
         try:
             error_file.write(text, stack, later=later, name=name, repeats=again)
         except OSError as reason:

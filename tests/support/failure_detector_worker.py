@@ -172,6 +172,7 @@ def main(index: int, size: int, timeout_s: float) -> None:
     from ecemb.group.failure_detector import FailureDetector
     from ecemb.group.handshake import Listener, Peer, connect
     from ecemb.group.links import neighbours
+    from ecemb.group.whereabouts import Failure, Whereabouts
 
     failure_detector.REPORT_S = DEADLINE_S
     logging.getLogger("ecemb").addHandler(Telling())
@@ -181,12 +182,19 @@ def main(index: int, size: int, timeout_s: float) -> None:
         peers = [Peer(f"rank {i} (host h{i})", ("127.0.0.1",), port) for i, port in enumerate(ports)]
         near = {peer: peers[peer] for peer in neighbours(index, size)}
         links = connect(listener, index, size, near, b"secret", time.monotonic() + DEADLINE_S)
-    watch = FailureDetector(links, index, [peer.name for peer in peers], timeout_s)
+    where = Whereabouts()
+    names = [peer.name for peer in peers]
+    watch = FailureDetector(links, index, names, timeout_s, whereabouts=where)
+
+    def exit_in_a_step(code: int) -> None:
+        where.failure = Failure(f"SystemExit: {code}", "the stack", code, 7.0)
+
     say("watching")
     commands: dict[str, Callable[..., object]] = {
         "end": lambda: sys.exit(0),
         "close": lambda: (watch.say_goodbye(), say("closed")),
         **{one.__name__: one for one in (sleep, spin, lock, clog, fork, fail, fail_beside_a_thread)},
+        exit_in_a_step.__name__: exit_in_a_step,
     }
     for line in iter(sys.stdin.readline, ""):
         name, *arguments = json.loads(line)

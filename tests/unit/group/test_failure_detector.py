@@ -137,6 +137,22 @@ def test_an_exception_is_told_and_a_fork_hides_no_death(tmp_path: Path) -> None:
         assert "rank 0 (host h0) ended by an exception" in noticed(workers[1])
 
 
+def test_who_has_left_a_step_by_its_own_error_ends_by_that_and_not_by_those_who_follow(
+    tmp_path: Path,
+) -> None:
+    with watched(2, LONG_S, tmp_path) as workers:
+        workers[0].do(["exit_in_a_step", 3])
+        workers[0].do(["sleep"])
+        assert workers[0].told() == "begins"
+        workers[1].process.kill()
+        level, text = workers[0].told()
+        assert level == "CRITICAL" and text.startswith("a step of this rank failed by SystemExit: 3, and the")
+        assert "rank 1 (host h1) died" in text and "ending it with code 3" in text
+        assert workers[0].ended() == 3
+        message = json.loads(workers[0].error_file.read_text())["message"]
+        assert message["message"] == "SystemExit: 3" and message["extraInfo"]["timestamp"] == "7"
+
+
 def test_logs_that_nobody_reads_keep_no_process_alive(tmp_path: Path) -> None:
     with watched(2, LONG_S, tmp_path) as workers:
         workers[1].do(["clog"])

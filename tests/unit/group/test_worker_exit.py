@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ecemb.errors import ConfigurationError, PeerFailure, StepFailed
 from ecemb.group import error_file, failure_detector, worker_exit
@@ -109,10 +110,11 @@ class Watching:
 
 
 def test_what_follows_has_a_later_time_and_the_cause_in_it(attempts: Attempts) -> None:
+    failed = Watching(None)
+    own = attempts(ValueError("first"), watch=failed)
     watch = Watching("rank 1 (host a, pid 7) ended by ValueError: first (see its log)")
-    own = attempts(ValueError("first"), watch=watch)
     told = attempts(follows(PeerFailure("lost a peer")), watch=watch)
-    assert watch.told == ["ValueError: first"]
+    assert failed.told == ["ValueError: first"] and not watch.told
     assert int(told["extraInfo"]["timestamp"]) > int(own["extraInfo"]["timestamp"])
     assert told["message"].startswith("rank 1 (host a, pid 7) ended by ValueError: first (see its log); Peer")
     assert told["extraInfo"]["py_callstack"].startswith("rank 1 (host a, pid 7) ended by ValueError: first")
@@ -149,6 +151,74 @@ def test_what_another_rank_caused_is_one_line_and_the_file_has_its_traceback(
     assert trace.levelno == logging.DEBUG and trace.exc_info
     stack = told["extraInfo"]["py_callstack"]
     assert "the socket's own error" in stack and "in follower" in stack and stack.startswith(news)
+
+
+def wrapped(error: Exception) -> Exception:
+    """An error of a script's that comes from another one."""
+    try:
+        raise ValueError("of the script") from error
+    except ValueError as outer:
+        return outer
+
+
+CONNECTION = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:7"
+)
+LOST = {
+    "gloo": lambda: RuntimeError(CONNECTION),
+    "torch": lambda: dist.DistNetworkError("the store is gone"),
+    "wrapped": lambda: wrapped(RuntimeError(CONNECTION)),
+}
+
+
+@pytest.mark.parametrize("news", ["rank 1 (host a, pid 7) died", None])
+@pytest.mark.parametrize("kind", LOST)
+def test_a_connection_of_the_scripts_is_lost_with_its_peer_if_the_watch_knows_of_that(
+    kind: str, news: str | None, attempts: Attempts, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = LOST[kind]()
+    assert error_file.own_failure(error) is None
+    watch = Watching(news)
+    began = int(time.time())
+    told = attempts(error, watch=watch)
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    if news is None:
+        assert attempts.printed == [error] and not lines and len(watch.told) == 1
+        assert told["message"] == f"{type(error).__name__}: {error}"
+        return
+    assert not attempts.printed and not watch.told
+    assert len(lines) == 1 and f"ends: {news}; {type(error).__name__}: " in lines[0]
+    assert int(told["extraInfo"]["timestamp"]) >= began + 3
+    assert (
+        told["extraInfo"]["py_callstack"].startswith(news) and str(error) in told["extraInfo"]["py_callstack"]
+    )
+    attempts(type(error)("of the script's own"))  # whose traceback has not been seen
+    assert not attempts.waits and len(attempts.printed) == 1
+
+
+def test_without_a_verdict_the_watch_learns_at_once_that_this_rank_ends(attempts: Attempts) -> None:
+    """The process may be stuck from here on, and nobody else would end the rank that began it."""
+    watch = Watching(None)
+    attempts(follows(StepFailed("step 3 failed on ranks [0]"), "StepFailed"), steps=3, watch=watch)
+    assert watch.told == ["StepFailed: step 3 failed on ranks [0]"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(3), 3),
+        (SystemExit(256 + 7), 7),
+        (SystemExit(), 0),
+        (SystemExit("text"), 1),
+        (ValueError("a"), 1),
+        (follows(StepFailed("of another rank")), None),
+    ],
+)
+def test_what_ends_a_step_of_this_ranks_own_accord_has_pythons_code(
+    error: BaseException, code: int | None
+) -> None:
+    failure = error_file.own_failure(error)
+    assert (failure.code if failure else None) == code
 
 
 def test_of_all_threads_one_says_why_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
