@@ -197,7 +197,7 @@ def test_a_connection_of_the_scripts_is_lost_with_its_peer_if_the_watch_knows_of
 
 
 def test_without_a_verdict_the_watch_learns_at_once_that_this_rank_ends(attempts: Attempts) -> None:
-    """The process may be stuck from here on, and nobody else would end the rank that began it."""
+    """The process may be stuck from here on, and no other rank would end the one that began it."""
     watch = Watching(None)
     attempts(follows(StepFailed("step 3 failed on ranks [0]"), "StepFailed"), steps=3, watch=watch)
     assert watch.told == ["StepFailed: step 3 failed on ranks [0]"]
