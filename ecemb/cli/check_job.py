@@ -137,6 +137,11 @@ def text(found: Survey) -> str:
     lines += _wrapped("optimizers of these", found.optimizers)
     lines += ["", "kept for each rank"]
     lines += _wrapped("generators", found.generators) + _wrapped("state= objects", found.state)
+    lines += [
+        f"  {name} ({kind}): its state_dict() is empty by default; ecemb itself keeps "
+        + (", ".join(f"{name}.{state}" for state in states) or "the number of its updates")
+        for name, (kind, states) in found.metrics.items()
+    ]
     lines += ["", "UNKNOWN: comes back with nothing" if found.unknown else "unknown: nothing that was found"]
     lines += [f"  {one.name} ({one.kind}): {one.lost}" for one in found.unknown]
     lines.append(

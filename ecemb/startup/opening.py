@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -354,6 +354,7 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank == 0 and taking is not None:
         place = f"{name_of(start.request.source())} ({taking.stored.name})"
         logger.info("tables %s begin with rows of %s", list(taking.names), place)
+    _warn_of_empty(session.rank, start.training.rank_state.empty)
     write_to_header(memory, report)
     hosts = len(set(session.hosts))
     start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
@@ -362,6 +363,15 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
         level = logging.DEBUG
     logger.log(level, "rank %d: %s", session.rank, headline(report))
     logger.debug("rank %d: %s", session.rank, details(report))
+
+
+def _warn_of_empty(rank: int, objects: Sequence[str]) -> None:
+    if rank == 0 and objects:
+        logger.warning(
+            "%s: state_dict() is empty, so nothing of it comes back after a failure if it stays empty: give "
+            "an object whose state_dict() has its state",
+            ", ".join(objects),
+        )
 
 
 def _log_resumption(session: Session, request: Request, world: World, stored: Stored) -> None:

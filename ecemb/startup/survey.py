@@ -32,6 +32,7 @@ from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..coding.slices import ALIGN_BYTES, Share
 from ..group.collectives import Transport
 from ..session import CHECKED, Session
+from ..state.metric_states import found_in, is_metric, states_of
 from ..state.rank_state import objects_of
 from ..state.replicated import ReplicatedState
 from .negotiate import World
@@ -111,6 +112,7 @@ class Survey:
         optimizers: of dense parameters: kind, and the number of these.
         generators: that come back by themselves.
         state: names, if they have some, and kinds of the `state=` objects of rank 0.
+        metrics: name of each metric in `state=` or the model -> its kind, and names of its states.
         unknown: see `Unknown`.
         bytes: by rank: `tables`, `parity`, `dense` (its slices, in one of two slots), `rank_state`.
         survives: what may be lost at once.
@@ -124,6 +126,7 @@ class Survey:
     optimizers: list[str]
     generators: list[str]
     state: list[str]
+    metrics: dict[str, tuple[str, list[str]]]
     unknown: list[Unknown]
     bytes: list[dict[str, int]]
     survives: str
@@ -200,6 +203,7 @@ def survey(
             f"{key} ({type(item).__name__})" if isinstance(key, str) else type(item).__name__
             for key, item in objects_of(request.state).items()
         ],
+        metrics=metrics(request),
         unknown=list(missed.values()),
         bytes=[rank["bytes"] for rank in told],
         survives=survives(world.placement, session.hosts),
@@ -229,6 +233,19 @@ def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
     return f"{crashes}; {ranks} may be lost at once, or any one host, but not any {r} hosts"
 
 
+def metrics(request: Request) -> dict[str, tuple[str, list[str]]]:
+    """The metrics whose states ecemb keeps, as in `Survey`."""
+    given = [(f"state[{key!r}]", item) for key, item in objects_of(request.state).items()]
+    seen: set[int] = set()
+    found: dict[str, tuple[str, list[str]]] = {}
+    for name, root in (*given, ("model", request.model)):
+        for path, metric in found_in(root).items():
+            if id(metric) not in seen:
+                seen.add(id(metric))
+                found[f"{name}.{path}" if path else name] = type(metric).__name__, states_of(metric)
+    return found
+
+
 def unknown(
     request: Request,
     tables: Tables,
@@ -247,6 +264,7 @@ def unknown(
     _walk(held, (("", item) for item in (*given, *request.optimizers, *dense)))
     held.seen.update((id(module), module) for module in request.model.modules())
     parameters = {id(one) for one in (*tables.parameters, *kept.values())}
+    parameters.update(id(one) for module in request.model.modules() for one in _buffers(module))
     for optimizer in (*request.optimizers, *dense):
         parameters.update(id(one) for group in optimizer.param_groups for one in group["params"])
     for item in given:
@@ -262,22 +280,21 @@ def unknown(
             reached.names.append(("(no name of the script leads to it)", one))
     found: list[Unknown] = []
     for name, one in reached.names:
-        if id(one) not in held.seen and (said := _judged(one, parameters, states)) is not None:
+        if id(one) not in held.seen and (said := _judged(one, name, held, parameters, states)) is not None:
             found.append(Unknown(name, type(one).__name__, said))
             if isinstance(one, nn.Module):  # reported whole
                 held.seen.update((id(module), module) for module in one.modules())
     return [*found, *_loose_tensors(request.model, tables, parameters)]
 
 
-def _judged(one: object, parameters: set[int], states: set[int]) -> str | None:
+def _judged(one: object, name: str, held: _Found, parameters: set[int], states: set[int]) -> str | None:
     """What becomes of an object that nothing holds; None if it has no state to lose."""
     if isinstance(one, torch.optim.Optimizer):
         if id(one.state) in states or _of_a_library(one):
             return None
         return "its state and options begin again: name it in optimizers="
     if isinstance(one, nn.Module):
-        own = [tensor for tensor in one.parameters() if id(tensor) not in parameters]
-        return "its parameters begin as the script builds them: make it part of model=" if own else None
+        return _judged_module(one, name, held, parameters)
     if isinstance(one, _GENERATORS):
         return (
             "it begins again at its seed: draw from the global generators, give an object that keeps its "
@@ -291,11 +308,30 @@ def _judged(one: object, parameters: set[int], states: set[int]) -> str | None:
     return None
 
 
+def _judged_module(one: nn.Module, name: str, held: _Found, parameters: set[int]) -> str | None:
+    if any(id(tensor) not in parameters for tensor in one.parameters()):
+        return "its parameters begin as the script builds them: make it part of model="
+    apart = [module for module in one.modules() if id(module) not in held.seen]
+    cure = f"state={{{name.rpartition('.')[2]!r}: {name}}}"
+    if is_metric(one) or any(map(is_metric, apart)):
+        return f"a metric begins empty, as its state_dict() is empty by default: give it in {cure}"
+    if any(id(tensor) not in parameters for module in apart for tensor in _buffers(module)):
+        return f"its buffers begin anew, as the script builds them: give it in {cure}"
+    return None
+
+
+def _buffers(module: nn.Module) -> list[torch.Tensor]:
+    """A module's own buffers; none of a loss of torch, whose buffers are weights that the script gives it."""
+    if _is_of(type(module).__module__, (*_LIBRARIES, "torch.nn.modules.loss")):
+        return []
+    return [tensor for tensor in vars(module)["_buffers"].values() if tensor is not None]
+
+
 def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> Iterator[Unknown]:
     """Tensors that modules keep as plain attributes."""
     aside = {id(one) for module in tables.aside for one in module.modules()}
     for path, module in model.named_modules():
-        if id(module) in aside or _of_a_library(module):
+        if id(module) in aside or _of_a_library(module) or is_metric(module):
             continue
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and id(value) not in parameters:

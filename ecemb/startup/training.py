@@ -32,7 +32,7 @@ class Training:
         optimizers: those that step tables, by name.
         buckets: gradient buckets of DistributedDataParallel.
         replicated: dense parameters, buffers and their optimizers' state: the same on all ranks.
-        rank_state: generators, scalars and `state=` objects of this rank.
+        rank_state: generators, scalars, `state=` objects and metrics of this rank.
         state_bytes: room for the packed rank state.
     """
 
@@ -67,7 +67,7 @@ def examine(request: Request) -> Training:
         tables.set_state(state["tables"], request.renamed)
         buckets.set_state(state["buckets"])
 
-    rank_state = RankState(request.state, scalars, set_scalars)
+    rank_state = RankState(request.state, scalars, set_scalars, request.model)
     return Training(tables, named, buckets, replicated, rank_state, rank_states.room(len(rank_state.pack())))
 
 

@@ -1,9 +1,10 @@
 """Rank state: state besides rows that differs by rank, packed into one record of the row space.
 
 It consists of the random number generators of torch (CPU and CUDA), numpy and python, each table's scalars
-(Adagrad's `step`), the user's `state=` objects, and the positions of loaders that were bound later
-(`guard.batches`). The record is protected like any row: captured, sent as a delta, rebuilt from parity. It is
-read without pickle. Scalars come first, and generators last: a delta ends with the last changed word.
+(Adagrad's `step`), the user's `state=` objects, metrics in the model, and the positions of loaders that were
+bound later (`guard.batches`). The record is protected like any row: captured, sent as a delta, rebuilt from
+parity. It is read without pickle. Scalars come first, and generators last: a delta ends with the last changed
+word.
 
 Must not know: the place of the record, its protection.
 """
@@ -19,11 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
 from . import scalars as together
+from .metric_states import MetricStates, common
 from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked, with_scalars
 
 NAME = "<rank state>"
@@ -65,6 +68,7 @@ class Taken(NamedTuple):
     cuda: list[Any]
     scalars: Any
     stateful: list[Any]
+    metrics: list[dict[str, Any]]
 
 
 def objects_of(given: Any) -> dict[str | int, Stateful]:
@@ -110,8 +114,10 @@ class RankState:
         given: the user's objects, as for `ecemb.protect`.
         scalars: returns the tables' scalars, by table.
         set_scalars: restores them.
+        model: its metrics are kept as well, but those in `given`.
 
     Attributes:
+        empty: objects whose state_dict() has nothing, and which are no metrics, for messages.
         positions: the bound positions, in order.
         room_bytes: the largest size of `pack`'s result; None without a limit.
 
@@ -125,8 +131,12 @@ class RankState:
         given: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None,
         scalars: Callable[[], dict[str, Any]],
         set_scalars: Callable[[dict[str, Any]], None],
+        model: nn.Module | None = None,
     ) -> None:
         self._objects = objects_of(given)
+        self._metrics = [MetricStates(item, _named(key)) for key, item in self._objects.items()]
+        given_ones = {id(one) for held in self._metrics for one in held.metrics.values()}
+        self._in_model = MetricStates(model, "model", given_ones)
         self._scalars = scalars
         self._set_scalars = set_scalars
         self.positions: list[Position] = []
@@ -138,9 +148,14 @@ class RankState:
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
         self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
         self._kinds: list[str] = list(map(_kind, self._objects.values()))
-        self._bare: bytes = self._pack_rest([], [], [])
-        for key, item in self._objects.items():
-            load(dump(_state(key, item)))
+        self._bare: bytes = self._pack_rest([], [], [], [{}])
+        self.empty: list[str] = []
+        for (key, item), held in zip(self._objects.items(), self._metrics, strict=True):
+            state = _state(key, item)
+            load(dump([state, held.state()]))
+            if not (state or held or _is_off(item)):
+                self.empty.append(_described(key, item))
+        load(dump(self._in_model.state()))
 
     def bind(self, position: Position) -> None:
         """Adds a position, and restores its packed state if there is one; called outside of a step.
@@ -166,8 +181,9 @@ class RankState:
         stateful = [_state(key, item) for key, item in self._objects.items()]
         positions = [_position(position) for position in self.positions]
         rest = self._bare  # the same in each step of most trainings
-        if cuda or stateful or positions or self._pending:
-            rest = self._pack_rest(cuda, stateful, [*positions, *self._pending])
+        metrics = self._states_of_metrics()
+        if cuda or stateful or positions or self._pending or metrics[-1]:
+            rest = self._pack_rest(cuda, stateful, [*positions, *self._pending], metrics)
         if self._generators is None or self._generators[0] is not states:
             self._generators = states, self._packer_of_generators.pack(states)
         sections = scalars, rest, self._generators[1]
@@ -175,18 +191,27 @@ class RankState:
         if self.room_bytes is not None and _HEAD_BYTES + len(data) > self.room_bytes:
             names = [position.name for position in self.positions]
             names += [_described(key, item) for key, item in self._objects.items()]
-            parts = [len(dump(part)) for part in (*positions, *stateful)]
+            names += [f"metric model.{path}" for path in metrics[-1]]
+            objects = zip(stateful, metrics, strict=False)
+            parts = [len(dump(part)) for part in (*positions, *objects, *metrics[-1].values())]
             size, largest = max([(len(scalars), "the tables' scalars"), *zip(parts, names, strict=True)])
             raise StepFailed(
                 f"the rank's state takes {len(data)} bytes, but {self.room_bytes - _HEAD_BYTES} were "
                 f"reserved by ecemb.protect(); the largest part is {largest} with {size} bytes: keep data "
-                f"that grow, such as logs, histories and samples read ahead, out of it"
+                f"that grow, such as logs, histories, samples read ahead and metrics that list all samples, "
+                f"out of it"
             )
         return data
 
-    def _pack_rest(self, cuda: list[Any], stateful: list[Any], positions: list[Any]) -> bytes:
-        names = {"kinds": self._kinds, "names": list(self._objects)}
-        return self._packer.pack({"cuda": cuda, "stateful": stateful, **names, "positions": positions})
+    def _pack_rest(
+        self, cuda: list[Any], stateful: list[Any], positions: list[Any], metrics: list[dict[str, Any]]
+    ) -> bytes:
+        objects = {"stateful": stateful, "kinds": self._kinds, "names": list(self._objects)}
+        return self._packer.pack({"cuda": cuda, **objects, "metrics": metrics, "positions": positions})
+
+    def _states_of_metrics(self) -> list[dict[str, Any]]:
+        """Those of metrics in each object, and last those in the model."""
+        return [held.state() for held in (*self._metrics, self._in_model)]
 
     def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
         """Generators, those of CUDA, and scalars, as they are now."""
@@ -215,10 +240,11 @@ class RankState:
             LayoutMismatch: other objects were packed.
         """
         drawn, saved = _taken_apart(data)
-        states = self._matched(saved)
+        states, metrics = self._matched(saved)
         self._set_scalars(saved["scalars"])
         for item, state in zip(self._objects.values(), states, strict=True):
             item.load_state_dict(state)
+        self._put_metrics(metrics)
         if positions:
             states = saved["positions"]
             for i, position in enumerate(self.positions):
@@ -237,16 +263,22 @@ class RankState:
             for key, item in self._objects.items()
         ]
         kept = with_scalars(plain(scalars, _clone, "the tables' scalars"))
-        return Taken(states, cuda, kept, stateful)
+        metrics = [with_scalars(plain(one, _clone)) for one in self._states_of_metrics()]
+        return Taken(states, cuda, kept, stateful, metrics)
 
     def put(self, taken: Taken) -> None:
         """Restores the result of `take`; positions are unchanged."""
         self._set_scalars(taken.scalars)
         for item, state in zip(self._objects.values(), taken.stateful, strict=True):
             item.load_state_dict(state)
+        self._put_metrics(taken.metrics)
         rng.set_process_states(taken.generators)
         if taken.cuda:
             rng.set_cuda_states(*taken.cuda)
+
+    def _put_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for held, state in zip((*self._metrics, self._in_model), states, strict=True):
+            held.put(state)
 
     def moved(self, taken: Taken | None = None) -> dict[str, str]:
         """Generators and scalars that have changed since the last `pack` or `unpack` -> the change.
@@ -295,12 +327,14 @@ class RankState:
         saved = [_taken_apart(data)[1] for data in states]
         matched = [self._matched(one) for one in saved]
         self._set_scalars(saved[0]["scalars"])
-        for item, *theirs in zip(self._objects.values(), *matched, strict=True):
+        for item, *theirs in zip(self._objects.values(), *[states for states, _ in matched], strict=True):
             if len({dump(state) for state in theirs}) == 1:
                 item.load_state_dict(theirs[0])
+        metrics = zip(*[metrics for _, metrics in matched], strict=True)
+        self._put_metrics([common(theirs, dump) for theirs in metrics])
 
-    def _matched(self, saved: Mapping[str, Any]) -> list[Any]:
-        """The packed states of the user's objects, in the order of the objects.
+    def _matched(self, saved: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The packed states of the user's objects, in the order of the objects, and those of metrics.
 
         They are matched by name if the objects have names, both then and now; otherwise by order.
 
@@ -335,7 +369,13 @@ class RankState:
                     f"objects {'under their original names' if named else 'in the same order'}, or use "
                     f"another job="
                 )
-        return [found[key][1] for key in self._objects]
+        order = [[*found].index(key) for key in self._objects]
+        *then, last = saved.get("metrics", [{}] * (len(states) + 1))
+        metrics = [*[then[i] for i in order], last]
+        if "metrics" in saved:
+            for held, state in zip((*self._metrics, self._in_model), metrics, strict=True):
+                held.check(state)
+        return [states[i] for i in order], metrics
 
 
 def _taken_apart(data: bytes) -> tuple[Any, Any]:
@@ -433,6 +473,16 @@ def _kind(one: object) -> str:
 
 def _is_stateful(one: object) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _is_off(one: object) -> bool:
+    """Whether it says that it has no state, as a gradient scaler with enabled=False does."""
+    is_enabled = getattr(one, "is_enabled", None)
+    return callable(is_enabled) and is_enabled() is False
+
+
+def _named(key: str | int) -> str:
+    return f"state[{key!r}]"
 
 
 def _described(key: str | int, item: object) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.cli.check_job import survey
+from ecemb.cli.check_job import survey, text
 from ecemb.coding.placement import Placement
 from ecemb.errors import ConfigurationError
-from ecemb.startup.survey import survives
+from ecemb.startup.survey import Survey, survives
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -23,6 +23,7 @@ import sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
 import ecemb
 
 class Counter:
@@ -42,6 +43,12 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 1)
         self.average = torch.zeros(3)
         self.register_buffer("mean", torch.zeros(2))
+        self.loss = MeanMetric()
+
+class Running(nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.register_buffer("mean", mean)
 
 def main(momentum):
     ecemb.init_process_group("gloo", job="clicks", arena_dir=sys.argv[1])
@@ -56,7 +63,12 @@ def main(momentum):
     counters = {"seen": Counter()}
     dice = random.Random(3)
     loader = DataLoader(range(4), generator=torch.Generator())
-    state = {"held": Holder(held), "twin": Holder(held)}
+    accuracy, inner = MeanMetric(), nn.Sequential(nn.Identity())
+    several = MetricCollection({"one": MeanMetric()})
+    running, same, weighted = Running(torch.ones(2)), Running(model.mean), nn.CrossEntropyLoss(torch.ones(2))
+    state = {"held": Holder(held), "twin": Holder(held), "seen": MetricCollection({"one": MeanMetric()})}
+    averaged, head, mine = state["seen"], model.head, model.loss
+    parallel = nn.parallel.DistributedDataParallel(model.head)
     ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=state)
     raise SystemExit("it trains")
 
@@ -84,7 +96,9 @@ def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -
     assert set(found["replicated"]) == {"head.weight", "head.bias", "mean"}
     assert found["optimizers"] == ["Adam of 2 dense parameters"]
     assert found["generators"] == ["torch", "numpy", "python"]
-    assert found["state"] == ["held (Holder)", "twin (Holder)"]
+    assert found["state"] == ["held (Holder)", "twin (Holder)", "seen (MetricCollection)"]
+    kept = {"state['seen'].one", "model.loss"}
+    assert found["metrics"] == {name: ["MeanMetric", ["mean_value", "weight"]] for name in kept}
     unknown = {one["name"]: (one["kind"], one["lost"]) for one in found["unknown"]}
     assert {name: kind for name, (kind, _) in unknown.items()} == {
         "schedule": "StepLR",
@@ -94,13 +108,28 @@ def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -
         "counters['seen']": "Counter",
         "dice": "Random",
         "loader.generator": "Generator",
+        "accuracy": "MeanMetric",
+        "several": "MetricCollection",
+        "running": "Running",
         "model.average": "Tensor",
     }
+    assert "begins empty" in unknown["several"][1]
+    assert unknown["accuracy"][1].endswith("give it in state={'accuracy': accuracy}")
+    assert "its buffers begin anew" in unknown["running"][1]
     assert "optimizers=" in unknown["forgotten"][1] and "state=" in unknown["schedule"][1]
     assert all(50 * 16 <= one["tables"] < 50 * 16 + 64 for one in found["bytes"])
     assert all(one["parity"] >= 50 * 16 + one["rank_state"] for one in found["bytes"])
     assert found["survives"].endswith("any one host may be lost")
     assert not list(arena_dir.rglob("*.arena")) and not list(arena_dir.glob("*/*"))
+
+
+def test_metrics_are_shown() -> None:
+    kept = {"model.loss": ("MeanMetric", ["mean_value", "weight"]), "state['sum']": ("Composition", [])}
+    sizes = [dict.fromkeys(("tables", "parity", "dense", "rank_state"), 1)]
+    shown = text(Survey("clicks", ("a",), (2, 1), {}, {}, [], [], [], kept, [], sizes, "nothing"))
+    line = "model.loss (MeanMetric): its state_dict() is empty by default; ecemb itself keeps "
+    assert f"{line}model.loss.mean_value, model.loss.weight\n" in shown
+    assert "state['sum'] (Composition): its state_dict() is empty by default" in shown
 
 
 def test_what_protect_would_refuse_is_refused(arena_dir: Path, tmp_path: Path) -> None:
