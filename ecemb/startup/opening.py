@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -354,7 +354,8 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank == 0 and taking is not None:
         place = f"{name_of(start.request.source())} ({taking.stored.name})"
         logger.info("tables %s begin with rows of %s", list(taking.names), place)
-    _warn_of_empty(session.rank, start.training.rank_state.empty)
+    if session.rank == 0:
+        _warn_of_lost(start.training.rank_state)
     write_to_header(memory, report)
     hosts = len(set(session.hosts))
     start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
@@ -365,12 +366,19 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     logger.debug("rank %d: %s", session.rank, details(report))
 
 
-def _warn_of_empty(rank: int, objects: Sequence[str]) -> None:
-    if rank == 0 and objects:
+def _warn_of_lost(state: RankState) -> None:
+    """Says what no recovery brings back."""
+    if state.empty:
         logger.warning(
             "%s: state_dict() is empty, so nothing of it comes back after a failure if it stays empty: give "
             "an object whose state_dict() has its state",
-            ", ".join(objects),
+            ", ".join(state.empty),
+        )
+    if state.growing:
+        logger.warning(
+            "%s: a metric of the model that lists all samples begins empty after a failure: use its binned "
+            "form (thresholds=), or give it in state= and reset it often, since its room is fixed",
+            ", ".join(state.growing),
         )
 
 

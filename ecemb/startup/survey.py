@@ -32,7 +32,7 @@ from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..coding.slices import ALIGN_BYTES, Share
 from ..group.collectives import Transport
 from ..session import CHECKED, Session
-from ..state.metric_states import found_in, is_metric, states_of
+from ..state.metric_states import found_in, is_growing, is_metric, states_of
 from ..state.rank_state import objects_of
 from ..state.replicated import ReplicatedState
 from .negotiate import World
@@ -240,7 +240,7 @@ def metrics(request: Request) -> dict[str, tuple[str, list[str]]]:
     found: dict[str, tuple[str, list[str]]] = {}
     for name, root in (*given, ("model", request.model)):
         for path, metric in found_in(root).items():
-            if id(metric) not in seen:
+            if id(metric) not in seen and not (root is request.model and is_growing(metric)):
                 seen.add(id(metric))
                 found[f"{name}.{path}" if path else name] = type(metric).__name__, states_of(metric)
     return found
@@ -284,6 +284,16 @@ def unknown(
             found.append(Unknown(name, type(one).__name__, said))
             if isinstance(one, nn.Module):  # reported whole
                 held.seen.update((id(module), module) for module in one.modules())
+    found += [
+        Unknown(
+            f"model.{path}",
+            type(metric).__name__,
+            "a metric that lists all samples begins empty: use its binned form (thresholds=), or give it in "
+            "state= and reset it often",
+        )
+        for path, metric in found_in(request.model).items()
+        if is_growing(metric) and not any(metric is one for item in given for one in found_in(item).values())
+    ]
     return [*found, *_loose_tensors(request.model, tables, parameters)]
 
 

@@ -36,6 +36,11 @@ def states_of(metric: nn.Module) -> list[str]:
     return list(vars(metric)["_defaults"])
 
 
+def is_growing(metric: nn.Module) -> bool:
+    """Whether a metric lists all samples: a state of it is a list."""
+    return any(isinstance(value, list) for value in vars(metric)["_defaults"].values())
+
+
 def found_in(root: object) -> dict[str, nn.Module]:
     """The metrics in a module, by their paths; none in another object."""
     if not isinstance(root, nn.Module):
@@ -57,10 +62,13 @@ class MetricStates:
         root: the object; it has metrics if it is a module.
         name: the object's, for messages.
         without: ids of metrics that are kept elsewhere.
+        growing: whether metrics that list all samples are kept as well; they may outgrow their room.
     """
 
-    def __init__(self, root: object, name: str, without: Collection[int] = ()) -> None:
-        self._root, self._name, self._without = root, name, without
+    def __init__(
+        self, root: object, name: str, without: Collection[int] = (), *, growing: bool = True
+    ) -> None:
+        self._root, self._name, self._without, self._growing = root, name, without, growing
         self._kept: dict[str, _Kept] = {}
         for path, metric in self._found().items():
             others = {key: _copied(value) for key, value in _others(metric)}
@@ -167,7 +175,11 @@ class MetricStates:
 
     def _found(self) -> dict[str, nn.Module]:
         found = found_in(self._root)
-        return {path: metric for path, metric in found.items() if id(metric) not in self._without}
+        return {
+            path: metric
+            for path, metric in found.items()
+            if id(metric) not in self._without and (self._growing or not is_growing(metric))
+        }
 
     def _full(self, path: str) -> str:
         return f"{self._name}.{path}" if path else self._name

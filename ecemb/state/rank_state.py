@@ -26,7 +26,7 @@ from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from . import rng
 from . import scalars as together
-from .metric_states import MetricStates, common
+from .metric_states import MetricStates, common, found_in, is_growing
 from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked, with_scalars
 
 NAME = "<rank state>"
@@ -114,9 +114,10 @@ class RankState:
         given: the user's objects, as for `ecemb.protect`.
         scalars: returns the tables' scalars, by table.
         set_scalars: restores them.
-        model: its metrics are kept as well, but those in `given`.
+        model: its metrics are kept as well, but those in `given`, and those that list all samples.
 
     Attributes:
+        growing: the latter, for messages.
         empty: objects whose state_dict() has nothing, and which are no metrics, for messages.
         positions: the bound positions, in order.
         room_bytes: the largest size of `pack`'s result; None without a limit.
@@ -136,7 +137,12 @@ class RankState:
         self._objects = objects_of(given)
         self._metrics = [MetricStates(item, _named(key)) for key, item in self._objects.items()]
         given_ones = {id(one) for held in self._metrics for one in held.metrics.values()}
-        self._in_model = MetricStates(model, "model", given_ones)
+        self._in_model = MetricStates(model, "model", given_ones, growing=False)
+        self.growing: list[str] = [
+            f"model.{path} ({type(metric).__name__})"
+            for path, metric in found_in(model).items()
+            if id(metric) not in given_ones and is_growing(metric)
+        ]
         self._scalars = scalars
         self._set_scalars = set_scalars
         self.positions: list[Position] = []

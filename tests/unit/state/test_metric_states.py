@@ -94,8 +94,13 @@ def result(one: Any) -> Any:
     return str(one.compute())
 
 
-@pytest.mark.parametrize("in_model", [False, True])
-@pytest.mark.parametrize("make", [mean, area, named, scores, extremes, running])
+@pytest.mark.parametrize(
+    ("make", "in_model"),
+    [
+        *((make, False) for make in (mean, area, named, scores, extremes, running)),
+        *((make, True) for make in (mean, named, extremes, running)),
+    ],
+)
 def test_metrics_go_on_where_they_were(make: Any, in_model: bool) -> None:
     """In an object of `state=`, or anywhere in the model; results of later updates are the same too."""
 
@@ -206,13 +211,24 @@ def test_a_new_rank_takes_metrics_that_all_others_had_alike() -> None:
 
 
 def test_a_metric_that_outgrows_its_room_is_named() -> None:
-    model = nn.ModuleDict({"area": area()})
-    state = rank(model)
+    metric = area()
+    state = rank(area=metric)
     state.room_bytes = len(state.pack()) + 200
     for seed in range(30):
-        update(model["area"], seed)
-    with pytest.raises(StepFailed, match=r"largest part is metric model\.area with .* metrics that list all"):
+        update(metric, seed)
+    with pytest.raises(StepFailed, match=r"largest part is state= object 'area' .* metrics that list all"):
         state.pack()
+
+
+def test_a_metric_of_the_model_that_lists_all_samples_is_left_out_and_said() -> None:
+    """It would end the training by outgrowing its room."""
+    metric = area()
+    model = nn.ModuleDict({"area": metric, "loss": mean()})
+    state = rank(model)
+    assert state.growing == ["model.area (BinaryAUROC)"]
+    assert list(state._states_of_metrics()[-1]) == ["loss"]
+    given = rank(model, area=metric)
+    assert given.growing == [] and list(given._states_of_metrics()[0]) == [""]
 
 
 def test_metrics_are_known_by_what_they_can() -> None:
@@ -234,12 +250,13 @@ class Nothing:
         pass
 
 
-def test_the_start_warns_of_objects_with_nothing_once(caplog: pytest.LogCaptureFixture) -> None:
-    for number, empty, said in ((0, ["state= object 'seen' (Nothing)"], 1), (1, ["x"], 0), (0, [], 0)):
-        caplog.clear()
-        opening._warn_of_empty(number, empty)
-        assert len(caplog.records) == said
-        assert all("'seen' (Nothing): state_dict() is empty, so nothing" in caplog.text for _ in range(said))
+def test_the_start_warns_of_what_does_not_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    opening._warn_of_lost(rank(mean()))
+    assert not caplog.records
+    opening._warn_of_lost(rank(nn.ModuleDict({"area": area()}), seen=Nothing()))
+    assert len(caplog.records) == 2
+    assert "'seen' (Nothing): state_dict() is empty, so nothing" in caplog.text
+    assert "model.area (BinaryAUROC): a metric of the model that lists all samples" in caplog.text
 
 
 def test_objects_with_nothing_in_their_state_dict_are_known() -> None:
