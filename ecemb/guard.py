@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ class Guard:
             StepFailed: an earlier step failed, here or on another rank.
             UndeclaredWrite: a protected table changed without being declared.
             PeerFailure: a peer died; the step is undone here.
-            UsageError: another step is open, or the guard is closed.
+            UsageError: another step is open, or the guard is closed; or, from the step of an optimizer in the
+                body: its gradients are from before the transaction.
         """
         self._check_usable()
         if self._is_open():
@@ -113,6 +114,8 @@ class Guard:
             raise UsageError(f"guard.step() inside guard.step(): {step}")
         step = Step(self.next_step, self._transactions)
         try:
+            if self._transactions.is_between:
+                self._optimizers.begin(step.number)
             self._transactions.begin()
             self._tables.check()
             yield step
@@ -455,6 +458,9 @@ class Guard:
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._cause = cause_of(error)
         self._whereabouts.failure = own_failure(error)
+        if self._optimizers.refusal:  # a restart would go on without these gradients, and not see them
+            with suppress(RuntimeError):  # no store is left
+                self._session.job_flags.set("refused", self._optimizers.refusal)
         self._transactions.undo(error)
         try:
             if isinstance(error, UndeclaredWrite):

@@ -112,7 +112,8 @@ def protect(
 
     Raises:
         NotInitialized: ecemb.init_process_group() comes first.
-        UsageError: this process has a guard already.
+        UsageError: this process has a guard already, or an earlier start of this launch was refused because
+            an optimizer used gradients from before the last commit.
         ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
             PlacementError.
         LayoutMismatch: the job was started with another model or code, or, without `elastic`, with another

@@ -31,7 +31,7 @@ from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
-from ..errors import EcembError, InconsistentArenas, JobFinished, LayoutMismatch
+from ..errors import EcembError, InconsistentArenas, JobFinished, LayoutMismatch, UsageError
 from ..group.collectives import Transport
 from ..kernels import contract
 from ..launch import processes
@@ -172,6 +172,7 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
 
     Raises:
         JobFinished: the job goes on elsewhere.
+        UsageError: the script has been refused in this launch.
         Surveyed: the script is only checked, and ends here.
     """
     watch = Stopwatch()
@@ -180,6 +181,11 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
             f"job {session.job!r} has left this launch: guard.leave() has saved it to "
             f"{session.job_flags.get('left').decode()}. It does not train on here, as another launch may do "
             f"so: launch it again, with ecemb.protect(resume=)"
+        )
+    if session.job_flags.check(["refused"]):
+        raise UsageError(
+            f"an earlier start of this launch was refused, and a restart would train on without the "
+            f"gradients in question: {session.job_flags.get('refused').decode()}. Then launch the job again"
         )
     with watch.phase("agree"), HostFolder(session.directory, session.hosts, session.rank) as folder:
         transport = control_group(session, lines=True)

@@ -2,7 +2,8 @@
 
 The state of an optimizer that was not passed to `ecemb.protect` is lost at an abort or a failure. So every
 parameter that requires gradients has an optimizer in `optimizers=` or is in `without_optimizer=`, and a step
-of any other optimizer raises before it changes anything.
+of any other optimizer raises before it changes anything. So does one that would use gradients of two
+transactions (`carried_gradients`).
 
 Must not know: the memory of tables, transactions.
 """
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigurationError, UnsupportedOptimizer, UsageError
+from .carried_gradients import CarriedGradients
 
 Optimizer = torch.optim.Optimizer
 
@@ -62,6 +64,7 @@ class NamedOptimizers:
         self._names |= {id(one): f"protected table {name!r}" for name, one in tables.items()}
         self._held = [*dense.values(), *tables.values()]  # keeps their ids unique
         self._handle: Any = None
+        self._gradients = CarriedGradients(self._known, self._names)
         for one in left:
             if (owner := owners.get(id(one))) is not None:
                 name = self._names.get(id(one), "a parameter")
@@ -96,13 +99,23 @@ class NamedOptimizers:
         self._is_open = is_open
         self._handle = register_optimizer_step_pre_hook(functools.partial(_call, own))
 
+    def begin(self, step: int) -> None:
+        """Begins a transaction with this step: no gradient from before it may go into an update."""
+        self._gradients.begin(step)
+
+    @property
+    def refusal(self) -> str:
+        """Why such an update was refused, if one was."""
+        return self._gradients.refusal
+
     def unwatch(self) -> None:
-        """Removes the hook."""
+        """Removes the hooks."""
+        self._gradients.end()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         names = (self._names.get(id(one)) for one in parameters_of(optimizer))
         if self._is_known(optimizer):
             if not self._is_open() and (name := next(filter(None, names), None)) is not None:
@@ -110,6 +123,7 @@ class NamedOptimizers:
                     f"{type(optimizer).__name__}.step() changes {name} outside of a step, and the change "
                     f"would be lost at a failure: put it inside `with guard.step():`"
                 )
+            self._gradients.before_step(optimizer, has_closure=has_closure)
         elif (name := next(filter(None, names), None)) is not None:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() would change {name}, but this optimizer is not one of "
@@ -145,7 +159,7 @@ def others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Calls the method, unless its object is gone: the hook must not keep a guard alive."""
     if (own := method()) is not None:
-        own(optimizer)
+        own(optimizer, (args[1] if len(args) > 1 else kwargs.get("closure")) is not None)
 
 
 def _within(optimizers: Iterable[Any]) -> Iterator[Any]:
