@@ -118,7 +118,7 @@ bench-quick: $(READY)  ## ask what `bench all --quick` asks, and make the report
 	$(BIN)/python -m bench all --quick --json-dir build/bench
 	$(BIN)/python -m bench report --json-dir build/bench
 
-report: $(READY)  ## make the pages of results and build/results.html from bench/results
+report: $(READY)  ## make the pages of results, and build/results.html with all tables, from bench/results
 	$(BIN)/python -m bench report
 
 gpu-packages: $(READY)  ## put into build/gpu what `make gpu` needs beyond torch, Triton, numba and pytest

@@ -1,8 +1,9 @@
-"""`python -m bench report`: all pages and pictures from raw JSON, and one file of the same for a browser.
+"""`python -m bench report`: all pages and pictures from raw JSON, and one file for a browser with all tables.
 
-docs/results.md is the summary; docs/results/ has a page and a picture for each question. Nothing in them is
-typed by hand. A question's title and its definitions are the docstring of its module, what other systems have
-published is in `bench.report.headlines`, and the rest is in the JSON. The same files give the same pages.
+docs/results.md is the summary; docs/results/ has a page and a picture for each question, with the tables that
+`bench.report.excerpts` chooses. Nothing in them is typed by hand. A question's title and its definitions are
+the docstring of its module, what other systems have published is in `bench.report.headlines`, and the rest is
+in the JSON. The same files give the same pages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench.questions.cpr import picture as cpr_picture
 from bench.questions.drift import picture as drift_picture
 from bench.questions.quantization import picture as quantization_picture
 from bench.questions.simulate import picture as simulate_picture
-from bench.report import choosing, figures, headlines, provenance, summary, tables
+from bench.report import choosing, excerpts, figures, headlines, provenance, summary, tables
 from bench.report.html import html
 from bench.report.tables import BadResult
 
@@ -40,6 +41,8 @@ Every number on these pages is in bench/results, as JSON. `python -m bench QUEST
 A value is the median, in brackets the smallest and the largest, if they differ; where a page says so, a mean
 with its 95 % interval. *Stale*: the code that was measured has changed since; its page says which.
 """
+
+MORE = "All figures, in tables to sort and to filter: `python -m bench report` writes build/results.html."
 
 Draw = Callable[[Sequence[Mapping[str, Any]]], str]
 
@@ -92,8 +95,7 @@ def write(results: Path | None = None) -> Path:
         Where the file for a browser is.
 
     Raises:
-        BadResult: A file is not in the form of `bench.harness.result`, or answers no question of bench/, or
-            lacks metrics that a page asks for.
+        BadResult: A file is not in the form of `bench.harness.result`, or answers no question of bench/.
     """
     if results is None:
         with contextlib.suppress(provenance.NoHistory):
@@ -109,16 +111,17 @@ def write(results: Path | None = None) -> Path:
     if results is None:
         figures.write()
     browsed = results / "results.html" if results is not None else ROOT / "build" / "results.html"
-    tables.replace(browsed, html({name: text for name, text in made.items() if name.endswith(".md")}, folder))
+    tables.replace(browsed, html(render(documents, full=True), folder))
     return browsed
 
 
-def render(documents: Documents, named: Sequence[str] = ()) -> dict[str, str]:
+def render(documents: Documents, named: Sequence[str] = (), *, full: bool = False) -> dict[str, str]:
     """Returns the pages by name: the summary, then a page for each question, and one of published figures.
 
     Args:
         documents: All answers.
         named: Questions that also have a page without an answer.
+        full: With all tables of each question, and not only those of `bench.report.excerpts`.
 
     Raises:
         BadResult: No module of bench/ asks a question, or rows of a document have the same labels.
@@ -127,7 +130,7 @@ def render(documents: Documents, named: Sequence[str] = ()) -> dict[str, str]:
     order = [question for question in summary.ANSWERS if question in answered]
     order += sorted(answered - set(order))
     pages = {
-        f"{FOLDER}/{question}.md": of_question(question, documents)
+        f"{FOLDER}/{question}.md": of_question(question, documents, full=full)
         for question in dict.fromkeys([*order, *named])
     }
     if lines := headlines.lines(documents):
@@ -174,34 +177,43 @@ def commits(question: str, documents: Documents) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def of_question(question: str, documents: Documents) -> str:
+def of_question(question: str, documents: Documents, *, full: bool) -> str:
     """A question's page: its picture, its tables, then what they mean.
 
     Raises:
         BadResult: See `render`.
     """
     title, explanation = asked(question)
-    parts = [f"# {title}\n", MARK + "\n"]
-    if any(document["question"] == question for document in documents):
-        parts += [f"![{shown}]({file})\n" for file, shown, _ in PICTURES.get(question, ())]
+    answers = [document for document in documents if document["question"] == question]
+    chosen = excerpts.of(question, answers)
+    stale = [
+        f"**Stale**, of commit {answer['commit'][:8]}: {answer['stale']}."
+        for answer in answers
+        if "stale" in answer
+    ]
+    parts = [f"# {title}", MARK, listed(stale)]
+    if explanation:
+        parts.append("[What the columns mean](#definitions) is below the tables.")
+    if answers:
+        parts += chosen
+        parts += [f"![{shown}]({file})" for file, shown, _ in PICTURES.get(question, ())]
     else:
-        parts.append(f"Not measured yet: `python -m bench {question}`.\n")
-    for document in documents:
-        if document["question"] == question and "stale" in document:
-            parts.append(f"**Stale**, of commit {document['commit'][:8]}: {document['stale']}.\n")
+        parts.append(f"Not measured yet: `python -m bench {question}`.")
+    if full or not chosen:
+        for answer in answers:
+            parts += [*tables.metrics(answer["rows"]), tables.origin(answer)]
+    else:
+        files = [f"`{answer['file']}`: " if len(answers) > 1 else "" for answer in answers]
+        origins = [tables.origin(answer) for answer in answers]
+        parts += [MORE, listed([file + said for file, said in zip(files, origins, strict=True)])]
     if explanation:
-        parts.append("[What the columns mean](#definitions) is below the tables.\n")
-    for document in documents:
-        if document["question"] == question:
-            for names in tables.SHEETS.get(question, ()):
-                chosen = [row for row in document["rows"] if row["metric"] in names]
-                parts.append(tables.sheet(chosen) + "\n")
-            if question not in tables.SHEETS:
-                parts += [part + "\n" for part in tables.metrics(document["rows"])]
-            parts.append(tables.origin(document) + "\n")
-    if explanation:
-        parts += ["## Definitions\n", explanation + "\n"]
-    return "\n".join(parts)
+        parts += ["## Definitions", explanation]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def listed(lines: Sequence[str]) -> str:
+    """One line as it is, or several as a list."""
+    return "\n".join(f"- {line}" if len(lines) > 1 else line for line in lines)
 
 
 def drawn(documents: Documents) -> dict[str, str]:

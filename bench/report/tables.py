@@ -13,68 +13,15 @@ from bench.report import provenance
 ACROSS = ("source", "spread", "trace", "hosts", "kernel", "method", "over", "part", "buffer", "phase")
 """Labels whose values become columns, side by side; a table takes the first that varies in it."""
 
-SHEETS = {
-    "check_n_run": (
-        ("changed_rows_pct",),
-        ("written_pct", "stored_pct", "intervals_between_full"),
-        ("bandwidth_reduction", "capacity_reduction"),
-        ("log_loss", "auc"),
-        ("budget_pct", "least_bits"),
-        ("loss_added_pct", "loss_added", "auc_lost", "within_budget"),
-        (
-            *("stall_ms", "stall_over_synchronous", "whole_after_ms"),
-            *("checkpoint_cpu_ms", "checkpoint_bytes", "tracking_pct"),
-        ),
-        ("tracking_ns_per_row",),
-    ),
-    "compare": (
-        (*("training_longer_pct", "failure_takes_s", "saves_pct", "interval_s"),),
-        (
-            *("step_cpu_pct", "control_cpu_pct", "step_wall_pct", "control_wall_pct", "bare_step_s"),
-            *("window_steps", "touched_rows_per_step", "sent_bytes_per_step"),
-        ),
-        (
-            *("next_step_s", "prepare_s", "caught_up_s", "restart_sent_bytes", "steps_run_again"),
-            *("steps_forgotten", "bit_identical", "off_by", "survives_ranks", "memory_over_tables"),
-            "stored_over_tables",
-        ),
-        ("save_lost_s", "save_stall_s", "save_stall_cpu_s", "save_until_written_s"),
-        (
-            *("fixed_lost_s", "save_lost_s_per_gb", "fixed_stall_s", "save_stall_s_per_gb"),
-            *("fixed_stall_cpu_s", "save_stall_cpu_s_per_gb", "fixed_until_written_s"),
-            *("save_until_written_s_per_gb", "save_written_bytes", "save_sent_bytes"),
-        ),
-    ),
-    "publish": (
-        (
-            *("freshness_s", "step_to_served_s", "written_mb"),
-            *("first_read_s", "not_served", "changed_rows_pct"),
-        ),
-    ),
-    "quality": (
-        ("auc", "auc_lost", "log_loss", "loss_added", "bit_identical", "steps_run_again", "pls"),
-        ("samples", "malformed_lines"),
-    ),
-}
-"""Questions of which several metrics share a table, a column each, and which those are."""
-
-BEFORE: dict[str, tuple[str, str]] = {
-    "overhead": (
-        "phases_cpu_pct",
-        "This answer is older than the comparison by pairs: brackets span its rounds, and it has no control.",
-    ),
-}
-"""Question -> a metric that its older answers lack, and what to say of them."""
-
 _KEYS = ("question", "commit", "machine", "versions", "seed", "rows")
 _MIB = 1 << 20
 _SHORT_HASH = 12
 
-
-PICTURED = ("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr")
+PICTURED = (
+    *("timeline_ms", "loss_of_pair", "auc_of_pair", "best_ettr"),
+    *("written_of_interval", "stored_of_interval"),
+)
 """Metrics for a picture, with too many rows for a table."""
-RENAMED = {"heads": "status"}
-"""Former names of a step's phases, in results that are older than the new ones."""
 ELSEWHERE = ("failures", "follower_kills", "kills", "soak")
 """What `make failures`, `follower-kills`, `kills` and `soak` write answers no question of bench/: no page."""
 
@@ -92,7 +39,9 @@ def replace(path: Path, text: str) -> None:
 
 
 def load(results: Path) -> list[dict[str, Any]]:
-    """Reads all documents of a folder, in the order of their files' names; "stale" says what is old in one.
+    """Reads all documents of a folder, in the order of their files' names.
+
+    "file" is a file's name without its suffix; "stale" says what is old in a document.
 
     Raises:
         BadResult: One isn't in the form.
@@ -107,16 +56,9 @@ def load(results: Path) -> list[dict[str, Any]]:
                 f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
             )
         if content["question"] not in ELSEWHERE:
-            rows = [row | _renamed(row) for row in content["rows"]]
-            documents.append(
-                content | {"rows": rows} | ({"stale": old[path.name]} if path.name in old else {})
-            )
+            stale = {"stale": old[path.name]} if path.name in old else {}
+            documents.append(content | {"file": path.stem} | stale)
     return documents
-
-
-def _renamed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The labels of a row that have another name since it was made."""
-    return {key: RENAMED[row[key]] for key in ("phase", "span") if row.get(key) in RENAMED}
 
 
 def origin(document: Mapping[str, Any]) -> str:
@@ -131,19 +73,12 @@ def origin(document: Mapping[str, Any]) -> str:
         if "command" in document
         else ""
     )
-    metric, lacking = BEFORE.get(document["question"], ("", ""))
-    before = f"{lacking} " if lacking and all(row["metric"] != metric for row in document["rows"]) else ""
     return (
-        f"{before}{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
+        f"{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}"
         f"{', ' + machine['gpu'] if 'gpu' in machine else ''}; {packages}; "
-        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}.{old(document)}"
+        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
     )
-
-
-def old(document: Mapping[str, Any]) -> str:
-    """Says that a document is older than the code that it measures, if it is."""
-    return f" **Stale**: {document['stale']}." if "stale" in document else ""
 
 
 def metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -156,14 +91,20 @@ def metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return tables
 
 
-def table(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+def table(rows: Sequence[Mapping[str, Any]], unit: str, columns_of: str = "") -> str:
     """Returns one metric's rows as a table in Markdown.
+
+    Args:
+        rows: Its rows.
+        unit: Of the metric.
+        columns_of: Label whose values become columns; by default one of `ACROSS`.
 
     Raises:
         BadResult: Two rows have the same labels.
     """
-    labels = list(dict.fromkeys(key for row in rows for key in row if key not in FIXED))
-    varying = (name for name in ACROSS if name in labels and len({row.get(name) for row in rows}) > 1)
+    labels = labels_of(rows)
+    names = [columns_of] if columns_of else ACROSS
+    varying = (name for name in names if name in labels and len({row.get(name) for row in rows}) > 1)
     across = next(varying, None)
     down = [label for label in labels if label != across]
     columns = list(dict.fromkeys(row.get(across, "") for row in rows)) if across is not None else [unit]
@@ -182,16 +123,30 @@ def table(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     return grid(heads, len(down), shown)
 
 
-def sheet(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns several metrics' rows as one table, a column each, under the labels that all rows share.
+def labels_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the labels that rows have."""
+    return list(dict.fromkeys(key for row in rows for key in row if key not in FIXED))
+
+
+def sheet(rows: Sequence[Mapping[str, Any]], columns_of: str = "") -> str:
+    """Returns rows as one table, under the labels that all of them share.
+
+    Args:
+        rows: Of one metric, as in `table`; or of several, which have a column each.
+        columns_of: For one metric, see `table`.
 
     Raises:
         BadResult: Two rows of a metric have the same labels.
     """
-    labels = list(dict.fromkeys(key for row in rows for key in row if key not in FIXED))
+    labels = labels_of(rows)
     shared = [label for label in labels if len({row.get(label) for row in rows}) == 1]
+    said = [f"{name} {labelled(name, rows[0][name])}" for name in shared]
     down = [label for label in labels if label not in shared]
     units = {row["metric"]: row["unit"] for row in rows}
+    if len(units) == 1:
+        ((metric, unit),) = units.items()
+        varying = [{name: row[name] for name in row if name not in shared} for row in rows]
+        return f"{'; '.join([f'`{metric}`, {unit}', *said])}:\n\n{table(varying, unit, columns_of)}"
     lines: dict[tuple[Label, ...], dict[str, str]] = {}
     for row in rows:
         line = lines.setdefault(tuple(row.get(label, "") for label in down), {})
@@ -206,8 +161,7 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> str:
         for key, line in lines.items()
     ]
     heads = [*down, *(f"`{metric}`, {unit}" for metric, unit in units.items())]
-    said = "; ".join(f"{name} {labelled(name, rows[0][name])}" for name in shared)
-    return f"{said}:\n\n{grid(heads, len(down), shown)}"
+    return f"{'; '.join(said)}{':' if said else ''}\n\n{grid(heads, len(down), shown)}".lstrip()
 
 
 def grid(heads: Sequence[str], names: int, lines: Sequence[Sequence[str | None]], words: int = 0) -> str:

@@ -25,7 +25,7 @@ SHOWN = "[...document.querySelectorAll('tbody tr')].filter(one => one.checkVisib
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """The report of all results, opened."""
     page = tmp_path_factory.mktemp("report") / "results.html"
-    made = pages.render(tables.load(RESULTS))
+    made = pages.render(tables.load(RESULTS), full=True)
     page.write_text(html(made, pages.DOCS), encoding="utf-8")
     with Browser(str(BROWSER)) as one:
         one.open(page)
@@ -95,7 +95,7 @@ def test_words_filter_rows_of_all_tables(browser: Browser) -> None:
 
 def test_it_can_be_read_without_its_script(tmp_path: Path) -> None:
     page = tmp_path / "plain.html"
-    whole = html(pages.render(tables.load(RESULTS)), pages.DOCS)
+    whole = html(pages.render(tables.load(RESULTS), full=True), pages.DOCS)
     page.write_text(whole.partition("<script>")[0] + "</html>", encoding="utf-8")
     with Browser(str(BROWSER)) as browser:
         browser.open(page)

@@ -12,7 +12,7 @@ from bench import __main__ as command
 from bench.harness.result import Arguments, document, once, write
 from bench.harness.result import summary as summarized
 from bench.questions.compare import families
-from bench.report import choosing, figures, pages, provenance, summary, tables
+from bench.report import choosing, excerpts, figures, pages, provenance, summary, tables
 from bench.report.html import html
 
 ROWS = [
@@ -72,19 +72,48 @@ def test_the_summary_is_one_screen_and_answers_each_question() -> None:
         assert answer and f"({pages.FOLDER}/{question}.md) | {answer} |" in text
 
 
-def test_a_page_has_the_numbers_then_its_questions_docstring() -> None:
+def test_the_pages_are_short_and_nothing_that_they_are_to_show_is_missing() -> None:
+    documents = tables.load(RESULTS)
+    lines = {name: text.count("\n") for name, text in pages.render(documents).items()}
+    assert max(lines.values()) < 150 and sum(lines.values()) < 1700, lines
+    for question, chosen in excerpts.EXCERPTS.items():
+        answers = figures.of(documents, question)
+        for excerpt in chosen if answers else ():
+            rows = excerpt.rows(answers)
+            assert {row["metric"] for row in rows} == set(excerpt.metrics), excerpt
+            for label, values in excerpt.where.items():
+                shown = {str(row.get(label)).partition(":")[0] for row in rows}
+                assert shown == set(map(str, values)), excerpt
+
+
+def test_a_page_has_excerpts_of_the_numbers_then_its_questions_docstring() -> None:
     made = pages.render([DOCUMENT])
     title, explanation = pages.asked("memory")
     assert title.endswith("?")
-    assert (
-        made[PAGE]
-        == f"""# {title}
+    parts = f"""# {title}
 
 {pages.MARK}
 
 [What the columns mean](#definitions) is below the tables.
 
-**`arena_over_tables`**, ratio
+## An arena, over its tables
+
+`arena_over_tables`, ratio; code (4, 3); bound 1.3633:
+
+| ratio |
+| --: |
+| 1.34 |
+
+{pages.MORE}
+
+Measured on A chip, 2 cores, 3 GiB, Linux 6; python 3.11, torch 2.9; commit 0123456789ab-dirty, seed 7.
+
+## Definitions
+
+{explanation}
+"""
+    assert made[PAGE] == parts
+    everything = """**`arena_over_tables`**, ratio
 
 | code | bound | ratio |
 | :-- | :-- | --: |
@@ -95,20 +124,18 @@ def test_a_page_has_the_numbers_then_its_questions_docstring() -> None:
 | row_bytes | cpu | num\\|py |
 | :-- | --: | --: |
 | 2 MiB | 2,000,000 (1,000,000 to 3,000,000) | 12.35 |
-| 100 | 5 |  |
-
-Measured on A chip, 2 cores, 3 GiB, Linux 6; python 3.11, torch 2.9; commit 0123456789ab-dirty, seed 7.
-
-## Definitions
-
-{explanation}
-"""
-    )
+| 100 | 5 |  |"""
+    assert pages.render([DOCUMENT], full=True)[PAGE] == parts.replace(pages.MORE, everything)
+    nothing_chosen = pages.render([DOCUMENT | {"rows": DOCUMENT["rows"][1:]}])[PAGE]
+    assert everything.partition("\n\n**")[2] in nothing_chosen and pages.MORE not in nothing_chosen
     assert set(made) == {PAGE, pages.SUMMARY} and f"[{title}]({PAGE}) | an arena" in made[pages.SUMMARY]
 
 
 def test_a_question_that_was_answered_twice_is_explained_once() -> None:
-    page = pages.render([DOCUMENT, DOCUMENT | {"date": "2025-11-21"}])[PAGE]
+    first, second = ({"file": name} for name in ("memory", "memory-again"))
+    page = pages.render([DOCUMENT | first, DOCUMENT | second | {"date": "2025-11-21"}])[PAGE]
+    assert "| file | ratio |\n| :-- | --: |\n| memory | 1.34 |\n| memory-again | 1.34 |\n" in page
+    assert "\n- `memory-again`: Measured on 2025-11-21" in page
     assert page.count(pages.asked("memory")[0]) == 1
     assert page.count("Measured on A chip") == 1
     assert page.count("Measured on 2025-11-21 on A chip") == 1
@@ -150,7 +177,6 @@ def test_what_is_stale_and_how_it_was_made_are_said(tmp_path: Path) -> None:
     made = pages.render(tables.load(tmp_path))
     assert "\n**Stale**, of commit 01234567: changed since: ecemb/step.\n" in made[PAGE]
     assert "Made by `python -m bench memory` in 1.5 minutes. Measured on" in made[PAGE]
-    assert "seed 7. **Stale**: changed since: ecemb/step.\n" in made[PAGE]
     assert "| 01234567 (stale) |" in made[pages.SUMMARY]
 
 
