@@ -102,7 +102,7 @@ ON_GPUS = ("gpu",)
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
     ALL: f"asks all of them; with --quick: {', '.join(QUICK)}",
-    REPORT: "writes docs/results*, all tables into build/results.html, and figures and pictures of other pages",
+    REPORT: "writes docs/results*, build/results.html with all tables, and figures of other pages",
 }
 
 

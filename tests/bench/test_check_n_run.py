@@ -23,7 +23,7 @@ from bench.questions.check_n_run.access import LOCALITY, LONG, Law, Pattern, bin
 from bench.questions.check_n_run.quality import Pair, moments, restore, trained
 from bench.questions.check_n_run.stall import Block, Order, Told
 from bench.questions.check_n_run.volumes import STATES, Look, Volumes, alone, checkpointed
-from bench.report import pages, tables
+from bench.report import pages
 from bench.workloads.click_training import Model
 from bench.workloads.planted import draw
 

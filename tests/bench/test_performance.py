@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import pytest
-
 from bench import RESULTS
-from bench.harness.result import Arguments, Row, document, once, summary, write
+from bench.harness.result import Arguments, Row, document, once, write
 from bench.questions.profile import picture
 from bench.report import figures, tables
 
@@ -32,15 +31,8 @@ def timeline(code: str, slower: float = 1) -> list[Row]:
 
 
 PROFILE = document("profile", Arguments(), [*timeline("(4, 3)"), *timeline("(4, 2)", 3)])
-COSTS = document(
-    "compare",
-    Arguments(),
-    [
-        summary("saved_pct", "%", [-1, 2, 3], network_gbit=1, method="a"),
-        summary("saved_pct", "%", [-7], network_gbit=1, method="b"),
-        once("pays", "0 or 1", 0, network_gbit=1, method="a"),
-    ],
-)
+FIGURE = re.compile(r"(-?[\d,.]+)(?: %| times| \w+(?:/s)?)? \((-?[\d,.]+) to (-?[\d,.]+)\)")
+"""A value, and its interval."""
 
 
 def test_the_page_has_the_figures_that_the_results_give() -> None:
@@ -52,31 +44,37 @@ def test_the_page_has_the_figures_that_the_results_give() -> None:
     assert drawn == bool(figures.of(documents, "profile")), "run `python -m bench report`"
 
 
+def test_each_figure_with_an_interval_is_in_the_results() -> None:
+    rows = [row for document in tables.load(RESULTS) for row in document["rows"]]
+    measured = [[row[key] for key in ("value", "low", "high")] for row in rows]
+    found = FIGURE.findall(figures.PAGES[0].read_text(encoding="utf-8"))
+    assert len(found) > 60
+    for figure in found:
+        said = [one.replace(",", "") for one in figure]
+        margins = [0.5001 * 10.0 ** -len(one.partition(".")[2]) for one in said]
+        near = (
+            all(
+                abs(float(one) - value) <= margin
+                for one, value, margin in zip(said, row, margins, strict=True)
+            )
+            for row in measured
+        )
+        assert any(near), f"no result is {figure[0]} ({figure[1]} to {figure[2]})"
+
+
 def test_figures_are_replaced_and_text_stays() -> None:
-    page = "before\n<!-- table: compare saved_pct pays -->\nold\n<!-- end -->\nafter\n"
-    filled = figures.fill(page, [COSTS])
-    assert filled.startswith("before\n<!-- table: compare saved_pct pays -->\n\n**`saved_pct`**, %\n")
-    assert "| 2 (-1 to 3) | -7 |" in filled
-    assert "\n\nAll with network_gbit 1. Measured on " in filled
-    assert filled.endswith("\n\n<!-- end -->\nafter\n")
-    assert figures.fill(filled, [COSTS]) == filled
+    page = "before\n<!-- picture: profile -->\nold\n<!-- end -->\nafter\n"
+    filled = figures.fill(page, [PROFILE])
+    assert filled == (
+        "before\n<!-- picture: profile -->\n\n"
+        "![One step of one rank](protected-step.svg)\n\n<!-- end -->\nafter\n"
+    )
+    assert figures.fill(filled, [PROFILE]) == filled
 
 
 def test_what_is_not_measured_yet_is_said() -> None:
-    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- table: compare pays -->\n<!-- end -->\n"
-    filled = figures.fill(page, [])
-    assert filled.count("Not measured yet: `python -m bench ") == 2
-    assert "![One step of one rank](protected-step.svg)" in figures.fill(filled, [PROFILE])
-
-
-def test_results_without_what_the_page_shows() -> None:
-    page = "<!-- table: compare recovery_s pays -->\n<!-- end -->\n"
-    filled = figures.fill(page, [COSTS])
-    assert "**`pays`**" in filled and "Not in this answer: `recovery_s`. Measured on" in filled
-    page = "<!-- {} compare recovery_s -->\n<!-- end -->\n"
-    for kind in ("table:", "sheet:"):
-        with pytest.raises(tables.BadResult, match=r"to compare has no \['recovery_s'\]: ask it again"):
-            figures.fill(page.format(kind), [COSTS])
+    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- methods: compare -->\n<!-- end -->\n"
+    assert figures.fill(page, []).count("Not measured yet: `python -m bench ") == 2
 
 
 def test_the_picture_is_written_beside_the_page(tmp_path: Path) -> None:
