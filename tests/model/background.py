@@ -1,6 +1,6 @@
-"""Steps while a replacement rank still lacks rows and parity: chapter 11 of the protocol, searched.
+"""Steps while a replacement rank still lacks rows and parity (docs/protocol.md, 9), searched.
 
-The third part of the model. A replacement rank trains with one bit for each of its rows and
+The fourth part of the model. A replacement rank trains with one bit for each of its rows and
 parity words; it asks k holders of a stripe for what it lacks, as of its last committed transaction, while
 they train on. Here a rank has one row in each of its k blocks, and step t changes the row of block t mod k on
 every rank: such a rank needs one at once, and gets the other behind it. Values are sets of the transactions
@@ -8,8 +8,8 @@ that they contain; parity is a tuple of the k values that it adds up, so a delta
 twice, shows.
 
 Serving is three transitions for each holder: where it looks (row or journal), the copy, and the second look.
-A crash ends all processes, with any memory that the budget allows, and the start after it is one transition:
-chapters 3 and 9 are about its inside. What the model has no word for: pipelines (no overlap of transactions
+A crash ends all processes, with any memory that the budget allows, and the start after it is one transition.
+What the model has no word for: pipelines (no overlap of transactions
 while a rank is rebuilt), rates, and windows, in which a transaction changes more rows and nothing else.
 """
 

@@ -1,4 +1,4 @@
-"""Chapter 11 of the protocol: what is searched, what each rule says, and the smallest job to show its use."""
+"""A rebuild beside training: what is searched, what each rule says, and the smallest job to show its use."""
 
 from __future__ import annotations
 

@@ -28,42 +28,20 @@ NOTHING = 0
 ROW = 16
 SHARED = (1 << ROW) - 1
 
-CREATED, JOINED, FILLED, DECIDED, REBUILT, LIVE, READY = range(1, 8)
-CLOSING, CLOSED = 1000, 1001
+CREATED, JOINED, FILLED, DECIDED, REBUILT, LIVE, READY, CLOSING, CLOSED = range(1, 10)
 """What a thread has said last in this life. It only goes up, so that barriers compare numbers."""
 
 
-def heads(t: int, attempt: int) -> int:
-    """The heads of an attempt at transaction t; and its deltas, if they are sent along."""
-    return READY + 5 * t + attempt
-
-
-def deltas(t: int) -> int:
-    """The deltas of transaction t, if a thread of their own sends them."""
-    return READY + 5 * t + 3
-
-
-def vote(t: int) -> int:
-    """The vote on transaction t."""
-    return READY + 5 * t + 4
-
-
-def change(t: int, attempt: int) -> int:
-    """What transaction t changes in the rows: as trained, or in the second attempt, empty."""
-    bit = attempt << 2 * (t - 1)
+def change(t: int, variant: int) -> int:
+    """What transaction t changes in the rows: 1, as trained; 2, aborted and committed empty."""
+    bit = variant << 2 * (t - 1)
     return bit | bit << ROW
-
-
-def undone(rows: int, entry: int, t: int) -> int:
-    """Rows after the old records of transaction t are copied back over them; `TORN`: while they are."""
-    saved = SHARED | 3 << ROW + 2 * (t - 1)
-    return rows & ~saved | entry & saved
 
 
 class Journal(NamedTuple):
     """A row journal: the transaction that its label names, its count, and the rows as they were before.
 
-    In a window the count says of how many steps it has rows, the first of which is `first`.
+    The count says of how many steps of a window it has rows, the first of which is `first`.
     """
 
     label: int = NONE
@@ -74,8 +52,6 @@ class Journal(NamedTuple):
     def over(self, rows: int, *, half: bool = False) -> int:
         """Rows after the old records are copied back over them; `half`: while they are."""
         entry = TORN if half else self.entry
-        if not self.first:
-            return undone(rows, entry, self.label)
         own = (1 << 2 * self.count) - 1 << ROW + 2 * (self.first - 1)
         saved = SHARED | own
         return rows & ~saved | entry & saved
@@ -142,9 +118,8 @@ class Rank(NamedTuple):
     wave: Wave | None = None
     armed: int = 0
     behind: Thread = Thread()
-    # What only a process has that follows chapter 10: the number of statuses that have ended, what it
-    # has said, dense state, the window's size, rows and dense state when the step began, and whether it ended
-    # by a peer's death.
+    # And: the number of statuses that have ended, what it has said, dense state, the window's size, rows and
+    # dense state when the step began, and whether it ended by a peer's death.
     number: int = 0
     log: tuple[tuple[tuple[str, int, int], Any], ...] = ()
     dense: int = 0
@@ -166,13 +141,6 @@ class Rank(NamedTuple):
         """This rank with other words in a row journal."""
         new = self.journals[at]._replace(**words)
         return self._replace(journals=(new, self.journals[1]) if at == 0 else (self.journals[0], new))
-
-    def told(self, t: int, attempt: int) -> tuple[int, int] | None:
-        """(flag, delta) of its heads. One that went on without waiting had sent them long ago."""
-        if self.sent > vote(t):
-            return 0, change(t, attempt)
-        said = self.behind.said if self.behind.t == t else self.said
-        return said[attempt - 1] if len(said) >= attempt else None
 
 
 _NO_PROCESS: dict[str, Any] = {
@@ -199,7 +167,7 @@ class Move(NamedTuple):
         who: the ranks that it waits for; None: all others.
         new: the rank after it; or a function of all ranks that returns it, None if it has to wait.
         event: what the checks must hear of.
-        behind: whether it is a move of the other thread, which waits for what the others' other threads say.
+        behind: whether it is a move of the thread behind.
     """
 
     text: str

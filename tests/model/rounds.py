@@ -1,4 +1,4 @@
-"""The next step protocol: agreement by dissemination, windows that exchange nothing, dense state in slices.
+"""Agreement on a step: by dissemination, in one thread or beside the next body; and what a failure says.
 
 A status, and a vote, is a fold over all ranks that goes round in ceil(log2 N) rounds: in round j rank i sends
 what it has folded so far to rank i + 2^j, and waits for what rank i - 2^j sends. What a rank says stays said
@@ -7,17 +7,19 @@ round. A crash between two sends is a receiver that doesn't move again.
 
 Both modes are here: `abortable`, with a status in each step, savepoints, and the whole of dense state in each
 rank's slots; and without, where a window says nothing before its end, and a slot holds the rank's slices.
+
+With overlap, what follows the status runs in a thread of its own beside the next body: the same program, with
+a place, a transaction and a wave of its own. A crash stops both threads, each wherever it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .overlap import Overlapped, _swapped
 from .rank import READY, TORN, Broken, Life, Move, Rank, Thread, Wave, change
-from .rules import Config
+from .step import Step
 
 FINE, ABORTED, FAILED = range(3)
 YES, NO = range(2)
@@ -51,16 +53,14 @@ SHUT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounds(Overlapped):
+class Rounds(Step):
     """What every rank does, in one thread or in two.
 
     Attributes:
-        config: what is searched.
         rounds: of a dissemination.
         holders: of each slice of the replicated state.
     """
 
-    config: Config = dataclasses.field(default_factory=Config)
     rounds: int = dataclasses.field(init=False)
     holders: Sequence[tuple[int, ...]] = dataclasses.field(init=False)
 
@@ -135,32 +135,6 @@ class Rounds(Overlapped):
         turns = range(self.rounds if self.rules.failed_to_all_rounds else 1)
         return self._say(me, STATUS, me.number, turns, (FAILED, 0, 0, 0))
 
-    # --- a window's steps ---
-
-    def do_capture(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me.journalled(me.armed, entry=me.old, first=me.t)
-        return [Move("saves the old rows", 0, None, new._replace(pc="count"))]
-
-    def _free(self, me: Rank) -> int:
-        free = [at for at, journal in enumerate(me.journals) if journal.label <= me.committed]
-        if not free:
-            raise Broken(f"no journal: both are of undecided transactions, {me.journals}")
-        return free[0]
-
-    def do_train(self, me: Rank, i: int, life: Life) -> list[Move]:
-        bits = change(me.t, 1)
-        dense = me.dense if me.dense == TORN else me.dense ^ bits
-        new = me._replace(rows=me.rows ^ bits, dense=dense, began=(me.rows, me.dense))
-        pc = "settle" if self.config.abortable or self._is_whole(me) else "extend"
-        if pc == "settle" and not self.rules.settled_before_slots:
-            new = self._slot(new)
-        return [Move(f"changes rows in step {me.t}", 0, None, new._replace(pc=pc))]
-
-    def _is_whole(self, me: Rank) -> bool:
-        """Whether the window ends with this step."""
-        steps = me.t - me.journals[me.armed].first + 1
-        return steps >= me.window or me.t == self.steps or me.t in self.config.saves
-
     def do_extend(self, me: Rank, i: int, life: Life) -> list[Move]:
         """The next step of the window begins; or the journal has no room for it."""
         new = me.journalled(me.armed, label=me.t + 1)._replace(t=me.t + 1, pc="again")
@@ -171,11 +145,6 @@ class Rounds(Overlapped):
             found.append(Move(f"has no room for step {me.t + 1}, says FAILED", 0, None, short, "short"))
         return found
 
-    def do_again(self, me: Rank, i: int, life: Life) -> list[Move]:
-        count = me.t - me.journals[me.armed].first + 1
-        new = me.journalled(me.armed, count=count)._replace(pc="train")
-        return [Move(f"saves more old rows, journal count := {count}", 0, None, new)]
-
     # --- the end of a step that has a status ---
 
     def do_settle(self, me: Rank, i: int, life: Life) -> list[Move]:
@@ -183,13 +152,13 @@ class Rounds(Overlapped):
         if me.behind.pc == "raised":
             return [Move("sees that the step before failed, says FAILED", 0, None, self._failing(me))]
         if me.behind.pc:
-            return []
+            return [] if self.rules.settled_before_inbox else self._begins_status(me, FINE, "says FINE")
         whole = self._is_whole(me)
         if whole and self.rules.settled_before_slots and self.rules.slices_before_prepared and self._own_slot:
             found = [Move("has settled", 0, None, me._replace(pc="slot"))]
         else:
             found = self._begins_status(me, FINE, "has settled, says FINE")
-        if self.aborts:
+        if self.config.aborts:
             found += self._begins_status(me, ABORTED, "has settled, votes to abort", "abort")
         return found
 
@@ -206,19 +175,6 @@ class Rounds(Overlapped):
     def do_slot_end(self, me: Rank, i: int, life: Life) -> list[Move]:
         new = self._slotted(me, (me.t, me.dense))
         return self._begins_status(new, FINE, f"slot label := {me.t}, says FINE")
-
-    def _slot(self, me: Rank) -> Rank:
-        return self._slotted(me, (me.t, me.dense))
-
-    def _slotted(self, me: Rank, slot: Any) -> Rank:
-        if not self.rules.slots_by_label:
-            at = me.t % 2
-        elif not self.rules.slots_by_arena:
-            at = me.number % 2
-        else:
-            first = me.slots[0]
-            at = int(first is not None and first[0] == me.committed)
-        return me._replace(slots=(slot, me.slots[1]) if at == 0 else (me.slots[0], slot))
 
     def _begins_status(self, me: Rank, flag: int, text: str, event: str = "") -> list[Move]:
         room = self._room(me)
@@ -248,7 +204,7 @@ class Rounds(Overlapped):
             heard, told = self._hear(me, ranks, source, STATUS, wave.number, wave.round)
             if told is None:
                 return None
-            later = range(wave.round + 1, self.rounds)
+            later = range(wave.round + 1, self.rounds if self.rules.status_of_all else 1)
             if told[0] == FAILED:
                 after = heard._replace(pc="failed", wave=None)
                 if self.rules.failed_sent_on:
@@ -275,7 +231,8 @@ class Rounds(Overlapped):
             raise Broken(f"out of step: some ranks end a window with step {lowest}, some with {highest}")
         number = me.number
         kept = me.log
-        if self.rules.count_not_label and not self._in_order:  # whoever is at this status has read all before
+        settled = self.rules.settled_before_inbox and self.rules.count_not_label and not self._in_order
+        if settled:  # whoever is at this status has read all before
             kept = tuple(one for one in kept if one[0][1] >= number)
         whole = self._is_whole(me)
         me = me._replace(number=number + 1, log=kept, wave=None)
@@ -294,8 +251,23 @@ class Rounds(Overlapped):
         """What follows the status: in this thread, or beside the next body."""
         if not self.config.overlap:
             return me._replace(pc="sizes", said=((0, me.rows ^ me.old),), wave=wave)
+        if me.behind.pc:  # as `settled_before_inbox` is off
+            me = me._replace(pc="early_inbox", said=((0, me.rows ^ me.old),), wave=wave)
+            return self._say(me, DELTAS, wave.number, (0,), me.said)
         behind = Thread(LAYS_OUT, me.t, READY, (), me.old, wave)
         return self._onward(me._replace(behind=behind))
+
+    def do_early_inbox(self, me: Rank, i: int, life: Life) -> list[Move]:
+        def new(ranks: Sequence[Rank]) -> Rank | None:
+            told = self._deltas(me, ranks, i)
+            return None if None in told else self._filled(me, told)._replace(pc="settle_late")
+
+        return [Move("has sizes and deltas", 0, None, new)]
+
+    def do_settle_late(self, me: Rank, i: int, life: Life) -> list[Move]:
+        behind = Thread("prepare", me.t, READY, me.said, me.old, me.wave)
+        new = self._onward(self._slot(me)._replace(behind=behind, wave=None))
+        return [] if me.behind.pc else [Move("has settled, hands over", 0, None, new)]
 
     def _laid_out(self, me: Rank) -> tuple[int, int]:
         """The deltas of a transaction, beside the body of the next one, which may have changed the rows."""
@@ -307,15 +279,20 @@ class Rounds(Overlapped):
 
     def _onward(self, me: Rank) -> Rank:
         """With overlap: the next body, or the end."""
-        if me.t in self.config.saves:
-            return me._replace(pc="drains")
-        return super()._onward(me)
+        return me._replace(pc="drains") if me.t in self.config.saves else self._goes_on(me)
+
+    def _goes_on(self, me: Rank) -> Rank:
+        if me.t < self.config.steps:
+            return me._replace(pc="arm", t=me.t + 1, said=(), old=TORN)
+        if self.rules.settled_before_close:
+            return me._replace(pc="drain", t=0, said=(), old=TORN)
+        return self._finishes(me)
 
     def do_drains(self, me: Rank, i: int, life: Life) -> list[Move]:
         """What drains a window waits for its commit."""
         if me.behind.pc == "raised":
             return [Move("sees that the step before failed, says FAILED", 0, None, self._failing(me))]
-        return [] if me.behind.pc else [Move("has settled", 0, None, super()._onward(me))]
+        return [] if me.behind.pc else [Move("has settled", 0, None, self._goes_on(me))]
 
     def do_drain(self, me: Rank, i: int, life: Life) -> list[Move]:
         if me.behind.pc == "raised":
@@ -350,7 +327,7 @@ class Rounds(Overlapped):
         """As `undo_before_prepared` is off: after the vote."""
         bits = change(me.t, 2)
         new = me._replace(rows=me.began[0] ^ bits, dense=me.began[1] ^ bits)
-        return [Move("undoes the step", 0, None, self._apply(new, me.t, 0))]
+        return [Move("undoes the step", 0, None, self._agreed(new))]
 
     # --- from the verdict to the commit ---
 
@@ -414,7 +391,8 @@ class Rounds(Overlapped):
 
     def _votes(self, me: Rank) -> Rank:
         assert me.wave is not None
-        return self._say(me, VOTE, me.wave.number, (0,), YES)._replace(pc="vote")
+        me = self._say(me, VOTE, me.wave.number, (0,), YES)
+        return me._replace(pc="vote") if self.rules.agreement else self._agreed(me._replace(wave=None))
 
     def do_vote(self, me: Rank, i: int, life: Life) -> list[Move]:
         wave = me.wave
@@ -425,7 +403,7 @@ class Rounds(Overlapped):
             heard, told = self._hear(me, ranks, source, VOTE, wave.number, wave.round)
             if told is None:
                 return None
-            later = range(wave.round + 1, self.rounds)
+            later = range(wave.round + 1, self.rounds if self.rules.agreement_of_all else 1)
             if told == NO:
                 after = self._say(heard, VOTE, wave.number, later, NO) if self.rules.no_sent_on else heard
                 if not self.rules.no_ends_undecided:
@@ -444,7 +422,7 @@ class Rounds(Overlapped):
             heard = heard._replace(wave=None)
             if me.said[0][0] == ABORTED:
                 return heard._replace(pc="late_undo")
-            return self._apply(heard, me.t, 0)
+            return self._agreed(heard)
 
         return [Move(f"has round {wave.round} of the vote", 0, None, new)]
 
@@ -474,6 +452,9 @@ class Rounds(Overlapped):
             return [Move("fails after its first round", 0, None, self._fails_in_status(me), "fail")]
         if me.pc in AFTER_FINE and me.prepared < me.t:
             return [Move("fails after FINE, says NO", 0, None, self._fails_after_fine(me), "fail")]
+        if me.pc == "vote" and not self.rules.no_undo_after_prepared:
+            new = self._raises(me._replace(prepared=me.t - 1))
+            return [Move(f"fails, prepared := {new.prepared}", 0, None, new, "fail")]
         return []
 
     def _failing(self, me: Rank) -> Rank:
@@ -528,7 +509,8 @@ class Rounds(Overlapped):
         return me._replace(pc="raised" if self.config.overlap else "failed", wave=None)
 
     def do_failed(self, me: Rank, i: int, life: Life) -> list[Move]:
-        if me.behind.pc not in ("", "raised"):
+        busy = me.behind.pc not in ("", "raised")
+        if busy and self.rules.settled_before_undo:
             return []
         if not self.rules.failed_at_once:
             me = self._fails_everywhere(me)
@@ -536,7 +518,7 @@ class Rounds(Overlapped):
             (one.label, at) for at, one in enumerate(me.journals) if one.count and one.label > me.committed
         ]
         if not left:
-            return [Move("ends", 0, None, me._replace(pc="ended", behind=Thread(sent=READY)))]
+            return [] if busy else [Move("ends", 0, None, me._replace(pc="ended", behind=Thread(sent=READY)))]
         label, at = max(left)
         new = me._replace(rows=me.journals[at].over(me.rows, half=True), armed=at, pc="failed_end")
         return [Move(f"undoes half of its rows of step {label}", 0, None, new)]
@@ -595,6 +577,19 @@ class Rounds(Overlapped):
                 raise Broken(f"dense state: nobody is left who holds slice {c}, only ranks {holders} did")
             values |= {self._whole_slot(ranks[rank], t) for rank in left}
         return values.pop() if len(values) == 1 else TORN
+
+
+def _swapped(
+    new: Rank | Callable[[Sequence[Rank]], Rank | None],
+) -> Rank | Callable[[Sequence[Rank]], Rank | None]:
+    if isinstance(new, Rank):
+        return new.swapped()
+
+    def later(ranks: Sequence[Rank]) -> Rank | None:
+        after = new(ranks)
+        return None if after is None else after.swapped()
+
+    return later
 
 
 def is_over(rank: Rank) -> bool:

@@ -1,4 +1,4 @@
-"""Chapter 10 of the protocol: what is searched, what each rule says, and the smallest job to show its use."""
+"""Agreement, windows, slices: what is searched, what each rule says, and the smallest job to show its use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .table import Entry
 
 def _job(size: int, n: int, k: int, **bounds: int | bool | tuple[int, ...]) -> Config:
     """One step, no crash and no abort, unless something else is asked for."""
-    given: dict[str, Any] = {"steps": 1, "crashes": 0, "abortable": False, **bounds}
-    return Config(size=size, n=n, k=k, rounds=True, **given)
+    given: dict[str, Any] = {"steps": 1, "crashes": 0, **bounds}
+    return Config(size=size, n=n, k=k, **given)
 
 
 def _two(**bounds: int | bool | tuple[int, ...]) -> Config:
@@ -66,6 +66,14 @@ ROUNDS_FULL = (
 
 ROUNDS = (
     # the status
+    Entry(
+        "status_of_all",
+        "The verdict is that of the last round of the status, which has something of all ranks.",
+        "After the first round: a rank that has nothing of the one that aborts commits the step as trained, "
+        "and the others commit it empty.",
+        "parity",
+        _three(aborts=1, abortable=True),
+    ),
     Entry(
         "failed_before_first_round",
         "FAILED is said only by a rank that has sent no round of that status.",
@@ -147,13 +155,6 @@ ROUNDS = (
         "that are undone.",
         "rows",
         _two(crashes=1, losses=1, fails=1),
-    ),
-    Entry(
-        "inbox_before_prepared",
-        "`prepared` is stored when all deltas are in.",
-        "All have prepared t and die: t is decided, and one keeper doesn't have its deltas.",
-        "no inbox",
-        _two(crashes=1),
     ),
     # messages
     Entry(
@@ -285,4 +286,4 @@ ROUNDS = (
         _three(crashes=1),
     ),
 )
-"""The rules of chapter 10, and those of today's that its searches look at again."""
+"""The rules of agreement, windows and slices."""

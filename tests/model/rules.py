@@ -14,7 +14,6 @@ class Rules:
     entry_before_count: bool = True
     inbox_before_prepared: bool = True
     no_undo_after_prepared: bool = True
-    heads_from_all: bool = True
     agreement: bool = True
     agreement_of_all: bool = True
     parity_saved_first: bool = True
@@ -23,7 +22,6 @@ class Rules:
     rows_alternate: bool = True
     redo_restores_first: bool = True
     committed_after_apply: bool = True
-    slots_alternate: bool = True
     committed_voids_journals: bool = True
     least_prepared: bool = True
     prepared_lowered_first: bool = True
@@ -42,17 +40,12 @@ class Rules:
     started_mark: bool = True
     mark_tells_generation: bool = True
     rebuilding_is_evidence: bool = True
-    abort_stops_prepare: bool = True
-    undo_before_second: bool = True
-    attempt_in_heads: bool = True
     barrier_before_finished: bool = True
     tombstone: bool = True
     finished_mark: bool = True
     all_finished_before_removal: bool = True
     two_row_journals: bool = True
-    deltas_before_next: bool = True
     settled_before_slots: bool = True
-    settled_before_heads: bool = True
     settled_before_inbox: bool = True
     settled_before_undo: bool = True
     settled_before_close: bool = True
@@ -75,7 +68,8 @@ class Rules:
     joined_is_not_opened: bool = True
     all_moved_before_live: bool = True
     old_until_all_live: bool = True
-    # of chapter 10: agreement
+    # agreement
+    status_of_all: bool = True
     failed_before_first_round: bool = True
     rounds_finished_first: bool = True
     failed_to_all_rounds: bool = True
@@ -104,7 +98,7 @@ class Rules:
     slices_before_next_body: bool = True
     slices_before_live: bool = True
     all_fetch_slices: bool = True
-    # of chapter 11
+    # a rank that is rebuilt beside training
     ensured_before_lookup: bool = True
     bytes_before_bit: bool = True
     stored_where_unset: bool = True
@@ -145,7 +139,7 @@ HEARD = (
     "halved_window_kept",
     "newer_from_journal",
 )
-"""Rules of chapter 10 without which a start reads no more of an arena than with them."""
+"""Rules without which a start reads no more of an arena than with them."""
 
 BUDGETS = ("crashes", "losses", "cuts", "aborts", "relaunches", "fails", "shortages", "choices")
 """What may happen so often in a search, by the fields of its `Config`."""
@@ -170,7 +164,6 @@ class Config:
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
-        rounds: whether ranks agree by dissemination, as in chapter 10; what follows is of that one.
         abortable: whether each step has a status, and each rank all of dense state; else slices.
         window: steps of a transaction at most.
         saves: steps after which all ranks drain an open window.
@@ -193,8 +186,7 @@ class Config:
     close: bool = False
     fresh: bool = False
     skew: bool = False
-    rounds: bool = False
-    abortable: bool = True
+    abortable: bool = False
     window: int = 1
     saves: tuple[int, ...] = ()
     fails: int = 0
@@ -204,9 +196,10 @@ class Config:
     def __str__(self) -> str:
         job = f"N={self.size} n={self.n} k={self.k}, {self.steps} steps"
         counts = [f"{getattr(self, name)} {name}" for name in BUDGETS if getattr(self, name)]
-        if self.rounds:
-            job += f", windows of {self.window}, {'' if self.abortable else 'not '}abortable"
+        if self.window > 1:
+            job += f", windows of {self.window}"
         options = (
+            ("abortable", "abortable"),
             ("overlap", "overlap"),
             ("apart", "rows apart"),
             ("saves", "saves"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 from ecemb.arena.header import NONE, State
 from ecemb.coding.placement import Placement
@@ -23,7 +22,7 @@ from .rank import (
     Move,
     Rank,
 )
-from .rules import Rules
+from .rules import Config, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,38 +31,21 @@ class Start(abc.ABC):
 
     Attributes:
         placement: who keeps whose parity.
-        steps: how many steps are trained.
+        config: what is searched.
         rules: the rules of the protocol that are on.
-        close: whether the job is closed at the end.
-        aborts: whether a step may be aborted.
+        sources: of each rank, the ranks whose parity it keeps.
     """
 
     placement: Placement
-    steps: int
+    config: Config
     rules: Rules
-    close: bool
-    aborts: bool
+    sources: Sequence[tuple[int, ...]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         size, k = self.placement.world_size, self.placement.k
         keepers = [sorted({q for b in range(k) for q in self.placement.keepers(p, b)}) for p in range(size)]
         sources = [tuple(p for p in range(size) if i in keepers[p]) for i in range(size)]
-        neighbours = [tuple(sorted({*keepers[i], *sources[i]})) for i in range(size)]
         object.__setattr__(self, "sources", sources)
-        object.__setattr__(self, "neighbours", neighbours)
-
-    row_journals: ClassVar[int] = 1
-    """How many a rank has."""
-
-    sources: Sequence[tuple[int, ...]] = dataclasses.field(init=False)
-    neighbours: Sequence[tuple[int, ...]] = dataclasses.field(init=False)
-
-    def moves(self, me: Rank, i: int, life: Life) -> list[Move]:
-        """What rank i may do next, if it is not kept waiting."""
-        if me.pc in ("", "done", "ended"):
-            return []
-        found: list[Move] = getattr(self, "do_" + me.pc)(me, i, life)
-        return found + self._failures(me)
 
     @abc.abstractmethod
     def _next(self, me: Rank) -> Rank:
@@ -72,10 +54,6 @@ class Start(abc.ABC):
     @abc.abstractmethod
     def _apply(self, me: Rank, t: int, at: int) -> Rank:
         """To what brings parity to transaction t; in a start that is number `at` of `_decide`."""
-
-    @abc.abstractmethod
-    def _failures(self, me: Rank) -> list[Move]:
-        """How the process may end by itself."""
 
     # --- a start ---
 
@@ -138,7 +116,7 @@ class Start(abc.ABC):
     def _decide(self, me: Rank, life: Life, at: int) -> Rank:
         """The next thing that a survivor has to do for T, from number `at` of the list on."""
         t, rules = life.plan.transaction, self.rules
-        undos = ("undo",) * self.row_journals
+        undos = ("undo", "undo")
         order = ("lower", *undos, "redo") if rules.prepared_lowered_first else (*undos, "redo", "lower")
         for index in range(at, len(order)):
             what = order[index]
@@ -155,12 +133,12 @@ class Start(abc.ABC):
 
     def _newest(self, me: Rank) -> int:
         """The row journal that is undone first."""
-        labels = [journal.label for journal in me.journals[: self.row_journals]]
+        labels = [journal.label for journal in me.journals]
         return labels.index(max(labels) if self.rules.newest_undone_first else min(labels))
 
     def _voids(self, label: int) -> bool:
         """Whether a row journal is void once it is undone: its label may come again, in the other one."""
-        return self.row_journals > 1 and self.rules.undone_is_void and label != NONE
+        return self.rules.undone_is_void and label != NONE
 
     def do_lower(self, me: Rank, i: int, life: Life) -> list[Move]:
         t = life.plan.transaction

@@ -11,15 +11,13 @@ The search is made smaller in these ways, each of which leaves every verdict as 
   nothing, inboxes and slots that no decision can ask for, rows that will be undone before they are read.
 - In the last life, when nothing can crash any more, moves of different ranks commute, since each rank's
   program is deterministic but for votes to abort, and waits only for what stays said. One order of them is as
-  good as any: the lowest rank that can move does, with all its choices.
-- With overlap, a move that no crash could tell from none is taken before all others: it changes nothing that
-  a later start reads, its thread has no other choice but to fail, and moves of other ranks, and of the other
-  thread, commute with it. The states between lives are the same as without this: compared for N=2 and N=3.
-- Where ranks agree in rounds, such a move is taken together with the failures of its thread, which say more
-  or less than later ones, but commute with the moves of others. The states between lives, and how lives end,
-  are the same as without this: compared for N=2, 3 and 4. In the last life the order of ranks decides which
-  row journal a step takes, and where a body is when its process ends; no verdict depends on either. While a
-  thread has deltas to lay out, it reads what the other thread writes: no move of that rank is taken first.
+  good as any: the lowest rank that can move does, with all its choices. That order decides which row journal
+  a step takes, and where a body is when its process ends; no verdict depends on either.
+- A move that no crash could tell from none is taken before all others, together with the failures of its
+  thread: it changes nothing that a later start reads, its thread has no other choice but to fail, and moves
+  of other ranks, and of the other thread, commute with it. The states between lives, and how lives end, are
+  the same as without this: compared for N=2, 3 and 4. While a thread has deltas to lay out, it reads what the
+  other thread writes: no move of that rank is taken first.
 - Generations are only compared. Where no arena is away, all are members of the last one, and it is named 1.
 """
 
@@ -36,11 +34,10 @@ from ecemb.errors import EcembError, JobFinished
 from ecemb.group.assignment import Report, Worker, assign
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
-from .overlap import Apart, Overlapped
+from .apart import Apart
 from .rank import CREATED, NOTHING, READY, TORN, UNSAVED, Broken, Journal, Life, Rank, change
 from .rounds import LAYS_OUT, Rounds, is_over
 from .rules import ALL, BUDGETS, HEARD, Config, Rules
-from .step import Program
 from .transition import Next
 
 Ids = tuple[int, ...]
@@ -87,19 +84,10 @@ class Model:
         self.config = config
         self.rules = rules
         self.placement = Placement.ranks(config.n, config.k, config.size)
-        given = (self.placement, config.steps, rules, config.close, config.aborts > 0)
-        self.program: Program
-        if config.rounds:
-            self.program = Rounds(*given, config)
-        else:
-            kind = Apart if config.apart else Overlapped if config.overlap else Program
-            self.program = kind(*given)
+        self.program = (Apart if config.apart else Rounds)(self.placement, config, rules)
         self.size = config.size
-        heard = HEARD if config.rounds else ()
-        self._exact = rules.without(*heard) != ALL.without(*heard)  # then what is read depends on the rules
-        self._hurries = (config.overlap or config.rounds) and not (
-            self._exact or config.apart
-        )  # see the module's docstring
+        self._exact = rules.without(*HEARD) != ALL.without(*HEARD)  # then what is read depends on the rules
+        self._hurries = not (self._exact or config.apart)  # see the module's docstring
         self._values: list[Any] = []
         self._names: dict[Any, int] = {}
         self._moves: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
@@ -146,7 +134,7 @@ class Model:
     def _running(self, state: Ids, rest: Rest) -> list[Next]:
         values, size = self._values, self.size
         ranks: list[Rank] = [values[state[i]] for i in range(size)]
-        said, told = [rank.sent for rank in ranks], [rank.behind.sent for rank in ranks]
+        said = [rank.sent for rank in ranks]
         life = self._life(rest.life)
         found: list[Next] = []
         moved = False
@@ -156,7 +144,7 @@ class Model:
             if moves is None:
                 moves = self._moves[key] = self._compiled(ranks[i], i, rest.life)
             for text, need, who, new, event, behind, alone in moves:
-                if need and any((told if behind else said)[p] < need for p in who):
+                if need and any(said[p] < need for p in who):
                     continue
                 if isinstance(new, str):
                     return [Next(text, state, new)]
@@ -173,21 +161,15 @@ class Model:
                 except Broken as error:
                     return [Next(text, state, str(error))]
                 found.append(Next(text, (*state[:i], after, *state[i + 1 : size], rest_after)))
-                moved = moved or event != "fail" or not self.config.rounds
+                moved = moved or event != "fail"
                 if alone and not event and self._death(after) == self._death(state[i]):
-                    if not self.config.rounds:
-                        return [found[-1]]
                     return [found[-1], *self._failing(state, rest, i, moves, behind)]
             if moved and not rest.crashes:
                 return found
-        if not moved and self.config.rounds:
+        if not moved:
             stuck = {i: (rank.pc, rank.behind.pc) for i, rank in enumerate(ranks) if not is_over(rank)}
             if stuck and not any(rank.quiet for rank in ranks):
                 return [Next("nobody can move", state, f"deadlock: {stuck}")]
-        elif not found and not any(rank.pc in ("failed", "failed_end", "ended") for rank in ranks):
-            if not all(rank.pc == "done" for rank in ranks):
-                waiting = {i: rank.pc for i, rank in enumerate(ranks)}
-                return [Next("nobody can move", state, f"deadlock: {waiting}")]
         if rest.crashes:
             found.append(Next("all processes end", self._ended(state, rest)))
         return found
@@ -472,8 +454,6 @@ class Model:
     def _heard(self, event: str, rest: Rest, i: int, rank: Rank, ranks: Sequence[Rank]) -> Rest | None:
         """What the checks and the store make of an event; None if it can't happen."""
         assert rest.life is not None
-        if event == "fail" and not self.config.rounds:
-            return rest if rest.crashes else None
         if event == "fail":
             return rest._replace(fails=rest.fails - 1) if rest.fails else None
         if event == "choose":
@@ -504,8 +484,7 @@ class Model:
             if rest.closed:
                 raise Broken(f"trained after close: rank {i} begins step {rank.t}")
             live = [p for p, other in enumerate(ranks) if other.state == State.LIVE]
-            last = rank.committed if self.config.rounds else rank.t - self.program.row_journals
-            behind = [p for p in live if ranks[p].prepared < last]
+            behind = [p for p in live if ranks[p].prepared < rank.committed]
             if behind:
                 raise Broken(f"split: rank {i} begins step {rank.t}, ranks {behind} may go back behind it")
             if not rank.behind.pc:
@@ -521,8 +500,7 @@ class Model:
         return rest._replace(finished=True)
 
     def _decided(self, i: int, rank: Rank, rest: Rest) -> Rest:
-        first = 1 if self.config.rounds else max(1, rank.committed)
-        for t in range(first, rank.committed + 1):
+        for t in range(1, rank.committed + 1):
             variant = _standing(rank) >> 2 * (t - 1) & 3
             known = rest.decided[t - 1]
             if variant not in (1, 2):
@@ -542,8 +520,6 @@ class Model:
         if any(value != right for value in rank.parity):
             raise Broken(f"parity: rank {i} stands on step {t}, and its parity is not the code of the rows")
         named = [slot for slot in rank.slots if slot and slot[0] == t]
-        if not self.config.rounds:
-            named = [rank.slots[t % 2 if self.rules.slots_alternate else 0]]
         if named != [(t, right)]:
             raise Broken(f"dense state: rank {i} stands on step {t}, and has no such dense state")
 

@@ -18,8 +18,6 @@ from model.table import Entry
 ROOT = Path(__file__).resolve().parents[2]
 FEW_STATES = 65_000
 FURTHER = {
-    "agreement_of_all",
-    "undone_is_void",
     "old_join_the_move",
     "live_before_join",
     "leftovers_after_open",
