@@ -2,7 +2,7 @@
 
 Each case: a life of the job in which ranks are killed, then one in which it recovers, maybe after the
 loss of memory and maybe killed again, then one that goes on; then every byte is compared with a run
-that never failed. docs/protocol.md, 9: a kill stops a rank between two stores.
+that never failed. docs/protocol.md, 10: a kill stops a rank between two stores.
 """
 
 from __future__ import annotations
@@ -209,9 +209,9 @@ def test_every_rank_killed_while_a_step_is_aborted(
     tmp_path: Path,
     seed: int,
 ) -> None:
-    """Section 5: who aborts may be lost at once with its memory; the step never goes forward without it.
+    """Who aborts may be lost at once with its memory; the step never goes forward without it.
 
-    Without second heads from all ranks, one would commit the step empty that another still has to undo.
+    No rank commits the step empty before all others have undone it.
     """
     rng = random.Random(seed)
     base = abortable[shape].copy(tmp_path / "base")
