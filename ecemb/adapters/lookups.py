@@ -1,7 +1,7 @@
 """The rows that are about to be read from tables sharded by hand, reported before the read.
 
 Owns the calls before a module's lookups and before its `state_dict()`. They are made only while rows are on
-their way to a replacement rank (docs/protocol.md, 11.1). A read of the weight that passes the module by, such
+their way to a replacement rank (docs/protocol.md, 9.1). A read of the weight that passes the module by, such
 as `functional.embedding(ids, table.weight)`, is not seen.
 
 Must not know: which rows are there, other ranks.

@@ -2,7 +2,7 @@
 
 Owns the byte format of the first pages of an arena's file, and the frozen dataclasses that the rest of
 ecemb passes around (`Constants`, `Header`, `Found`). All of it is pure but `load` and `last_holder`, which
-read. Must not know how files are found, mapped or locked, nor which arenas count (`judgement`).
+read. Must not know how files are found, mapped or locked, nor which arenas count (`classify`).
 
 The file begins with three parts:
 

@@ -1,4 +1,4 @@
-"""Folds over all ranks in ceil(log2 N) rounds: dissemination (docs/protocol.md, 10.1).
+"""Folds over all ranks in ceil(log2 N) rounds: dissemination (docs/protocol.md, 1.2).
 
 In round j a rank sends what it has folded so far to rank + 2^j, and waits for what rank - 2^j sends, modulo
 N. The fold is idempotent, so it is right for every N. A rank sends on only what it has received: who has the

@@ -1,7 +1,7 @@
 """Rows and parity of this rank as a committed transaction left them, while the next one changes them.
 
 Owns the choice between table and journal, and of the words that a replacement rank can be given
-(docs/protocol.md, 11.2). Any thread may read. Must not know: the network, and the use of the words.
+(docs/protocol.md, 9.2). Any thread may read. Must not know: the network, and the use of the words.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns their order: a table's records in a block are one Delta, however many steps have changed them. They are
 laid out in parts, and rows may change again meanwhile: a part takes a row that the next transaction has
-journalled from that journal, which has the row as this transaction left it (docs/protocol.md, 1.4).
+journalled from that journal, which has the row as this transaction left it (docs/protocol.md, 1.6).
 
 Must not know: the network, parity, when the parts are laid out.
 """

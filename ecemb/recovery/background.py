@@ -1,4 +1,4 @@
-"""A rebuild beside training: what each rank does until no rank lacks rows (docs/protocol.md, 11).
+"""A rebuild beside training: what each rank does until no rank lacks rows (docs/protocol.md, 9).
 
 A replacement rank asks for what it lacks (`Arrivals`); the ranks that hold it answer (`Serving`); the others
 do nothing. The training's thread says when the rank stands on one transaction, and when it does not.

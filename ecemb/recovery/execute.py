@@ -19,21 +19,10 @@ from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..local.rank_memory import RankMemory
 from .parity_check import chunks, collect, compare, longest_block
-from .plan import Kind, RecoveryPlan, plan_recovery
+from .plan import Kind, RecoveryPlan
 from .rebuild import Ready, rebuild_lost
 from .state_slices import compare as compare_state
 from .state_slices import copy_lost
-
-__all__ = [
-    "RecoveryPlan",
-    "RecoveryReport",
-    "details",
-    "fill",
-    "headline",
-    "plan_recovery",
-    "recover",
-    "write_to_header",
-]
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

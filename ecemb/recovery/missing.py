@@ -1,4 +1,4 @@
-"""What a replacement rank still lacks of its rows and its parity (docs/protocol.md, 11.1).
+"""What a replacement rank still lacks of its rows and its parity (docs/protocol.md, 9.1).
 
 Owns a bit for each row and for each chunk of a parity block. Bytes are stored where the bit is unset, and the
 bit is set after them. Threads may share an object. Must not know: the network, the ranks that have the bytes,

@@ -2,7 +2,7 @@
 
 Owns the messages of a request, and one thread for each replacement rank that this rank serves. A request
 names runs of words of one of this rank's blocks, and the transaction as of which they are wanted. The answer
-has them, or says that they are gone: then the replacement rank asks again (docs/protocol.md, 11.2).
+has them, or says that they are gone: then the replacement rank asks again (docs/protocol.md, 9.2).
 
 Must not know: what a replacement rank lacks, and what it does with an answer.
 """

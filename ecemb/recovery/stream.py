@@ -1,4 +1,4 @@
-"""Brings a replacement rank its rows and its parity while it trains (docs/protocol.md, 11).
+"""Brings a replacement rank its rows and its parity while it trains (docs/protocol.md, 9).
 
 Owns the thread that asks, the order in which it asks, and the moments at which answers are stored. Rows that
 a lookup waits for come first; behind them everything else comes in chunks, as fast as `rate` lets them.

@@ -1,6 +1,6 @@
 """What all ranks agree on in a transaction: how its last step ended, what is sent, and that all prepared.
 
-The rules are those of docs/protocol.md, 10.1 and 10.2: two disseminations, the status and the vote, and
+The rules are those of docs/protocol.md, 1.2 and 1.3: two disseminations, the status and the vote, and
 between them the deltas, to the n - 1 ranks that keep parity of this one. The rounds carry their kind and the
 number of the status, counted on all ranks alike since the start. Deltas begin with their size.
 
@@ -79,7 +79,7 @@ class Verdict:
         turn: what follows belongs to it.
         aborted: the ranks that abort the step.
         window: the smallest number of steps that a rank can take in its next window.
-        is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 11).
+        is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 9).
     """
 
     turn: Turn

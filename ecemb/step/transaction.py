@@ -1,6 +1,6 @@
 """A step as a transaction: begin, capture, exchange, prepare, agree, apply, commit; or undo.
 
-The order is that of docs/protocol.md, 1.1 and 1.4, which is normative. A rank may conclude:
+The order is that of docs/protocol.md, 1.1 and 1.6, which is normative. A rank may conclude:
 
 - before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
 - after `prepared`, nothing is undone locally: the process ends, and recovery decides from the survivors;
