@@ -326,7 +326,7 @@ def _judged_module(one: nn.Module, name: str, held: _Found, parameters: set[int]
     if is_metric(one) or any(map(is_metric, apart)):
         return f"a metric begins empty, as its state_dict() is empty by default: give it in {cure}"
     if any(id(tensor) not in parameters for module in apart for tensor in _buffers(module)):
-        return f"its buffers begin anew, as the script builds them: give it in {cure}"
+        return f"its buffers begin again, as the script builds them: give it in {cure}"
     return None
 
 
