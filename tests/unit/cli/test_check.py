@@ -115,7 +115,7 @@ def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -
     }
     assert "begins empty" in unknown["several"][1]
     assert unknown["accuracy"][1].endswith("give it in state={'accuracy': accuracy}")
-    assert "its buffers begin anew" in unknown["running"][1]
+    assert "its buffers begin again" in unknown["running"][1]
     assert "optimizers=" in unknown["forgotten"][1] and "state=" in unknown["schedule"][1]
     assert all(50 * 16 <= one["tables"] < 50 * 16 + 64 for one in found["bytes"])
     assert all(one["parity"] >= 50 * 16 + one["rank_state"] for one in found["bytes"])
