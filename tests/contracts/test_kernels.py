@@ -25,6 +25,7 @@ from ecemb.kernels import gf_products, row_set
 from ecemb.kernels.contract import Columns, Kernels, RowSet
 from ecemb.kernels.cpu import Cpu
 from ecemb.kernels.thread_team import Team
+from support.each import each
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
@@ -116,7 +117,7 @@ ROWS = [
 
 
 def over_rows(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.parametrize("dtype", ELEMENTS)(pytest.mark.parametrize("sizes", ROWS, ids=str)(test))
+    return each("dtype", ELEMENTS)(each("sizes", ROWS)(test))
 
 
 @over_rows
@@ -189,8 +190,8 @@ def columns_of(rng: np.random.Generator, rows: int, kinds: list[tuple[Any, int]]
     return Columns(rows, parts)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 100])
-@pytest.mark.parametrize("kinds", RECORDS, ids=str)
+@each("count", [0, 1, 2, 100])
+@each("kinds", RECORDS)
 def test_records(work: Kernels, rng: np.random.Generator, kinds: list[tuple[Any, int]], count: int) -> None:
     columns = columns_of(rng, 50, kinds)
     chosen = rng.integers(0, 50, count)
@@ -242,7 +243,7 @@ def members(rows: RowSet) -> list[int]:
     return np.flatnonzero(np.unpackbits(rows.seen.view(np.uint8), bitorder="little")).tolist()
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4095, 4096, 4097, 300_000])
+@each("size", [0, 1, 63, 64, 65, 4095, 4096, 4097, 300_000])
 def test_rows_are_new_once(work: Kernels, rng: np.random.Generator, size: int) -> None:
     rows, known = RowSet(size), set[int]()
     for count in (0, 1, 7, 200, 1000):
@@ -268,8 +269,8 @@ def test_first_and_last_rows_are_rows(work: Kernels) -> None:
     assert not rows.seen.any()
 
 
-@pytest.mark.parametrize("look_words", [1, 3, 1 << 14])
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 640, 1000])
+@each("look_words", [1, 3, 1 << 14])
+@each("size", [0, 1, 63, 64, 65, 640, 1000])
 def test_a_set_answers_as_a_row_of_booleans_does(
     work: Kernels, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, size: int, look_words: int
 ) -> None:
@@ -290,7 +291,7 @@ def test_a_set_answers_as_a_row_of_booleans_does(
                     assert rows.count(first, stop) == np.count_nonzero(expected[first:stop])
 
 
-@pytest.mark.parametrize("wrong", [-1, 65, FAR, NEAR])
+@each("wrong", [-1, 65, FAR, NEAR])
 def test_a_set_refuses_what_is_no_row_of_it(work: Kernels, wrong: int) -> None:
     rows, out = RowSet(65), ids(5, 5, 5)
     add(work, rows, ids(64))
@@ -318,7 +319,7 @@ def places(rng: np.random.Generator, size: int, count: int, width: int) -> NDArr
     return rng.permutation(offsets)
 
 
-@pytest.mark.parametrize(("count", "width"), PLACES)
+@each(("count", "width"), PLACES)
 def test_gather_rows(work: Kernels, rng: np.random.Generator, count: int, width: int) -> None:
     src, out = draw(rng, 201), draw(rng, count, width)
     offsets = places(rng, src.size, count, width)
@@ -330,7 +331,7 @@ def test_gather_rows(work: Kernels, rng: np.random.Generator, count: int, width:
     assert out.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("count", "width"), PLACES)
+@each(("count", "width"), PLACES)
 def test_scatter_rows(work: Kernels, rng: np.random.Generator, count: int, width: int) -> None:
     dst, src = draw(rng, 201), draw(rng, count, width)
     offsets = places(rng, dst.size, count, width)  # They overlap: the last one stays.
@@ -342,8 +343,8 @@ def test_scatter_rows(work: Kernels, rng: np.random.Generator, count: int, width
     assert dst.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("weight", [0, 1, 2, 0x1D, 0x80, 255, np.uint8(200), np.int64(3)])
-@pytest.mark.parametrize(("count", "width"), PLACES)
+@each("weight", [0, 1, 2, 0x1D, 0x80, 255, np.uint8(200), np.int64(3)])
+@each(("count", "width"), PLACES)
 def test_mul_add_rows(work: Kernels, rng: np.random.Generator, count: int, width: int, weight: Any) -> None:
     dst, src = draw(rng, 201), draw(rng, count, width)
     offsets = places(rng, dst.size, count, width)  # They overlap: they add up.
@@ -355,8 +356,8 @@ def test_mul_add_rows(work: Kernels, rng: np.random.Generator, count: int, width
     assert dst.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("weight", [1, 2, 255])
-@pytest.mark.parametrize(("count", "width"), PLACES)
+@each("weight", [1, 2, 255])
+@each(("count", "width"), PLACES)
 def test_update_rows(work: Kernels, rng: np.random.Generator, count: int, width: int, weight: int) -> None:
     dst, src, saved = draw(rng, 201), draw(rng, count, width), draw(rng, 2, width + 3)
     offsets = places(rng, dst.size, count, width)  # they overlap, so the order of rows shows
@@ -387,8 +388,8 @@ def test_all_products(work: Kernels, rng: np.random.Generator) -> None:
         assert dst.tobytes() == expected.tobytes(), weight
 
 
-@pytest.mark.parametrize("weight", [0, 1, 0xB7, np.uint8(200), np.int64(2)])
-@pytest.mark.parametrize("size", SIZES)
+@each("weight", [0, 1, 0xB7, np.uint8(200), np.int64(2)])
+@each("size", SIZES)
 def test_mul_add_block(work: Kernels, rng: np.random.Generator, size: int, weight: Any) -> None:
     dst, src = draw(rng, size), draw(rng, size)
     expected = dst ^ times(int(weight), src)
@@ -396,13 +397,13 @@ def test_mul_add_block(work: Kernels, rng: np.random.Generator, size: int, weigh
     assert dst.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("weights", [[], [0], [1], [7], [1, 1, 1], [0, 1, 2, 255, 0x8E]], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@each("weights", [[], [0], [1], [7], [1, 1, 1], [0, 1, 2, 255, 0x8E]])
+@each("size", SIZES)
 def test_dot(work: Kernels, rng: np.random.Generator, size: int, weights: list[int]) -> None:
     combines(work, rng, size, np.array([weights], np.uint8))
 
 
-@pytest.mark.parametrize("outs", range(11))
+@each("outs", range(11))
 def test_dot_to_many(work: Kernels, rng: np.random.Generator, outs: int) -> None:
     for size, blocks in ((0, 2), (37, 0), (1, 3), (333, 5)):
         combines(work, rng, size, draw(rng, outs, blocks, dtype=np.uint8))
@@ -517,8 +518,8 @@ ROW_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("operation", ["gather", "scatter_"])
-@pytest.mark.parametrize("case", ROW_REFUSALS)
+@each("operation", ["gather", "scatter_"])
+@each("case", ROW_REFUSALS)
 def test_rows_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
     arguments, message = ROW_REFUSALS[case]
     refused(work, operation, arguments, message)
@@ -539,7 +540,7 @@ RECORD_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", RECORD_REFUSALS)
+@each("case", RECORD_REFUSALS)
 def test_records_that_break_the_contract(work: Kernels, case: str) -> None:
     (chosen, out), message = RECORD_REFUSALS[case]
     refused(work, "gather_records", (TABLE, chosen, out), message)
@@ -572,14 +573,14 @@ PLACE_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("operation", ["gather_rows", "scatter_rows_", "mul_add_rows_"])
-@pytest.mark.parametrize("case", PLACE_REFUSALS)
+@each("operation", ["gather_rows", "scatter_rows_", "mul_add_rows_"])
+@each("case", PLACE_REFUSALS)
 def test_places_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
     arguments, message = PLACE_REFUSALS[case]
     refused(work, operation, (*arguments, 3) if operation == "mul_add_rows_" else arguments, message)
 
 
-@pytest.mark.parametrize("case", ROW_REFUSALS)
+@each("case", ROW_REFUSALS)
 def test_changes_that_break_the_contract(work: Kernels, case: str) -> None:
     (table, chosen, out, column), message = ROW_REFUSALS[case]
     refused(work, "change", (table, chosen, np.zeros_like(out), out, column), message)
@@ -640,7 +641,7 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "arguments", "message"), REFUSALS)
+@each(("operation", "arguments", "message"), REFUSALS)
 def test_arguments_that_break_the_contract(
     work: Kernels, operation: str, arguments: tuple[Any, ...], message: str
 ) -> None:
