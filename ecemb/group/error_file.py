@@ -86,8 +86,8 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def own_failure(error: BaseException) -> Failure | None:
-    """An error of this rank as text; None if another rank caused it, or may have."""
-    if cause_of(error) is not None or is_lost_connection(error):
+    """An error of this rank as text; None if another rank caused it, or may have, and for Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt) or cause_of(error) is not None or is_lost_connection(error):
         return None
     code = 1
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
