@@ -244,7 +244,7 @@ class CachedWalk:
         """Whether certainly only numbers and tensors have changed in their places; then they are taken over.
 
         Args:
-            forms: whether types, shapes and devices of tensors have to be as they were, too.
+            forms: whether types, shapes and devices of tensors also have to be as they were.
         """
         if not self.slots.refresh() or self._roots_now() != self._roots:
             return False
