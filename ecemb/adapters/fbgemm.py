@@ -26,7 +26,7 @@ from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
 from ..errors import UndeclaredWrite, UnsupportedTable
-from ..state.composition import drop_options, options
+from ..state.optimizers import drop_options, options
 from .engine import Hooks, Ids
 from .fbgemm_lookups import Features
 from .host_mirror import is_apart

@@ -21,7 +21,7 @@ from torch import nn
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
-from ..state.composition import drop_options, options
+from ..state.optimizers import drop_options, options
 from .engine import Hooks, Ids, Tied, all_rows
 from .host_mirror import is_apart
 from .lookups import announce

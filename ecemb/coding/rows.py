@@ -332,18 +332,38 @@ class Addresses:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class NamedTable:
+    """A table by which rows are captured, lost and undone (see `joined`, `split`).
+
+    Attributes:
+        table: its layout and memory. Its records begin at the same word as those of the rank's table of the
+            same number.
+        owner: number of the named table that has all rows of the group; the own number if there is no group.
+        rows: the numbers, in the owner, of the rows of the rank's table of the same number.
+        edges: its first row in each block, and the end of its rows: k + 1 numbers.
+    """
+
+    table: Table
+    owner: int
+    rows: range
+    edges: list[int]
+
+
 class RowSpace:
     """A rank's tables in one address space of 8-byte words, cut into the code's k data blocks.
 
     Args:
         tables: the rank's tables, in the order of their addresses.
         k: number of data blocks.
-        named: the tables by which rows are captured and undone (see `joined`, `split`); by default `tables`.
+        named: for each of them the table by which its rows are captured; by default itself.
 
     Attributes:
-        owners: for each table the named table that has its rows, and the number that its row 0 has there.
-        owning: the named tables that own rows, by index, ascending: together they have each row once.
-        finest: for each table the named table that has no other rows; itself if there is none.
+        tables: as the rank has them.
+        named: as their rows are captured. Those that are their own owners have each row once.
+        bases: the first word of each table, and the end of the last one.
+        bounds: k + 1 words; block i is [bounds[i], bounds[i+1]).
+        words: number of all words.
     """
 
     def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
@@ -353,30 +373,22 @@ class RowSpace:
                 f"tables need distinct names; the names are {names}: rename one in tables="
             )
         self.tables: list[Table] = list(tables)
-        self.named: list[Table] = list(named or tables)
-        layouts = [table.layout for table in tables]
-        addresses = Addresses(layouts, k)
+        addresses = Addresses([table.layout for table in tables], k)
         self.bases: list[int] = addresses.bases
         self.bounds: tuple[int, ...] = addresses.bounds
         self.words: int = self.bases[-1]
-        self._cuts = [
-            [self._first_row(one.layout, base, bound) for bound in self.bounds]
-            for one, base in zip(self.named, self.bases, strict=False)
-        ]
-        self.owners: list[tuple[int, int]] = list(self._owners())
-        self.owning: list[int] = sorted({owner for owner, _ in self.owners})
-        self.finest: list[Table] = [
-            one if one.layout.words == table.layout.words else table
-            for table, one in zip(self.tables, self.named, strict=True)
-        ]
+        self.named: list[NamedTable] = list(self._named(named or tables))
 
-    def _owners(self) -> Iterator[tuple[int, int]]:
-        owner = first = left = 0
-        for index, (table, one) in enumerate(zip(self.tables, self.named, strict=True)):
-            if left == 0:
-                owner, first, left = index, 0, one.layout.rows
-            yield owner, first
-            first, left = first + table.layout.rows, left - table.layout.rows
+    def _named(self, named: Sequence[Table]) -> Iterator[NamedTable]:
+        owner = first = end = 0
+        for index, (table, one) in enumerate(zip(self.tables, named, strict=True)):
+            if first == end:
+                owner, first, end = index, 0, one.layout.rows
+            is_split = table.layout.record_words != one.layout.record_words
+            rows = range(first, first + (one if is_split else table).layout.rows)
+            edges = [self._first_row(one.layout, self.bases[index], bound) for bound in self.bounds]
+            yield NamedTable(one, owner, rows, edges)
+            first = rows.stop
 
     @staticmethod
     def _first_row(layout: TableLayout, base: int, bound: int) -> int:
@@ -390,11 +402,7 @@ class RowSpace:
 
     def cut(self, table: int, ids: Ids) -> list[int]:
         """The k + 1 indices at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
-        return np.searchsorted(ids, self._cuts[table]).tolist()
-
-    def edges(self, table: int) -> list[int]:
-        """The first row of a named table in each block, and the end of its rows: k + 1 numbers."""
-        return self._cuts[table]
+        return np.searchsorted(ids, self.named[table].edges).tolist()
 
     def completed(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
         """The rows, table by table, whose last word is within words start..stop-1.

@@ -28,7 +28,7 @@ class AsOf:
 
     def __init__(self, memory: RankMemory) -> None:
         self._memory, space = memory, memory.space
-        self._tables = [(index, space.bases[index]) for index in space.owning]
+        self._tables = [(i, space.bases[i]) for i, one in enumerate(space.named) if one.owner == i]
 
     def read(self, stripe_class: int, block: int, offsets: Ids, width: int, of: int, out: Words) -> bool:
         """Copies words of one of this rank's blocks as a transaction left them.
@@ -91,7 +91,7 @@ class AsOf:
         out[:] = 0
         first, last = int(begins.min(initial=high)), int(ends.max(initial=low))
         for index, base in self._tables:
-            layout = space.named[index].layout
+            layout = space.named[index].table.layout
             end, record = base + layout.words, layout.record_words
             if max(base, first) >= min(end, last):
                 continue
@@ -125,7 +125,7 @@ class AsOf:
         if stop - start != len(out) or not len(out):
             return False
         index, base = self._tables[bisect.bisect_right(self._tables, start, key=lambda one: one[1]) - 1]
-        layout = space.named[index].layout
+        layout = space.named[index].table.layout
         if stop > base + layout.words:
             return False
         record = layout.record_words
@@ -148,7 +148,7 @@ class AsOf:
             of: the transaction.
             out: uint64 [m, record_words], overwritten.
         """
-        memory, table = self._memory, self._memory.space.named[index]
+        memory, table = self._memory, self._memory.space.named[index].table
         step = max(1, _PART_WORDS // table.layout.record_words)
         for at in range(0, len(rows), step):
             some, records = rows[at : at + step], out[at : at + step]
@@ -166,10 +166,11 @@ class AsOf:
         for journal in sorted(newer, key=lambda one: one.label, reverse=True):
             saved = journal.saved()
             for name in {name for name, _, _ in saved.chunks}:
-                owner, skipped = space.owners[name]
-                if owner != index:
+                one = space.named[name]
+                if one.owner != index:
                     continue
-                edges = skipped, skipped + space.named[name].layout.rows
+                skipped = one.rows.start
+                edges = skipped, skipped + one.table.layout.rows
                 a, b = np.searchsorted(rows, edges).tolist()
                 found = saved.find(name, rows[a:b] - skipped, width)
                 hit = np.flatnonzero(found >= 0)

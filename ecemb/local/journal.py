@@ -239,7 +239,7 @@ class RowJournal:
     def _new(self, sets: dict[int, RowSet], table: int, ids: Ids) -> Ids:
         """Adds rows to a table's set. Returns the new ones, ascending; they are valid until the next call."""
         if table not in sets:
-            sets[table] = RowSet(self._space.named[table].layout.rows)
+            sets[table] = RowSet(self._space.named[table].table.layout.rows)
         if len(ids) == 1:
             return ids if sets[table].add_(int(ids[0])) else ids[:0]
         out = self._ids.room(len(ids)).view(np.int64)
@@ -248,13 +248,13 @@ class RowJournal:
     def _copied(self, table: int, ids: Ids) -> list[Chunk]:
         if not len(ids):
             return []
-        records = np.empty((len(ids), self._space.named[table].layout.record_words), np.uint64)
-        self._space.named[table].gather(ids, records)
+        records = np.empty((len(ids), self._space.named[table].table.layout.record_words), np.uint64)
+        self._space.named[table].table.gather(ids, records)
         return [(table, ids, records)]
 
     def _save(self, table: int, ids: Ids) -> Chunk:
         """Writes the chunk, then the count; returns the chunk as views of the arena."""
-        m, width = len(ids), self._space.named[table].layout.record_words
+        m, width = len(ids), self._space.named[table].table.layout.record_words
         used = self._arena.get(self._bytes)
         size = (_CHUNK_HEAD_WORDS + m + m * width) * WORD_BYTES
         self._arena.reserve(self._region, used + size)
@@ -264,7 +264,7 @@ class RowJournal:
         saved = signed[_CHUNK_HEAD_WORDS : _CHUNK_HEAD_WORDS + m]
         saved[:] = ids
         records = words[_CHUNK_HEAD_WORDS + m :].reshape(m, width)
-        self._space.named[table].gather(saved, records)
+        self._space.named[table].table.gather(saved, records)
         self._arena.set(self._bytes, used + size)
         return table, saved, records
 
@@ -298,7 +298,7 @@ class RowJournal:
         rows = 0
         with self._lock:
             for table, ids, records in reversed(list(self._stored())):
-                self._space.named[table].scatter_(ids, records)
+                self._space.named[table].table.scatter_(ids, records)
                 rows += len(ids)
             # A later transaction may reuse this number with the other journal.
             self._arena.set(self._label, NONE)
@@ -313,7 +313,7 @@ class RowJournal:
         savepoint = self._savepoint
         began = savepoint or _Savepoint(0, 0)
         for table, ids, records in (*began.again, *self._chunks[began.chunks :]):
-            self._space.named[table].scatter_(ids, records)
+            self._space.named[table].table.scatter_(ids, records)
         self._arena.set(self._bytes, began.bytes)
         self._end_step()
         self._drop(began.chunks)
@@ -329,7 +329,7 @@ class RowJournal:
             table, m = head if len(head) == _CHUNK_HEAD_WORDS else (-1, 0)
             if not 0 <= table < len(self._space.named):
                 raise self._damaged(f"refers to table {table}, but the rank has {len(self._space.named)}")
-            layout = self._space.named[table].layout
+            layout = self._space.named[table].table.layout
             at += _CHUNK_HEAD_WORDS
             if m < 0 or at + m * (1 + layout.record_words) > len(words):
                 raise self._damaged(f"claims that {m} rows of table {layout.name!r} follow word {at}")

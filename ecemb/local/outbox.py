@@ -136,7 +136,7 @@ class Outbox:
 
         The unchanged last words of a single record are left out: rank state fills only a part of its record.
         """
-        count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].layout.record_words
+        count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].table.layout.record_words
         delta = blank(out, block, count, width)
         first = self._space.bases[table] - self._space.bounds[block]
         at = 0
@@ -157,7 +157,7 @@ class Outbox:
         at = 0
         with self._lock:
             for ids, old in part:
-                self._space.named[table].change(ids, old, out[at : at + len(ids)])
+                self._space.named[table].table.change(ids, old, out[at : at + len(ids)])
                 at += len(ids)
             if (newer := self._newer()) is not None:
                 self._correct(table, part, out, newer)

@@ -240,7 +240,7 @@ class RankMemory:
         Args:
             front: the first bytes that it will have: only parts that these change are saved. None: all.
         """
-        count, width = self.space.named[-1].columns[0].shape
+        count, width = self.space.named[-1].table.columns[0].shape
         changed: Iterable[int] = range(count)
         if front is not None:  # by slices of bytes: numpy takes longer for a few KB
             old, starts = self.rank_state[: len(front)].tobytes(), enumerate(range(0, len(front), width))
@@ -285,7 +285,7 @@ class RankMemory:
             NotEnoughSpace: there is none any more; nothing was written.
         """
         if self._backing is not None:
-            one = self.space.named[table]
+            one = self.space.named[table].table
             for start, column in zip(one.starts, one.columns, strict=True):
                 if size_bytes := column.shape[1]:
                     self._backing.ensure("rows", start + ids * size_bytes, each * size_bytes)

@@ -148,8 +148,8 @@ class Background:
 
 
 def _poison(memory: RankMemory) -> None:
-    for owner in {owner for owner, _ in memory.space.owners}:
-        table = memory.space.named[owner]
+    for owner in {one.owner for one in memory.space.named}:
+        table = memory.space.named[owner].table
         if rows := table.layout.rows:
             memory.back_rows(owner, np.zeros(1, np.int64), rows)
             for column in table.columns:

@@ -93,9 +93,9 @@ class Missing:
         self._parity = parity = {c: words for c, (_, words) in blocks.items()}
         self._lock = threading.Lock()
         self._rows = {
-            index: _Part(table.layout.rows)
-            for index, table in enumerate(space.named)
-            if table.layout.words and space.owners[index][0] == index
+            index: _Part(one.table.layout.rows)
+            for index, one in enumerate(space.named)
+            if one.table.layout.words and one.owner == index
         }
         self._chunks = {c: _Part(-(-len(words) // CHUNK_WORDS)) for c, words in parity.items() if len(words)}
         self._bytes_left = (space.words + sum(len(words) for words in parity.values())) * WORD_BYTES
@@ -111,16 +111,15 @@ class Missing:
 
     def table_is_whole(self, table: int) -> bool:
         """Whether all rows of a table are there; of a table of a group, all rows of the group."""
-        return self._space.owners[table][0] not in self._rows
+        return self._space.named[table].owner not in self._rows
 
     def rows_left(self) -> dict[str, int]:
         """How many rows of each table are not there, without the tables that are whole."""
         left: dict[str, int] = {}
-        space = self._space
-        for table, one, (owner, first) in zip(space.tables, space.finest, space.owners, strict=True):
-            if (part := self._rows.get(owner)) is not None:
-                rows = one.layout.rows
-                count = part.left if rows == part.there.rows else rows - part.there.count(first, first + rows)
+        for table, one in zip(self._space.tables, self._space.named, strict=True):
+            if (part := self._rows.get(one.owner)) is not None:
+                is_all, rows = len(one.rows) == part.there.rows, one.rows
+                count = part.left if is_all else len(rows) - part.there.count(rows.start, rows.stop)
                 if count:
                     left[table.layout.name] = min(count, table.layout.rows)  # a record in parts is one row
         return left
@@ -135,12 +134,12 @@ class Missing:
         Returns:
             int64, distinct, ascending; new.
         """
-        owner, first = self._space.owners[table]
-        part = self._rows.get(owner)
+        one = self._space.named[table]
+        part = self._rows.get(one.owner)
         if part is None:
             return np.empty(0, np.int64)
-        rows = ids[(ids >= 0) & (ids < self._space.named[table].layout.rows)]
-        return np.unique(rows[~part.there.has(rows + first)])
+        rows = ids[(ids >= 0) & (ids < one.table.layout.rows)]
+        return np.unique(rows[~part.there.has(rows + one.rows.start)])
 
     def place(self, table: int, ids: Ids) -> list[tuple[int, Ids, Ids]]:
         """Where the records of rows are.
@@ -153,7 +152,7 @@ class Missing:
             For each data block that has some of the rows: its number, these rows (a part of `ids`), and the
             words at which their records begin (int64, new), counted from the block's start.
         """
-        width, base = self._space.named[table].layout.record_words, self._space.bases[table]
+        width, base = self._space.named[table].table.layout.record_words, self._space.bases[table]
         cut = self._space.cut(table, ids)
         return [
             (block, ids[a:b], ids[a:b] * width + (base - self._space.bounds[block]))
@@ -173,7 +172,7 @@ class Missing:
             The chunk; None if all that is not there was given out.
         """
         with self._lock:
-            for table in (*(self._space.owners[table][0] for table in hottest), *self._rows):
+            for table in (*(self._space.named[table].owner for table in hottest), *self._rows):
                 if table in self._rows and (chunk := self._rows_of(table)) is not None:
                     return chunk
             for q, (c, words) in enumerate(self._parity.items()):
@@ -194,7 +193,7 @@ class Missing:
         part = self._rows[table]
         if (at := part.next()) is None:
             return None
-        width, edges = self._space.named[table].layout.record_words, self._space.edges(table)
+        width, edges = self._space.named[table].table.layout.record_words, self._space.named[table].edges
         block = bisect.bisect_right(edges, at) - 1
         end = part.given = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
         skip = self._space.bases[table] - self._space.bounds[block]
@@ -210,8 +209,8 @@ class Missing:
         Raises:
             NotEnoughSpace: other processes have taken the memory for them.
         """
-        owner, first = self._space.owners[table]
-        self._memory.back_rows(owner, ids + first)
+        one = self._space.named[table]
+        self._memory.back_rows(one.owner, ids + one.rows.start)
 
     def store_rows_(self, table: int, ids: Ids, records: Words) -> int:
         """Stores the rows that are not there, and says that they are.
@@ -228,7 +227,8 @@ class Missing:
             KernelError: these are not rows of the table, or not their records; nothing was stored.
             NotEnoughSpace: other processes have taken the memory for them.
         """
-        layout, (owner, first) = self._space.named[table].layout, self._space.owners[table]
+        one = self._space.named[table]
+        layout, rows = one.table.layout, ids + one.rows.start
         check_ids("store_rows_", ids, layout.rows, "table")
         if (np.diff(ids) <= 0).any() or records.shape != (len(ids), layout.record_words):
             raise KernelError(
@@ -236,8 +236,8 @@ class Missing:
                 f"and distinct, with a record of {layout.record_words} words for each"
             )
         with self._lock:
-            self._memory.back_rows(owner, ids + first)
-            return self._store_rows(owner, ids + first, records)
+            self._memory.back_rows(one.owner, rows)
+            return self._store_rows(one.owner, rows, records)
 
     def _store_rows(self, owner: int, ids: Ids, records: Words) -> int:
         part = self._rows.get(owner)
@@ -246,7 +246,7 @@ class Missing:
         unset = ~part.there.has(ids)
         if not unset.all():
             ids, records = ids[unset], records[unset]
-        table = self._space.named[owner]
+        table = self._space.named[owner].table
         table.scatter_(ids, records)
         part.left -= table.kernels.distinct(ids, part.there, np.empty_like(ids))
         if not part.left:
@@ -280,7 +280,7 @@ class Missing:
         with self._lock:
             stored = 0
             for owner in list(self._rows):
-                layout, base = self._space.named[owner].layout, self._space.bases[owner]
+                layout, base = self._space.named[owner].table.layout, self._space.bases[owner]
                 width = layout.record_words
                 first = max(0, -((base - low) // width))
                 end = min(layout.rows, (high - base) // width)

@@ -150,7 +150,7 @@ class Arrivals:
             self._waited_for[table] += len(lacking)
             self._changed.notify_all()
         waited_s = self._wait(lambda: wish.is_met or self._is_whole)
-        name = self._memory.space.named[table].layout.name
+        name = self._memory.space.named[table].table.layout.name
         self._waited_by_table_s = {
             **self._waited_by_table_s,
             name: self._waited_by_table_s.get(name, 0.0) + waited_s,
@@ -172,7 +172,7 @@ class Arrivals:
         if is_met():
             return
         left = self._missing.bytes_left
-        what = "all rows and parity" if table is None else self._memory.space.named[table].layout.name
+        what = "all rows and parity" if table is None else self._memory.space.named[table].table.layout.name
         logger.info("rank %d waits for %s: %.1f MB are not rebuilt yet", self._memory.rank, what, left / 1e6)
         with self._changed:
             self._urgent.append(table)
@@ -196,11 +196,11 @@ class Arrivals:
         """
         lacking = self._missing.lacks(table, ids)
         if len(lacking):
+            name = self._memory.space.named[table].table.layout.name
             raise UndeclaredWrite(
-                f"the step changes {len(lacking)} rows of table "
-                f"{self._memory.space.named[table].layout.name!r} that are not rebuilt yet, such as row "
-                f"{int(lacking[0])}: they were read past the module that ecemb watches. Look rows up through "
-                f'that module, or call ecemb.protect(rebuild="blocking")'
+                f"the step changes {len(lacking)} rows of table {name!r} that are not rebuilt yet, such as "
+                f"row {int(lacking[0])}: they were read past the module that ecemb watches. Look rows up "
+                f'through that module, or call ecemb.protect(rebuild="blocking")'
             )
 
     def pause(self) -> None:
@@ -338,7 +338,7 @@ class Arrivals:
 
     def _meet(self, wish: _Wish) -> None:
         """Brings rows that a lookup waits for, or some of them: all holders are asked at once."""
-        width = self._memory.space.named[wish.table].layout.record_words
+        width = self._memory.space.named[wish.table].table.layout.record_words
         lacking = self._missing.lacks(wish.table, wish.ids)
         flights = [
             self._sent(block, offsets, width, partial(self._missing.store_rows_, wish.table, ids))

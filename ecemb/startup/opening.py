@@ -273,7 +273,7 @@ def _fetch_first(memory: RankMemory, tables: Tables, background: Background, put
     """Waits for rank state, and for tables whose lookups can't wait for single rows. This rank."""
     if not background.is_lacking:
         return
-    background.ensure(len(memory.space.tables) - 1, np.arange(memory.space.named[-1].layout.rows))
+    background.ensure(len(memory.space.tables) - 1, np.arange(memory.space.named[-1].table.layout.rows))
     for index in tables.unannounced:
         background.ensure_all(index)
         putter.ready(*memory.space.bases[index : index + 2])

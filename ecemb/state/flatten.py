@@ -64,7 +64,7 @@ class Layout:
 
     @torch.no_grad()
     def save(self, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
-        """Copies tensors and numbers, as `taken` gives them, to their places."""
+        """Copies tensors and numbers, as `separated` gives them, to their places."""
         self._numbers[:] = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
         sources = [tensors[index] for index in self._indices]
         for at, elements in self._cuts:
@@ -77,12 +77,12 @@ class Outline:
     """A structure without its tensors and numbers, packed, and the places of these.
 
     Args:
-        value: the result of `taken`.
-        tensors: the tensors that `taken` has removed.
-        numbers: the numbers that `taken` has removed; only their length counts.
+        value: the structure, as `separated` gives it, and
+        tensors: its tensors, and
+        numbers: its numbers, of which only the length counts.
 
     Attributes:
-        value: as given.
+        value: as given, or one that is the same.
         head: the packed structure.
         names: names of its tensors.
         front_bytes: size of all except tensors.
@@ -131,49 +131,54 @@ class Outline:
         return layout
 
 
-def taken(value: object, tensors: list[torch.Tensor], numbers: bytearray) -> object:
-    """A copy of a nested structure with placeholders for its tensors and numbers, which are removed in order.
+class Separator:
+    """Takes tensors and numbers out of nested structures.
 
-    Args:
-        value: dicts, lists and tuples of tensors, numbers, strings, None.
-        tensors: appended to.
-        numbers: appended to, a word for each int of 64 bits and each float.
+    Attributes:
+        tensors: those taken out so far, in order.
+        numbers: a word for each int of 64 bits and each float, in order.
     """
 
-    def take(tensor: torch.Tensor) -> object:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.numbers = bytearray()
+
+    def take(self, value: object) -> Any:
+        """A copy of dicts, lists and tuples of tensors, numbers, strings, None, with placeholders."""
+        return plain(value, self.take_tensor, "replicated state", self._take_number)
+
+    def take_tensor(self, tensor: torch.Tensor) -> object:
+        """The placeholder of a tensor."""
         if tensor.layout is not torch.strided:
             raise ConfigurationError(
                 f"a tensor of shape {tuple(tensor.shape)} in replicated state is sparse ({tensor.layout}), "
                 f"as momentum of sparse gradients is: protect that table (tables=), or give it an optimizer "
                 f"whose state is dense"
             )
-        tensors.append(tensor)
+        self.tensors.append(tensor)
         return (_TENSOR, tensor.dtype, list(tensor.shape), tensor.device.type)
 
-    def take_number(number: int | float) -> object:
+    def _take_number(self, number: int | float) -> object:
         if not is_number(number):
             return number
-        numbers.extend(words([number]))
+        self.numbers += words([number])
         return _FLOAT if type(number) is float else _INT
 
-    return plain(value, take, "replicated state", take_number)
+
+def separated(value: object) -> tuple[Any, list[torch.Tensor], bytearray]:
+    """A structure with placeholders for its tensors and numbers, and these (see `Separator`)."""
+    separator = Separator()
+    return separator.take(value), separator.tensors, separator.numbers
 
 
 def is_number(value: object) -> bool:
-    """Whether `taken` removes it as a number: it is a float, or an int of 64 bits."""
+    """Whether a `Separator` takes it out as a number: it is a float, or an int of 64 bits."""
     return type(value) is float or (type(value) is int and value in _INT64)
 
 
 def words(numbers: Iterable[int | float]) -> bytes:
-    """The numbers as `taken` appends them."""
+    """Numbers as a `Separator` has them."""
     return b"".join([_WORDS[_FLOAT if type(one) is float else _INT].pack(one) for one in numbers])
-
-
-def separated(value: object) -> tuple[object, list[torch.Tensor], bytearray]:
-    """A structure as `taken` gives it, with the tensors and the numbers that it had."""
-    tensors: list[torch.Tensor] = []
-    numbers = bytearray()
-    return taken(value, tensors, numbers), tensors, numbers
 
 
 def same(one: Any, other: Any) -> bool:
@@ -286,6 +291,8 @@ def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def _in_order(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if isinstance(one, dict):
         if list(one) != list(other):
             return False

@@ -156,6 +156,20 @@ def others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
 
 
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer's parameter group: all of it but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def drop_options(optimizer: Any, group: dict[str, Any], then: Mapping[str, Any]) -> None:
+    """Removes the options of a parameter group that an earlier state of it does not have.
+
+    Those that all groups of the optimizer have by default stay: an older version may have saved the state.
+    """
+    for key in options(group).keys() - then.keys() - getattr(optimizer, "defaults", {}).keys():
+        del group[key]
+
+
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Calls the method, unless its object is gone: the hook must not keep a guard alive."""
     if (own := method()) is not None:

@@ -8,7 +8,8 @@ Must not know: the network, protected rows, the storage of the state.
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import itertools
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -20,21 +21,29 @@ from torch import nn
 
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
-from .composition import Composition, StepBegin, drop_options, options, record
 from .flatten import Layout, Outline, filled, same, separated, unpacked
-from .optimizer_match import check_fit, kind
-from .optimizers import others, with_inner
+from .optimizers import drop_options, options, others, with_inner
 from .partitioned import check_modules, check_optimizers, check_whole
-from .sighting import Sighting
-from .tensor_copies import any_of, copied, overwrite_, put, raw
-from .tensor_places import Members, buffers, has_room, takes, with_extra_state
+from .serialize import like, replaced
+from .walk import REPLICATED, SAME, CachedWalk, Fingerprint, TensorSlots, buffers, has_room, with_extra_state
 
-logger: logging.Logger = logging.getLogger("ecemb")
-
-_SAME = "ecemb.same"  # (this, name): a buffer that shares the tensor of that name
 _SHOWN_NAMES = 8  # in a message
-_MAX_WALKS = 8  # in a row: state that has other tensors or lists after each step is not looked at any more
+_AGAIN = "run the script that started it, or use another job="
+_NONE = "none of the model's"
 _GENERATIONS = 3  # an abort goes back by one transaction, a failed commit by two
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBegin:
+    """The state at the start of a step.
+
+    Attributes:
+        options: options of each parameter group of each optimizer; None if the whole state was saved.
+        moved: the changes since the last commit, as of `Fingerprint.moved_since`.
+    """
+
+    options: list[list[dict[str, Any]]] | None
+    moved: dict[str, str]
 
 
 class ReplicatedState:
@@ -61,34 +70,30 @@ class ReplicatedState:
         check_modules(model)
         self._model = model
         self._left = list(aside)
-        self._aside = {id(one) for module in self._left for one in module.modules()}
         self._protected = {id(parameter) for parameter in protected}
         self._optimizers = [one for one in with_inner(optimizers) if self._dense(one)]
         check_optimizers(self._optimizers)
-        self._at_start = buffers(model, self._aside)
+        self._at_start = {name for name, _, _ in buffers(model, self._left)}
         self._modules = {name for name, _ in model.named_modules()}
-        self._extra: dict[str, nn.Module] = {}
         self._fixed = self._fixed_now()
+        self._slots: TensorSlots | None = None
+        self._walk: CachedWalk | None = None
         self._outline: Outline | None = None  # of the last save or load
-        self._members: Members | None = None
-        self._appeared: dict[str, bool] = {}  # buffers that were added after the start -> whether persistent
-        self._ids: dict[int, str] = {}  # ids of the model's tensors -> their names
         self._layouts: dict[int, Layout] = {}  # by the slot's address
         self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
         self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
-        self._seen: Composition | None = None  # at the last save or load
-        self._sighting: Sighting | None = None  # at the last save; None after a load
-        self._walks = 0  # of saves, in a row
+        self._seen: Fingerprint | None = None  # at the last save or load
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors now."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in separated(self._collect())[1])
+        _, tensors, _ = self._content(self._now())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def kept(self) -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
         """The model's dense parameters and buffers by name, and the optimizers of dense parameters."""
-        return dict(self._tensors()), list(self._optimizers)
+        return dict(self._slots_now().tensors), list(self._optimizers)
 
     def save(self, slots: StateStore, transaction: int) -> None:
         """Writes the state of `transaction`: the share of it that is kept there.
@@ -96,8 +101,8 @@ class ReplicatedState:
         Raises:
             LayoutMismatch: a restart could not restore it.
         """
-        sighting = self._sighted()
-        outline, (tensors, numbers) = cast("Outline", self._outline), self._last
+        outline = self._note(transaction, is_new=True)
+        tensors, numbers = self._last
         memory = slots.open(transaction, outline.size_bytes(slots.share))
         address = memory.__array_interface__["data"][0]
         layout = self._layouts.get(address)
@@ -105,8 +110,6 @@ class ReplicatedState:
             layout = self._layouts[address] = outline.lay_out(memory, tensors, slots.share)
         layout.save(tensors, numbers)
         slots.seal(transaction)
-        self._remember(transaction)
-        self._seen, self._sighting = sighting.composition, sighting
 
     def load(self, slots: StateStore, transaction: int) -> None:
         """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
@@ -120,15 +123,13 @@ class ReplicatedState:
         """
         outline, _, tensors = unpacked(slots.read(transaction))
         self.restore(outline, tensors, self._saved.get(transaction))
-        self._separate(self._collect(), check=False)
-        self._remember(transaction)
-        self._seen = self._composition()
+        self._note(transaction, is_new=False)
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        return self._moved(self._now())
+        return self._moved(self._now().fingerprint)
 
-    def _moved(self, now: Composition) -> dict[str, str]:
+    def _moved(self, now: Fingerprint) -> dict[str, str]:
         names = [] if self._outline is None else self._outline.names
         return {} if self._seen is None else now.moved_since(self._seen, names)
 
@@ -142,12 +143,12 @@ class ReplicatedState:
             savepoint: overwritten or unchanged.
             transaction: the last transaction that was saved or loaded.
         """
-        now, seen = self._now(), self._seen
-        moved = self._moved(now)
-        if seen is None or not now.is_as(seen) or self._extra:
+        walk = self._now()
+        moved = self._moved(walk.fingerprint)
+        if self._seen is None or REPLICATED in moved or walk.slots.extra:
             self.save(savepoint, transaction)
             return StepBegin(None, moved)
-        return StepBegin(now.options, moved)
+        return StepBegin(walk.fingerprint.options, moved)
 
     def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: StepBegin) -> None:
         """Restores the state at `begin`.
@@ -169,7 +170,7 @@ class ReplicatedState:
             for group, then in zip(optimizer.param_groups, groups, strict=True):
                 drop_options(optimizer, group, then)
                 group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
-        self._seen = self._composition()
+        self._seen = self._now().fingerprint
 
     def restore(
         self,
@@ -188,10 +189,10 @@ class ReplicatedState:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
         """
         saved = cast("dict[str, Any]", filled(outline, list(tensors)))
-        now = self._tensors()
-        self._check_fits(saved, now)
-        ours = self._ids if own is None else {id(tensor) for tensor in own}
-        self._restore_model(saved, now, ours)
+        slots = self._slots_now()
+        self._check_fits(saved, slots)
+        ours = slots.names() if own is None else {id(tensor) for tensor in own}
+        self._restore_model(saved, slots, ours)
         for optimizer, kept in zip(self._optimizers, saved["optimizers"], strict=True):
             self._restore_optimizer(optimizer, kept, () if own is None else ours)
 
@@ -203,7 +204,7 @@ class ReplicatedState:
         tensors, numbers = self._last
         digest = zlib.crc32(numbers, zlib.crc32(b"" if self._outline is None else self._outline.head))
         for tensor in tensors:
-            digest = zlib.crc32(raw(tensor).data, digest)
+            digest = zlib.crc32(_raw(tensor).data, digest)
         return digest
 
     def whole(self) -> NDArray[np.uint8]:
@@ -214,65 +215,67 @@ class ReplicatedState:
         outline.lay_out(memory, tensors).save(tensors, numbers)
         return memory
 
-    def _separate(self, collected: dict[str, object], *, check: bool) -> None:
-        """Finds outline, tensors and numbers of a state; if `check`, as `save` raises."""
-        value, tensors, numbers = separated(collected)
-        if self._outline is None or not same(value, self._outline.value):
-            if check:
+    def _note(self, transaction: int, *, is_new: bool) -> Outline:
+        """Notes the state now as that of a transaction; if it `is_new`, raises as `save`."""
+        walk = self._now(forms=True)
+        value, tensors, numbers = self._content(walk)
+        outline = self._outline
+        if outline is None or not same(value, outline.value):
+            if is_new:
                 self._check_fixed()
-            self._outline = Outline(value, tensors, numbers)
+            outline = self._outline = Outline(value, tensors, numbers)
             self._layouts.clear()
-        self._sighting = None
+        outline.value = value  # the next comparison finds the same objects
         self._last = tensors, numbers
-
-    def _remember(self, transaction: int) -> None:
+        self._seen = walk.fingerprint
         self._saved.pop(transaction, None)
-        self._saved[transaction] = self._last[0]
+        self._saved[transaction] = tensors
         while len(self._saved) > _GENERATIONS:
             del self._saved[next(iter(self._saved))]
+        return outline
 
-    def _sighted(self) -> Sighting:
-        """The state now; `_outline` and `_last` become those of it. Raises as `save`."""
-        again = None if self._sighting is None or not self._sighting.fits() else self._sighting.now()
-        if again is not None:
-            self._walks, self._last = 0, (self._last[0], again.numbers)
-            return again
-        collected = self._collect()
-        self._separate(collected, check=True)
-        found = Sighting(self._composition(collected), self._last[1])
-        self._walks += 1
-        members = cast("Members", self._members)
-        if self._walks <= _MAX_WALKS and not members.have_changed():
-            found.watch(collected, members.holders, self._optimizers)
-        return found
+    def _now(self, *, forms: bool = False) -> CachedWalk:
+        """The state now, except extra state; without `forms`, those of tensors may be older."""
+        walk = self._walk
+        if walk is None or not walk.refresh(forms=forms):
+            slots = self._slots_now()
+            walk = self._walk = CachedWalk(slots, self._collect(slots), self._optimizers)
+        return walk
 
-    def _now(self) -> Composition:
-        again = None if self._sighting is None else self._sighting.now()
-        return self._composition() if again is None else again.composition
+    def _slots_now(self) -> TensorSlots:
+        slots = self._slots
+        if slots is None or not slots.refresh():
+            slots = self._slots = TensorSlots(self._model, self._protected, self._left)
+        return slots
 
-    def _composition(self, collected: dict[str, object] | None = None) -> Composition:
-        found = self._collect(extra=False) if collected is None else collected
-        return record({key: one for key, one in found.items() if key != "extra"}, self._optimizers)
+    def _content(self, walk: CachedWalk) -> tuple[dict[str, Any], list[torch.Tensor], bytearray]:
+        """The state with placeholders, its tensors and its numbers, also those of extra state."""
+        value, tensors, numbers = walk.value, walk.fingerprint.tensors, walk.numbers
+        if not walk.slots.extra:
+            return value, tensors, numbers
+        states = {name: module.get_extra_state() for name, module in walk.slots.extra.items()}
+        of_extra, more_tensors, more_numbers = separated({"extra": states})
+        return {**value, **of_extra}, tensors + more_tensors, numbers + more_numbers
 
-    def _collect(self, *, extra: bool = True) -> dict[str, object]:
-        tensors = self._tensors()
-        members = cast("Members", self._members)
-        shared = {name: (_SAME, first) for name, first in members.shared.items()}
-        collected: dict[str, object] = {
-            "model": {**tensors, **dict.fromkeys(members.empty), **shared},
-            "optimizers": [self._collected(optimizer) for optimizer in self._optimizers],
+    def _collect(self, slots: TensorSlots) -> dict[str, Any]:
+        shared = {name: (SAME, first) for name, first in slots.shared.items()}
+        names = slots.names()
+        collected: dict[str, Any] = {
+            "model": {**slots.tensors, **dict.fromkeys(slots.empty), **shared},
+            "optimizers": [self._collected(optimizer, names) for optimizer in self._optimizers],
         }
-        if self._appeared:
-            collected["appeared"] = self._appeared
-        if self._extra and extra:
-            collected["extra"] = {name: module.get_extra_state() for name, module in self._extra.items()}
-        return collected
+        appeared = self._appeared(slots)
+        return {**collected, "appeared": appeared} if appeared else collected
 
-    def _collected(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    def _appeared(self, slots: TensorSlots) -> dict[str, bool]:
+        """Buffers that were added after the start -> whether they are persistent."""
+        return {name: kept for name, kept in slots.buffers.items() if name not in self._at_start}
+
+    def _collected(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
         dense = self._dense(optimizer)
         collected: dict[str, object] = {
-            "kind": kind(optimizer),
-            "parameters": self._names(optimizer),
+            "kind": _kind(optimizer),
+            "parameters": self._names(optimizer, names),
             "options": [options(group) for group in optimizer.param_groups],
             "state": {
                 index: optimizer.state[parameter]
@@ -282,40 +285,15 @@ class ReplicatedState:
         }
         if other := dict(others(optimizer)):
             collected["others"] = other
-        outside = {index: one for index, one in enumerate(dense) if id(one) not in self._ids}
+        outside = {index: one for index, one in enumerate(dense) if id(one) not in names}
         for index, parameter in outside.items():
             check_whole(f"parameter {index} of {type(optimizer).__name__}", parameter)
         return collected | ({"outside": outside} if outside else {})
 
-    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+    def _names(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str | None]]:
         """The model's names of its dense parameters, by group."""
         groups = [group["params"] for group in optimizer.param_groups]
-        return [[self._ids.get(id(p)) for p in group if id(p) not in self._protected] for group in groups]
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """The model's dense parameters and buffers, by name, each once."""
-        if self._members is None or self._members.have_changed():
-            found = self._found()
-            self._members = Members(self._model, found, self._aside)
-            places = buffers(self._model, self._aside)
-            self._extra = with_extra_state(self._model, self._aside)
-            self._appeared = {name: kept for name, kept in places.items() if name not in self._at_start}
-        else:
-            found = self._members.now()
-        self._ids = {id(tensor): name for name, tensor in found.items()}
-        return found
-
-    def _found(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) not in self._protected
-        }
-        left = {id(buffer) for module in self._left for _, buffer in nn.Module.named_buffers(module)}
-        tensors.update((n, b) for n, b in self._model.named_buffers() if id(b) not in left)
-        for name, tensor in tensors.items():
-            check_whole(name, tensor)
-        return tensors
+        return [[names.get(id(one)) for one in group if id(one) not in self._protected] for group in groups]
 
     def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         return [
@@ -331,7 +309,8 @@ class ReplicatedState:
         fixed: dict[str, object] = {
             name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
         }
-        now, extra = buffers(self._model, self._aside), with_extra_state(self._model, self._aside)
+        now = [name for name, _, _ in buffers(self._model, self._left)]
+        extra = with_extra_state(self._model, self._left)
         fixed |= {f"buffer {name}": "there" for name in now if name in self._at_start}
         above = {name.rpartition(".")[0] for name in now} - self._modules
         fixed |= {f"module {name} with buffers": "there" for name in above}
@@ -352,14 +331,13 @@ class ReplicatedState:
                 f"after a failure the script would start without the change; make it before ecemb.protect()"
             )
 
-    def _check_fits(self, saved: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_fits(self, saved: dict[str, Any], slots: TensorSlots) -> None:
         """Raises LayoutMismatch unless the saved state fits; called before anything is written."""
-        members = cast("Members", self._members)
-        now = {*tensors, *members.empty, *members.shared}
+        now = {*slots.tensors, *slots.empty, *slots.shared}
         made = saved.get("appeared", {})
         differing = {name for name in saved["model"].keys() - now if name not in made}
         differing |= {name for name in made.keys() - now if not has_room(self._model, name)}
-        differing |= (now - saved["model"].keys()) - self._appeared.keys()
+        differing |= (now - saved["model"].keys()) - self._appeared(slots).keys()
         if differing:
             missing = sorted(name for name in differing if name in saved["model"])
             added = sorted(differing.difference(missing))
@@ -373,7 +351,7 @@ class ReplicatedState:
                 f"don't count, those inside others do), and had {len(saved['optimizers'])} when the job was "
                 f"started: run the script that started it, or use another job="
             )
-        for name, tensor in tensors.items():
+        for name, tensor in slots.tensors.items():
             then = saved["model"].get(name)
             if not isinstance(tensor, nn.Parameter):
                 continue
@@ -384,39 +362,37 @@ class ReplicatedState:
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {kind}{shape} "
                     f"when the job was started: run the script that started it, or use another job="
                 )
-        if missing := sorted(self._extra.keys() ^ saved.get("extra", {}).keys()):
+        if missing := sorted(slots.extra.keys() ^ saved.get("extra", {}).keys()):
             raise LayoutMismatch(
                 f"{missing[0] or 'the model'} has extra state either only in the saved model or only in "
                 f"this one: run the script that started the job, or use another job="
             )
-        names = [self._names(optimizer) for optimizer in self._optimizers]
-        check_fit(self._optimizers, names, saved["optimizers"])
+        names = [self._names(optimizer, slots.names()) for optimizer in self._optimizers]
+        _check_optimizers_fit(self._optimizers, names, saved["optimizers"])
 
     @torch.no_grad()
-    def _restore_model(
-        self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ours: Collection[int]
-    ) -> None:
-        members = cast("Members", self._members)
-        made, device = saved.get("appeared", {}), any_of(tensors)
-        for name in (*tensors, *members.empty, *members.shared):
+    def _restore_model(self, saved: Mapping[str, Any], slots: TensorSlots, ours: Collection[int]) -> None:
+        tensors, made = slots.tensors, saved.get("appeared", {})
+        device = next((one for one in tensors.values() if one.device.type != "cpu"), None)
+        for name in (*tensors, *slots.empty, *slots.shared):
             if name not in saved["model"]:
-                members.drop(name)
+                slots.drop(name)
         for name, then in saved["model"].items():
             now = tensors.get(name)
-            if isinstance(then, torch.Tensor) and now is not None and self._takes(now, then, ours):
-                overwrite_(now, then)
+            if isinstance(then, torch.Tensor) and now is not None and self._is_overwritten(now, then, ours):
+                _overwrite_(now, then)
             elif isinstance(then, torch.Tensor) or then is None:
-                value = copied(then, device if now is None else now)
-                members.put(name, value, persistent=made.get(name, True))
+                value = _copied(then, device if now is None else now)
+                slots.put(name, value, persistent=made.get(name, True))
         for name, then in saved["model"].items():
             if isinstance(then, tuple):
-                members.put(name, members.at(cast("Any", then)[1]))
-        for name, module in self._extra.items():
-            module.set_extra_state(copied(saved["extra"][name], device))
+                slots.put(name, slots.at(cast("Any", then)[1]))
+        for name, module in slots.extra.items():
+            module.set_extra_state(_copied(saved["extra"][name], device))
 
     @staticmethod
-    def _takes(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
-        return isinstance(now, nn.Parameter) or (id(now) in ours and takes(now, then))
+    def _is_overwritten(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
+        return isinstance(now, nn.Parameter) or (id(now) in ours and _takes(now, then))
 
     @torch.no_grad()
     def _restore_optimizer(
@@ -425,24 +401,112 @@ class ReplicatedState:
         for group, then in zip(optimizer.param_groups, kept["options"], strict=True):
             drop_options(optimizer, group, then)
             beside = next(iter(group["params"]), None)
-            group.update({key: put(group.get(key), value, beside, ours) for key, value in then.items()})
+            group.update({key: _put(group.get(key), value, beside, ours) for key, value in then.items()})
         dense = self._dense(optimizer)
         for index, parameter in enumerate(dense):
             if index in kept["state"]:
                 now = optimizer.state.get(parameter)
-                optimizer.state[parameter] = put(now, kept["state"][index], parameter, ours)
+                optimizer.state[parameter] = _put(now, kept["state"][index], parameter, ours)
             else:
                 optimizer.state.pop(parameter, None)
         other = kept.get("others", {})
         for key in dict(others(optimizer)).keys() - other.keys():
             del optimizer.state[key]
         for key, value in other.items():
-            optimizer.state[key] = put(optimizer.state.get(key), value, dense[0], ours)
+            optimizer.state[key] = _put(optimizer.state.get(key), value, dense[0], ours)
         for index, value in kept.get("outside", {}).items():
-            overwrite_(dense[index], value)
+            _overwrite_(dense[index], value)
 
 
 def _shown(names: Sequence[str]) -> str:
     """The first names, for a message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
+
+
+def _kind(one: object) -> str:
+    """The full name of its class."""
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+def _check_optimizers_fit(
+    optimizers: Sequence[Any], names: Sequence[list[list[str | None]]], kept: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises LayoutMismatch unless optimizers have the saved classes, groups and dense parameters.
+
+    Args:
+        optimizers: the optimizers with dense parameters.
+        names: the model's names of their dense parameters, by group; None for a parameter outside the model.
+        kept: the saved state of each optimizer: its "kind", "options" and "parameters" (as `names`).
+    """
+    for number, (optimizer, saved) in enumerate(zip(optimizers, kept, strict=True)):
+        if saved["kind"] != _kind(optimizer):
+            raise LayoutMismatch(
+                f"optimizer {number} of those with dense parameters is a {_kind(optimizer)}, and was a "
+                f"{saved['kind']} when the job was started, so the saved state doesn't fit: {_AGAIN}"
+            )
+        if len(optimizer.param_groups) != len(saved["options"]):
+            raise LayoutMismatch(
+                f"the number of parameter groups of {type(optimizer).__name__} is "
+                f"{len(optimizer.param_groups)}, and was {len(saved['options'])}: add groups before "
+                f"ecemb.protect(), as when the job was started"
+            )
+    for number, (optimizer, now, saved) in enumerate(zip(optimizers, names, kept, strict=True)):
+        for group, (ours, theirs) in enumerate(zip(now, saved["parameters"], strict=True)):
+            for one, then in itertools.zip_longest(ours, theirs, fillvalue=_NONE):
+                if one != then:
+                    raise LayoutMismatch(
+                        f"group {group} of optimizer {number} of those with dense parameters (a "
+                        f"{_kind(optimizer)}) has {one or _NONE} where {then or _NONE} was when the job was "
+                        f"started, so it would get the state of another "
+                        f"parameter{_whereabouts(then, names)}: give optimizers and parameters in the "
+                        f"original order, or use another job="
+                    )
+
+
+def _whereabouts(name: str | None, names: Sequence[list[list[str | None]]]) -> str:
+    found = [number for number, groups in enumerate(names) if any(name in group for group in groups)]
+    return f" (optimizer {found[0]} now has {name})" if name is not None and found else ""
+
+
+def _raw(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A tensor's bytes in row-major order: uint8 [size], a view if it is contiguous on the CPU."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _overwrite_(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Copies values into a tensor. One that was made in inference mode is written in that mode alone."""
+    if tensor.is_inference():
+        with torch.inference_mode():
+            return tensor.copy_(values)
+    return tensor.copy_(values)
+
+
+def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
+    """Saved state, in our current tensors where possible: a CUDA graph may have their addresses."""
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
+        if _takes(now, then):
+            return _overwrite_(now, then)
+    if isinstance(now, dict) and isinstance(then, dict):
+        mapping = cast("dict[Any, Any]", then)
+        held = cast("dict[Any, Any]", now)
+        return like(mapping, {k: _put(held.get(k), item, parameter, ours) for k, item in mapping.items()})
+    return _copied(then, parameter)
+
+
+def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
+    """Saved state with cloned tensors; those of an accelerator go to the parameter's."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if parameter is None or getattr(tensor, "ecemb_device", "cpu") == "cpu":
+            return tensor.clone()
+        return tensor.to(parameter.device, copy=True)
+
+    return replaced(value, lambda one: isinstance(one, torch.Tensor), copy)
+
+
+def _takes(buffer: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values can be copied into a buffer: they fit, and its elements don't share memory."""
+    apart = all(stride or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return apart and (buffer.dtype, buffer.shape) == (values.dtype, values.shape)

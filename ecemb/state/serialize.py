@@ -61,11 +61,11 @@ def plain(
     """
     try:
         return _copy(value, on_tensor, on_number)
-    except _NotPlainError:
+    except NotPlainError:
         raise ConfigurationError(_complaint(value, at)) from None
 
 
-class _NotPlainError(Exception):
+class NotPlainError(Exception):
     """A value has a type that `load` doesn't read. `_complaint` finds its place."""
 
 
@@ -87,26 +87,26 @@ def _copy(
         return tuple([_copy(item, on_tensor, on_number) for item in value])
     if kind is dict:
         return {
-            sys.intern(key) if type(key) is str else _key(key): _copy(item, on_tensor, on_number)
+            sys.intern(key) if type(key) is str else plain_key(key): _copy(item, on_tensor, on_number)
             for key, item in value.items()
         }
     if isinstance(value, torch.Tensor):
         return value if on_tensor is None else on_tensor(value)
     if kind is OrderedDict or kind is Counter:
-        return like(value, {_key(key): _copy(item, on_tensor, on_number) for key, item in value.items()})
+        return like(value, {plain_key(key): _copy(item, on_tensor, on_number) for key, item in value.items()})
     if isinstance(value, np.generic) and type(item := _item(value)) in _IN_NUMPY:
         return (_NUMPY, value.dtype.str, _copy(item, None, on_number))
-    raise _NotPlainError
+    raise NotPlainError
 
 
-def _key(key: Any) -> Any:
+def plain_key(key: Any) -> Any:
     """A key of a dict: a numpy scalar is found by the python value that equals it, if one does."""
     if not isinstance(key, np.generic):
         return _copy(key, None)
     item = _item(key)
     if type(item) in _IN_NUMPY and item == key and hash(item) == hash(key):
         return item
-    raise _NotPlainError
+    raise NotPlainError
 
 
 def with_scalars(value: Any) -> Any:
@@ -156,7 +156,7 @@ def _complaint(value: Any, at: str) -> str:
     if isinstance(value, Mapping):
         pairs = list(cast("Mapping[Any, Any]", value).items())
         for key, _ in pairs:
-            if _is_refused(_key, key):
+            if _is_refused(plain_key, key):
                 return _complaint(key, f"a key in {at}")
         items = ((item, f"{at}[{key!r}]") for key, item in pairs)
     elif type(value) in (list, tuple):
@@ -174,7 +174,7 @@ def _complaint(value: Any, at: str) -> str:
 def _is_refused(copy: Callable[..., object], *arguments: Any) -> bool:
     try:
         copy(*arguments)
-    except _NotPlainError:
+    except NotPlainError:
         return True
     return False
 

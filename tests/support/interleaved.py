@@ -147,7 +147,7 @@ class Ranks:
             if any(step == last for step, _ in job.aborts):
                 memory.journal.undo_step()
                 yield always
-            parts = np.arange(memory.space.named[-1].layout.rows)
+            parts = np.arange(memory.space.named[-1].table.layout.rows)
             yield from self._ensure(i, len(memory.space.tables) - 1, parts)
             memory.capture_rank_state()
             memory.rank_state[:8] = np.random.default_rng([i, last]).integers(0, 256, 8, np.uint8)
@@ -170,7 +170,8 @@ class Ranks:
         memory = self.memories[i]
         yield always
         for table in range(len(self.job.tables[i])):
-            owner, first = memory.space.owners[table]
+            one = memory.space.named[table]
+            owner, first = one.owner, one.rows.start
             for ids in self.job.touched(i, table, step):
                 yield from self._ensure(i, owner, ids + first)
                 memory.journal.capture(owner, ids + first)
@@ -195,7 +196,7 @@ class Ranks:
             stored = 0
             if self._wanted[i]:
                 table, ids = self._wanted[i].pop(0)
-                width = memory.space.named[table].layout.record_words
+                width = memory.space.named[table].table.layout.record_words
                 lacking = missing.lacks(table, ids)
                 for block, rows, offsets in missing.place(table, lacking):
                     records = yield from self._ask(i, block, offsets, width, of, rng)

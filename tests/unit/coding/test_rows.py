@@ -349,16 +349,18 @@ def test_rows_of_a_group_are_named_by_its_first_table(kernel: str, seed: int) ->
     group = np.concatenate([table.read(0, table.layout.rows) for table in tables[1:5]])
     out = np.zeros((4, group.shape[1]), np.uint64)
     ids = np.array([0, 3, 9, 10], np.int64)
-    space.named[1].gather(ids, out)
+    space.named[1].table.gather(ids, out)
     assert (out == group[ids]).all()
     at = ids[2] * group.shape[1] + space.bases[1]
     assert (space.read(at, at + group.shape[1]) == group[9]).all()
-    space.named[1].scatter_(ids[2:3], ~out[2:3])
+    space.named[1].table.scatter_(ids[2:3], ~out[2:3])
     first_words = space.bases[1] + np.arange(11) * group.shape[1]
     for k in range(1, 12):
         space = RowSpace(tables, k, named)
-        assert space.owners == [(0, 0), (1, 0), (1, 3), (1, 3), (1, 10), (5, 0), (6, 0), (7, 0)]
-        assert space.cut(1, np.arange(11)) == space.edges(1)
+        owners = [(one.owner, one.rows.start) for one in space.named]
+        assert owners == [(0, 0), (1, 0), (1, 3), (1, 3), (1, 10), (5, 0), (6, 0), (7, 0)]
+        assert [len(one.rows) for one in space.named] == [one.rows for one in layouts]
+        assert space.cut(1, np.arange(11)) == space.named[1].edges
         assert space.cut(1, np.arange(11)) == np.searchsorted(first_words, space.bounds).tolist()
     assert (tables[3].read(6, 7)[0] != group[9]).any() and (tables[4].read(0, 1) == group[10:]).all()
 
@@ -398,8 +400,9 @@ def test_a_long_record_is_captured_in_parts() -> None:
     )
     for k in range(1, 5):
         space = RowSpace(tables, k, named)
-        assert space.owners == [(0, 0), (1, 0)] and space.finest == named
+        assert [(one.table, one.owner) for one in space.named] == [(named[0], 0), (named[1], 1)]
+        assert [one.rows for one in space.named] == [range(5), range(4)]
         records = np.empty((4, SPLIT_BYTES // 8), np.uint64)
-        space.named[1].gather(np.arange(4), records)
+        space.named[1].table.gather(np.arange(4), records)
         assert np.array_equal(records.reshape(-1), space.read(space.bases[1], space.bases[2]))
         assert sorted(set(space.cut(1, np.arange(4)))) == [0, 4]  # all parts are in one block

@@ -141,7 +141,7 @@ def test_rows_that_change_while_they_are_read(tmp_path: Path, seed: int) -> None
                 gather(self, ids, out)
                 for owner, rows in seen.items():
                     bits = np.unpackbits(rows.seen.view(np.uint8), bitorder="little")
-                    for column in memory.space.named[owner].columns:
+                    for column in memory.space.named[owner].table.columns:
                         column[np.flatnonzero(bits)] += 1
 
             with mock.patch.object(Table, "gather", changing):
@@ -269,11 +269,11 @@ def test_rows_that_a_table_of_a_group_has_journalled_itself(tmp_path: Path) -> N
     with trained(tmp_path, job, "cpu") as (memories, _):
         memory, placement, space = memories[0], job.placement, memories[0].space
         of, before = memory.committed, space.read(0, space.words)
-        table, _ = next((i, first) for i, (_, first) in enumerate(space.owners) if first)
-        ids = np.arange(space.named[table].layout.rows)
+        table, _ = next((i, one.rows.start) for i, one in enumerate(space.named) if one.rows.start)
+        ids = np.arange(space.named[table].table.layout.rows)
         memory.arm(of + 1, 1)
         memory.journal.capture(table, ids)
-        space.named[table].scatter_(ids, ~space.named[table].read(0, len(ids)))
+        space.named[table].table.scatter_(ids, ~space.named[table].table.read(0, len(ids)))
         assert not np.array_equal(space.read(0, space.words), before)
         for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
             c = next(c for c in range(placement.world_size) if placement.members(c)[block] == memory.rank)

@@ -71,7 +71,7 @@ def space(memory: RankMemory) -> Words:
 def change(memory: RankMemory, transaction: int, rng: random.Random) -> int:
     """Section 3, numbers 1 to 3: arm, capture, change. Gives the number of rows captured."""
     memory.arm(transaction)
-    parts = np.arange(memory.space.named[-1].layout.rows)  # of the rank state
+    parts = np.arange(memory.space.named[-1].table.layout.rows)  # of the rank state
     captured = memory.journal.capture(len(memory.space.named) - 1, parts)
     for index, table in enumerate(memory.space.tables):
         rows = table.layout.rows

@@ -78,8 +78,8 @@ def test_all_rows_of_a_span_are_backed_before_they_are_written(memory: RankMemor
         missing, rows = Missing(memory), rows_of(space)
         for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
             missing.store_span_(block, 0, rows[low:high])
-    for owner in {owner for owner, _ in space.owners}:
-        table = space.named[owner]
+    for owner in {one.owner for one in space.named}:
+        table = space.named[owner].table
         for start, column in zip(table.starts, table.columns, strict=True):
             assert backed.issuperset(range(start, start + column.size)), table.layout.name
 
@@ -125,16 +125,17 @@ def test_all_is_missing_at_first(memory: RankMemory) -> None:
     assert missing.rows_left() == names and not missing.is_whole()
     parity = sum(len(words) for _, words in memory.parity.blocks.values())
     assert missing.bytes_left == 8 * (space.words + parity)
-    for index, table in enumerate(space.named):
+    for index, one in enumerate(space.named):
+        table = one.table
         ids = np.array([*range(table.layout.rows)] * 2, np.int64)[::-1]
         expected = range(table.layout.rows) if table.layout.words else ()
         assert missing.lacks(index, ids).tolist() == list(expected)
-        owned = space.owners[index][0] != index  # its rows are among those of its group
+        owned = one.owner != index  # its rows are among those of its group
         assert missing.table_is_whole(index) == (not table.layout.words and not owned)
 
 
 def test_rows_outside_of_a_table_are_left_to_the_lookup(memory: RankMemory) -> None:
-    rows = memory.space.named[0].layout.rows
+    rows = memory.space.named[0].table.layout.rows
     assert Missing(memory).lacks(0, np.array([-1, rows, 0, 2**62, 0])).tolist() == [0]
 
 
@@ -144,8 +145,8 @@ def test_rows_are_stored_where_they_are_missing(memory: RankMemory, seed: int) -
     rows, _ = emptied(memory)
     missing, has = Missing(memory), np.zeros(space.words, np.bool_)
     for index in rng.permutation(np.repeat(np.arange(len(space.named)), 8)).tolist():
-        layout = space.named[index].layout
-        owner, _ = space.owners[index]
+        layout = space.named[index].table.layout
+        owner = space.named[index].owner
         width = layout.record_words
         ids = np.flatnonzero(rng.random(layout.rows) < 0.3).astype(np.int64)
         at = (space.bases[index] + ids * width)[:, None] + np.arange(width)
@@ -166,12 +167,13 @@ def test_rows_are_stored_where_they_are_missing(memory: RankMemory, seed: int) -
 
 def _span(space: RowSpace, index: int) -> slice:
     base = space.bases[index]
-    return slice(base, base + space.named[index].layout.words)
+    return slice(base, base + space.named[index].table.layout.words)
 
 
 def test_places_of_rows(memory: RankMemory) -> None:
     space, missing = memory.space, Missing(memory)
-    for index, table in enumerate(space.named):
+    for index, one in enumerate(space.named):
+        table = one.table
         width = table.layout.record_words
         if width:
             ids, found = np.arange(0, table.layout.rows, 2), list[int]()
@@ -223,7 +225,7 @@ def test_chunks_cover_all_that_is_missing(memory: RankMemory, chunk_words: int) 
             assert chunk.block == 2 + list(parity).index(chunk.stripe_class)
             assert words <= chunk_words
         else:
-            layout, low = space.named[chunk.table].layout, space.bounds[chunk.block]
+            layout, low = space.named[chunk.table].table.layout, space.bounds[chunk.block]
             assert words <= max(chunk_words, layout.record_words) and words % layout.record_words == 0
             assert low + chunk.stop <= space.bounds[chunk.block + 1]
     assert [chunk.is_parity for chunk in found] == sorted(chunk.is_parity for chunk in found)
@@ -245,7 +247,7 @@ def test_the_hottest_tables_come_first(memory: RankMemory) -> None:
         low = space.bounds[chunk.block]
         missing.store_span_(chunk.block, chunk.start, rows[low + chunk.start : low + chunk.stop])
     tables = list(dict.fromkeys(order))
-    assert tables == [wide, space.owners[member][0], 0, len(space.tables) - 1]
+    assert tables == [wide, space.named[member].owner, 0, len(space.tables) - 1]
     assert order == sorted(order, key=tables.index)
 
 
@@ -253,7 +255,7 @@ def test_the_hottest_tables_come_first(memory: RankMemory) -> None:
 def test_rows_that_are_there_are_left_out_of_chunks(memory: RankMemory) -> None:
     rows, parity = emptied(memory)
     space, missing = memory.space, Missing(memory)
-    last = space.named[0].layout.rows - 1
+    last = space.named[0].table.layout.rows - 1
     first = np.zeros(1, np.int64)
     missing.store_rows_(0, first, np.zeros((1, 2), np.uint64))
     if last:
@@ -273,10 +275,10 @@ def test_a_part_of_a_row_is_not_stored(memory: RankMemory) -> None:
                 missing = Missing(memory)
                 stored = missing.store_span_(block, start, rows[low + start : low + stop])
                 whole = np.zeros(space.words, np.bool_)
-                for table, base in zip(space.finest, space.bases, strict=False):
-                    for row in range(table.layout.rows):
-                        at = base + row * table.layout.record_words
-                        end = at + table.layout.record_words
+                for one, base in zip(space.named, space.bases, strict=False):
+                    for row in range(len(one.rows)):
+                        at = base + row * one.table.layout.record_words
+                        end = at + one.table.layout.record_words
                         whole[at:end] = low + start <= at and end <= low + stop
                 found = rows_of(space)
                 assert np.array_equal(found, np.where(whole, rows, garbage))
@@ -289,11 +291,11 @@ def test_what_does_not_fit_is_refused(memory: RankMemory, chunk_words: int) -> N
     before, missing = rows_of(memory.space), Missing(memory)
     c, words = next(iter(parity.items()))
     space, ids = memory.space, np.zeros(1, np.int64)
-    records = np.zeros((1, space.named[0].layout.record_words), np.uint64)
+    records = np.zeros((1, space.named[0].table.layout.record_words), np.uint64)
     end = space.bounds[1]
     for store in (
         lambda: missing.store_rows_(0, ids - 1, records),
-        lambda: missing.store_rows_(0, ids + space.named[0].layout.rows, records),
+        lambda: missing.store_rows_(0, ids + space.named[0].table.layout.rows, records),
         lambda: missing.store_rows_(0, np.zeros(2, np.int64), np.concatenate([records, records])),
         lambda: missing.store_rows_(0, ids, records[:, 1:]),
         lambda: missing.store_rows_(0, ids, records[:0]),

@@ -671,6 +671,16 @@ def test_tied_parameters_that_part_are_refused_when_they_are_saved(slots: Slots)
         state.save(slots, 1)
 
 
+def test_a_protected_table_that_is_replaced_is_refused_when_it_is_saved(slots: Slots) -> None:
+    """Neither parity nor dense state would have the new one's rows."""
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
+    state = ReplicatedState(model, [], [model[0].weight])
+    state.save(slots, 0)
+    model[0].weight = nn.Parameter(torch.zeros(5, 2))
+    with pytest.raises(LayoutMismatch, match="0.weight has changed under protection"):
+        state.save(slots, 1)
+
+
 class Counting(nn.Linear):
     """Keeps a number of its own."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ecemb.state.flatten import Outline, checksums, taken
+from ecemb.state.flatten import Outline, checksums, separated
 from ecemb.step.replica_check import difference
 
 
 def saved(value: object) -> np.ndarray:
-    tensors: list[torch.Tensor] = []
-    numbers = bytearray()
-    outline = Outline(taken(value, tensors, numbers), tensors, numbers)
+    outlined, tensors, numbers = separated(value)
+    outline = Outline(outlined, tensors, numbers)
     memory = np.empty(outline.size_bytes(), np.uint8)
     outline.lay_out(memory, tensors).save(tensors, numbers)
     return memory

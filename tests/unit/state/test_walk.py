@@ -1,4 +1,4 @@
-"""A look at replicated state says what a walk through it says, whatever changes."""
+"""A kept walk through replicated state, looked at again, says what another walk says, whatever changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch import nn
 from ecemb.coding.slices import Share
 from ecemb.errors import ConfigurationError
 from ecemb.local.state_slots import Savepoint
+from ecemb.state import walk
 from ecemb.state.flatten import same, separated
 from ecemb.state.replicated import ReplicatedState
-from ecemb.state.sighting import Sighting
+from ecemb.state.walk import CachedWalk, TensorSlots
 
 
 class Inner(torch.optim.Optimizer):
@@ -119,6 +120,17 @@ def inference() -> torch.Tensor:
         return torch.zeros(2)
 
 
+def sparse() -> torch.Tensor:
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.ones(3).to_sparse_coo()
+
+
+def traded(holder: Any, one: str, other: str) -> None:
+    first, second = getattr(holder, one), getattr(holder, other)
+    setattr(holder, one, second)
+    setattr(holder, other, first)
+
+
 def loaded(optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -154,6 +166,19 @@ SEEN_BY_A_LOOK: dict[str, Change] = {
     "data of the same form": lambda t: set_data(t.model.scale, torch.ones(())),
     "data of inference": lambda t: set_data(t.model.mean, inference()),
     "the table's values": lambda t: written(t.model.table.weight),
+    "a tensor option": lambda t: t.other.update(lr=torch.tensor(0.5)),
+    "a moment replaced": lambda t: t.own.update(exp_avg=torch.ones(4, 3)),
+    "moments that trade places": lambda t: t.own.update(
+        exp_avg=t.own["exp_avg_sq"], exp_avg_sq=t.own["exp_avg"]
+    ),
+    "a buffer replaced": lambda t: setattr(t.model, "mask", torch.ones(3)),
+    "many buffers replaced": lambda t: (
+        setattr(t.model, "mask", torch.ones(3)),
+        setattr(t.model.layers[1], "running_mean", torch.ones(4)),
+    ),
+    "buffers that trade places": lambda t: traded(t.model.layers[1], "running_mean", "running_var"),
+    "state that is a buffer": lambda t: t.own.update(exp_avg=t.model.mean.expand(6, 2).reshape(4, 3)),
+    "an option that is a buffer": lambda t: t.other.update(lr=t.model.layers[1].running_var.sum()),
 }
 NEEDS_A_WALK: dict[str, Change] = {
     "a rate that becomes an int": lambda t: t.group.update(lr=1),
@@ -169,7 +194,6 @@ NEEDS_A_WALK: dict[str, Change] = {
     "a big number that gets small": lambda t: t.group.update(big=1),
     "a count that becomes a bool": lambda t: t.own.update(count=True),
     "a flag": lambda t: t.group.update(flag=False),
-    "a tensor option": lambda t: t.other.update(lr=torch.tensor(0.5)),
     "a mixed tuple": lambda t: t.group.update(mixed=(0.75, None, t.group["mixed"][2])),
     "a string": lambda t: t.own.update(name="y"),
     "a shape": lambda t: t.group.update(shape=torch.Size([3, 2])),
@@ -180,10 +204,6 @@ NEEDS_A_WALK: dict[str, Change] = {
     "options in another order": lambda t: reversed_(t.group),
     "state in another order": lambda t: reversed_(t.own),
     "a moment for another": lambda t: swapped(t.own, "exp_avg", "avg", t.own["exp_avg"]),
-    "a moment replaced": lambda t: t.own.update(exp_avg=torch.ones(4, 3)),
-    "moments that trade places": lambda t: t.own.update(
-        exp_avg=t.own["exp_avg_sq"], exp_avg_sq=t.own["exp_avg"]
-    ),
     "state gone": lambda t: t.adam.state.pop(t.model.scale),
     "all state gone": lambda t: t.adam.state.clear(),
     "state replaced": lambda t: t.adam.state.update({t.model.scale: dict(t.own)}),
@@ -208,10 +228,26 @@ NEEDS_A_WALK: dict[str, Change] = {
     "a parameter's name": lambda t: swapped(t.model._parameters, "scale", "size", t.model.scale),
     "a parameter added": lambda t: setattr(t.model, "late", nn.Parameter(torch.ones(1))),
     "the table replaced": lambda t: setattr(t.model.table, "weight", nn.Parameter(torch.ones(5, 2))),
-    "a buffer replaced": lambda t: setattr(t.model, "mask", torch.ones(3)),
     "a buffer of another shape": lambda t: setattr(t.model, "mask", torch.ones(4)),
     "a buffer that parts": lambda t: setattr(t.model, "also", torch.zeros(2)),
     "a buffer that joins": lambda t: setattr(t.model, "mask", t.model.mean),
+    "a buffer that is a parameter": lambda t: setattr(t.model, "mask", t.model.scale.expand(3)),
+    "a buffer that is a table": lambda t: t.model._buffers.update(mask=t.model.table.weight),
+    "a sparse buffer": lambda t: setattr(t.model, "mask", sparse()),
+    "buffers that become one": lambda t: (
+        setattr(t.model.layers[1], "running_mean", t.model.layers[1].running_var),
+    ),
+    "a buffer that parts, and others that become one": lambda t: (
+        setattr(t.model, "mean", torch.ones(2)),
+        setattr(t.model.layers[1], "running_mean", t.model.layers[1].running_var),
+    ),
+    "buffers replaced by one": lambda t: (
+        setattr(t.model.layers[1], "running_mean", t.model.mask),
+        setattr(t.model, "mask", torch.ones(3)),
+        setattr(t.model.layers[1], "running_var", t.model.layers[1].running_mean),
+    ),
+    "a moment of another shape": lambda t: t.own.update(exp_avg=torch.ones(3, 4)),
+    "a moment that is a number": lambda t: t.own.update(exp_avg=1.0),
     "a buffer that is None": lambda t: setattr(t.model, "mask", None),
     "a buffer that is not None": lambda t: setattr(t.model, "none", torch.ones(1)),
     "a buffer added": lambda t: t.model.register_buffer("late", torch.ones(1), persistent=False),
@@ -235,9 +271,10 @@ CHANGES = SEEN_BY_A_LOOK | NEEDS_A_WALK
 
 
 class Walking(ReplicatedState):
-    """Never looks."""
+    """Keeps no walk."""
 
-    _sighting = property(lambda self: None, lambda self, value: None)  # pyright: ignore
+    _walk = property(lambda self: None, lambda self, value: None)  # pyright: ignore
+    _slots = property(lambda self: None, lambda self, value: None)  # pyright: ignore
 
 
 class Pair:
@@ -279,7 +316,13 @@ class Pair:
         assert looks.digest() == walks.digest()
 
     def save(self) -> object:
-        return self.both(lambda state, store: state.save(store, 0))
+        failed = self.both(lambda state, store: state.save(store, 0))
+        if failed is None:  # the walk took out what another way of taking it out does
+            value, tensors, numbers = separated(self.walks._collect(self.walks._slots_now()))
+            assert self.looks._outline is not None and same(self.looks._outline.value, value)
+            assert [*map(id, self.looks._last[0])] == [*map(id, tensors)]
+            assert self.looks._last[1] == numbers
+        return failed
 
     def moved(self) -> object:
         return self.both(lambda state, _: state.moved())
@@ -333,7 +376,7 @@ def test_a_part_of_the_state_is_saved_by_a_look_as_by_a_walk() -> None:
 def test_a_step_goes_back_to_what_a_look_found_at_its_begin(pair: Pair) -> None:
     """Its options, changed since the commit, are those of the begin."""
     pair.training.group.update(lr=0.5, betas=(0.25, 0.5))
-    kept = separated(pair.walks._collect())[1]
+    kept = separated(pair.walks._collect(pair.walks._slots_now()))[1]
     kept = [tensor.clone() for tensor in kept]
     for state, store in ((pair.looks, pair.stores[0]),):
         began = state.begin(Savepoint(), 0)
@@ -343,7 +386,7 @@ def test_a_step_goes_back_to_what_a_look_found_at_its_begin(pair: Pair) -> None:
         state.back(store, Savepoint(), 0, began)
     assert (pair.training.group["lr"], pair.training.group["betas"]) == (0.5, (0.25, 0.5))
     assert "late" not in pair.training.group
-    now = separated(pair.walks._collect())[1]
+    now = separated(pair.walks._collect(pair.walks._slots_now()))[1]
     assert all(torch.equal(one, then) for one, then in zip(now, kept, strict=True))
     assert pair.looks.moved() == {}
 
@@ -379,31 +422,42 @@ class Ways(nn.Linear):
 
 
 def looks(model: nn.Module, groups: Any, change: Callable[[Any], object]) -> tuple[int, int]:
-    """How often state was watched in 12 steps with a change each, and how often a look was enough."""
+    """How often state was walked through in 12 steps with a change each, and how often a look was enough."""
     optimizer = torch.optim.SGD(groups, lr=0.1)
     state, store = ReplicatedState(model, [optimizer], []), Savepoint()
-    found: list[object] = []
+    found: list[bool] = []
 
-    def now(self: Sighting) -> Sighting | None:
-        found.append(original(self))
-        return found[-1]  # type: ignore[return-value]
+    def refresh(self: CachedWalk, *, forms: bool) -> bool:
+        found.append(original(self, forms=forms))
+        return found[-1]
 
-    original = Sighting.now
+    original = CachedWalk.refresh
     with (
-        mock.patch.object(Sighting, "watch", autospec=True, side_effect=Sighting.watch) as watched,
-        mock.patch.object(Sighting, "now", now),
+        mock.patch.object(state, "_collect", side_effect=state._collect) as walked,
+        mock.patch.object(CachedWalk, "refresh", refresh),
     ):
         for _ in range(12):
             change(optimizer.param_groups[0])
             state.save(store, 0)
-    return watched.call_count, sum(one is not None for one in found)
+    return walked.call_count, sum(found)
 
 
-def test_state_that_is_another_in_each_step_is_not_looked_at_for_long() -> None:
+def test_only_state_in_other_containers_is_walked_through_again() -> None:
     model = nn.Linear(1, 1)
     groups = [{"params": list(model.parameters())}]
-    assert looks(model, groups, lambda group: group.update(late=[1])) == (8, 0)
+    assert looks(model, groups, lambda group: group.update(late=[1])) == (12, 0)
     assert looks(model, groups, lambda group: group.update(lr=group["lr"] / 2)) == (1, 11)
+
+
+def test_modules_are_walked_through_again_only_if_they_changed() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("mean", torch.zeros(1))
+    groups = [{"params": list(model.parameters())}]
+    with mock.patch("ecemb.state.walk._found", side_effect=walk._found) as found:
+        looks(model, groups, lambda group: group.update(late=[1]))
+        assert found.call_count == 1
+        looks(model, groups, lambda group: setattr(model, "mean", torch.ones(1)))
+        assert found.call_count == 2
 
 
 def test_containers_of_known_types_are_looked_at_and_others_are_refused() -> None:
@@ -418,5 +472,80 @@ def test_containers_of_known_types_are_looked_at_and_others_are_refused() -> Non
 
 def test_extra_state_is_asked_for_in_each_step() -> None:
     model = Ways(1, 1)
-    assert looks(model, [{"params": list(model.parameters())}], lambda group: None)[1] == 0
+    assert looks(model, [{"params": list(model.parameters())}], lambda group: None) == (1, 11)
     assert model.count == 12
+
+
+def test_extra_state_that_changes_is_saved() -> None:
+    model, store = Ways(1, 1), Savepoint()
+    state = ReplicatedState(model, [], [])
+    for _ in range(3):
+        state.save(store, 0)
+        count, model.count = model.count, 0
+        state.load(store, 0)
+        assert model.count == count + 1  # asked for once more, after it was set
+
+
+# --- the slots of a model's tensors -----------------------------------------------------------------
+
+
+def named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def test_replaced_buffers_are_found_in_their_slots() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    slots = TensorSlots(model)
+    model[1].running_mean = torch.ones(3)
+    model[1].num_batches_tracked = torch.ones(())
+    assert slots.refresh() and slots.refresh()
+    now, walked = slots.tensors, named(model)
+    assert list(now) == list(walked)
+    assert all(now[name] is walked[name] for name in now)
+
+
+def test_what_comes_and_goes_is_noticed() -> None:
+    for change in (
+        lambda model: model[0].register_buffer("more", torch.zeros(1)),
+        lambda model: model[0].register_parameter("more", nn.Parameter(torch.zeros(1))),
+        lambda model: model.append(nn.ReLU()),
+        lambda model: delattr(model[0], "bias"),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: model.__delitem__(1),
+        lambda model: setattr(model[1], "empty", torch.zeros(1)),
+        lambda model: model.__setitem__(0, nn.Linear(2, 3)),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(3, 2))),
+        lambda model: setattr(model[1], "running_mean", model[1].running_var),
+    ):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        model[1].register_buffer("empty", None)
+        slots = TensorSlots(model)
+        assert slots.refresh()
+        change(model)
+        assert not slots.refresh()
+        assert not slots.refresh()
+
+
+def test_what_no_module_holds_is_looked_for_each_time() -> None:
+    class Unusual(nn.Linear):
+        elsewhere: Any = (nn.Parameter(torch.zeros(1)),)
+
+        def named_parameters(self, *args: object, **kwargs: object) -> Any:
+            return iter([(f"elsewhere.{i}", one) for i, one in enumerate(self.elsewhere)])
+
+    model = Unusual(1, 1)
+    slots = TensorSlots(model)
+    assert slots.refresh()
+    for elsewhere in ([nn.Parameter(torch.zeros(1))], [*model.elsewhere, nn.Parameter(torch.zeros(1))], []):
+        model.elsewhere = elsewhere
+        assert not slots.refresh()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_looked_at() -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)), nn.Linear(1, 1))
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    assert looks(model, groups, lambda group: model[0](torch.randn(4, 2))) == (1, 11)
+    slots = TensorSlots(model)
+    model[0].running_mean = torch.ones(2)
+    assert not slots.refresh()

@@ -1,0 +1,495 @@
+"""One walk through replicated state: its tensors and numbers, their places, and what has changed since.
+
+A walk copies and compares thousands of values, and a step looks at all state twice. So a walk is kept, and
+looked at again: whether each dict and list that it went through has the same objects in the same places. If
+only numbers and tensors have changed in their places, the walk takes them over; otherwise another one is
+needed. All that has to know of a change reads the walk.
+
+A tensor has changed if it is another object or has another version counter. Writes that torch doesn't count
+(through `.data` or numpy) are not detected.
+
+Must not know: the storage of the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from .flatten import Separator, is_number, separated, words
+from .optimizers import options
+from .partitioned import check_whole
+from .serialize import NotPlainError, like, plain_key
+
+SAME = "ecemb.same"
+"""(this, name) in a walk's value: a buffer that shares the tensor of that name."""
+REPLICATED = "replicated state"
+"""All changes that are not of options, in `Fingerprint.moved_since`."""
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_version = attrgetter("_version")
+_form = attrgetter("dtype", "shape", "device")  # all that an outline has of a tensor and that can change
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Replicated state at a moment, without copies of its tensors, to detect later changes.
+
+    Attributes:
+        tensors: all tensors, in the order of `flatten.separated`, except those of extra state.
+        versions: their version counters.
+        rest: all other values except options.
+        options: options of each parameter group of each optimizer; copies, except tensors.
+        kinds: class names of the optimizers.
+    """
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    rest: list[object]
+    options: list[list[dict[str, Any]]]
+    kinds: list[str]
+
+    def moved_since(self, then: Fingerprint, names: Sequence[str]) -> dict[str, str]:
+        """The changes since an earlier moment: the changed item -> the change, as text.
+
+        Args:
+            then: the fingerprint of the earlier moment.
+            names: names of the tensors at that moment.
+        """
+        moved: dict[str, str] = {}
+        if self is then:
+            return moved
+        for number, kind in enumerate(self.kinds):
+            groups = zip(then.options[number], self.options[number], strict=False)
+            for index, (before, now) in enumerate(groups):
+                keys = [key for key in {**before, **now} if not _equal(before.get(key), now.get(key))]
+                if keys:
+                    key = keys[0]
+                    how = f"{key} of group {index} was {before.get(key)!r} and is {now.get(key)!r}"
+                    moved.setdefault(f"options of {kind} (number {number} of optimizers=)", how)
+        counts = len(then.tensors), len(self.tensors)
+        pairs = zip(then.tensors, then.versions, self.tensors, self.versions, strict=False)
+        at = next((at for at, (a, v, b, w) in enumerate(pairs) if a is not b or v != w), min(counts))
+        if at < max(counts) or not _equal(then.rest, self.rest):
+            is_tensor = at < min(*counts, len(names))
+            what = names[at] if is_tensor else "numbers in the state of an optimizer"
+            moved[REPLICATED] = f"first of it: {what}" if is_tensor else what
+        return moved
+
+
+class TensorSlots:
+    """The places of a model's dense parameters and buffers in its modules.
+
+    A tensor may have several places (tied weights, shared buffers): it is listed under its first name, and
+    the other places are known to share it.
+
+    Args:
+        model: walked once.
+        protected: ids of its parameters that are left out.
+        left: modules whose buffers are left out.
+
+    Attributes:
+        tensors: the present tensors by name, each once.
+        shared: name of each buffer that shares such a tensor -> the tensor's name.
+        empty: names of buffers that are None.
+        buffers: names of all places for buffers -> whether they are in the model's state_dict.
+        extra: modules with extra state, by name.
+
+    Raises:
+        ConfigurationError: a tensor is not complete on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, protected: Collection[int] = (), left: Sequence[nn.Module] = ()
+    ) -> None:
+        self._model = model
+        self._left_out = protected, left
+        self._containers = _Containers()
+        places: dict[int, list[tuple[dict[str, Any], str, int]]] = {}
+        for module in model.modules():
+            *holders, children = _dicts(module)
+            for held in holders:
+                for place, (key, one) in zip(self._containers.watch(held), held.items(), strict=True):
+                    places.setdefault(id(one), []).append((held, key, place))
+            self._containers.watch(children)
+        self._containers.note()
+        self._distinct = self._containers.count_distinct()
+        self.tensors: dict[str, torch.Tensor] = _found(model, protected, left)
+        self._at: dict[str, tuple[dict[str, Any], str]] = {}
+        self._replaceable: dict[int, str] = {}  # of buffers, each the only place of its tensor -> their names
+        for name, tensor in self.tensors.items():
+            (held, key, place), *others = places.get(id(tensor), [({}, "", -1)])
+            self._at[name] = held, key
+            if held and not others and type(tensor) is torch.Tensor:
+                self._replaceable[place] = name
+        self._has_hidden = not all(held for held, _ in self._at.values())  # as a ScriptModule's
+        first = self.names()
+        self.buffers: dict[str, bool] = {}
+        self.shared: dict[str, str] = {}
+        self.empty: list[str] = []
+        for name, buffer, is_persistent in buffers(model, left):
+            self.buffers[name] = is_persistent
+            if buffer is None:
+                self.empty.append(name)
+            elif first.get(id(buffer), name) != name and name not in self.tensors:
+                self.shared[name] = first[id(buffer)]
+        self.extra: dict[str, nn.Module] = with_extra_state(model, left)
+
+    def names(self) -> dict[int, str]:
+        """Ids of the tensors -> their names."""
+        return {id(tensor): name for name, tensor in self.tensors.items()}
+
+    def refresh(self) -> bool:
+        """Whether these are still the model's slots. Tensors that are new in their places are taken over.
+
+        False if modules, parameters or buffers came or went, if others share a tensor than before, or if a
+        parameter is another one.
+        """
+        changed = self._containers.changed()
+        if changed is None or not all(at in self._replaceable and _is_dense(now) for at, _, now in changed):
+            return False
+        if changed:
+            if self._containers.count_distinct() != self._distinct:
+                return False  # one of them is in another place as well
+            self._containers.note()
+            self.tensors = self.tensors | {self._replaceable[at]: now for at, _, now in changed}
+        if not self._has_hidden:
+            return True
+        found = _found(self._model, *self._left_out)
+        return [*found] == [*self.tensors] and all(map(is_, found.values(), self.tensors.values()))
+
+    def at(self, name: str) -> torch.Tensor | None:
+        """The current content of a place."""
+        held, key = self._place(name)
+        return held[key]
+
+    def put(self, name: str, value: torch.Tensor | None, *, persistent: bool = True) -> None:
+        """Puts a tensor or None in the place of a buffer; creates a missing place."""
+        held, key = self._place(name)
+        if key in held:
+            held[key] = value
+            return
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, key):
+            setattr(module, key, value)
+        else:
+            module.register_buffer(key, value, persistent=persistent)
+
+    def drop(self, name: str) -> None:
+        """Removes the place of a buffer."""
+        path, _, key = name.rpartition(".")
+        delattr(self._model.get_submodule(path), key)
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        held, key = self._at.get(name, ({}, ""))
+        if held:
+            return held, key
+        path, _, key = name.rpartition(".")
+        return _dicts(self._model.get_submodule(path))[1], key
+
+
+class CachedWalk:
+    """Replicated state as a walk has found it, or as it was when `refresh` was last true.
+
+    Args:
+        slots: those of the model.
+        collected: the state, nested: "model", and for each of `optimizers` its "options", the "state" of its
+            parameters by index, "others" (its state under other keys) and values that decide nothing.
+        optimizers: those of the state.
+
+    Attributes:
+        slots: as given; their tensors may be newer.
+        value: the state with placeholders for tensors and numbers, as `flatten.separated` gives it.
+        numbers: its numbers, as `flatten.separated` gives them; never overwritten.
+        fingerprint: of the state.
+
+    Raises:
+        ConfigurationError: a value could not be read back, or is sparse.
+    """
+
+    def __init__(self, slots: TensorSlots, collected: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+        self.slots, self._of_model = slots, slots.tensors
+        self._optimizers = optimizers
+        self._containers = _Containers()
+        self._separator = Separator()
+        self._rest: list[object] = []
+        self._tensors_at: dict[int, int] = {}  # place in containers -> index of the tensor
+        self._numbers_at: dict[int, tuple[int, int | None]] = {}  # -> first byte in numbers, index in rest
+        try:
+            self.value: dict[str, Any] = {
+                "model": {name: self._leaf(one) for name, one in collected["model"].items()},
+                "optimizers": [*map(self._optimizer, optimizers, collected["optimizers"])],
+                **{key: self._leaf(one) for key, one in collected.items() if key == "appeared"},
+            }
+        except (ConfigurationError, NotPlainError):
+            separated(collected)  # raises as well, and names the place
+            raise
+        self._containers.note()
+        self._roots = self._roots_now()
+        self.numbers: bytearray = self._separator.numbers
+        tensors, kinds = self._separator.tensors, [type(one).__name__ for one in optimizers]
+        options_now = _options_of(optimizers)
+        self.fingerprint = Fingerprint(tensors, _versions_of(tensors), self._rest, options_now, kinds)
+        self._forms = [*map(_form, tensors)]
+
+    def refresh(self, *, forms: bool) -> bool:
+        """Whether certainly only numbers and tensors have changed in their places; then they are taken over.
+
+        Args:
+            forms: whether types, shapes and devices of tensors also have to be as they were.
+        """
+        if not self.slots.refresh() or self._roots_now() != self._roots:
+            return False
+        if (changed := self._containers.changed()) is None:
+            return False
+        then = self.fingerprint
+        tensors, rest, options_now = then.tensors, then.rest, then.options
+        if self._of_model is not self.slots.tensors:
+            self._of_model = self.slots.tensors
+            tensors = [*self._of_model.values(), *tensors[len(self._of_model) :]]
+        if changed:
+            tensors, rest, self.numbers = [*tensors], [*rest], bytearray(self.numbers)
+            if not all(self._take(at, before, now, tensors, rest) for at, before, now in changed):
+                return False
+            self._containers.note()
+            options_now = _options_of(self._optimizers)
+        versions = _versions_of(tensors)
+        if tensors is not then.tensors or versions != then.versions:
+            self.fingerprint = Fingerprint(tensors, versions, rest, options_now, then.kinds)
+        return not forms or [*map(_form, tensors)] == self._forms
+
+    def _take(self, at: int, then: Any, now: Any, tensors: list[torch.Tensor], rest: list[object]) -> bool:
+        """Takes over what is new in a place; False if that can't be."""
+        if at in self._tensors_at and _is_dense(now):
+            tensors[self._tensors_at[at]] = now
+            return True
+        if at not in self._numbers_at or not _is_numeric(now) or _kinds(now) != _kinds(then):
+            return False
+        first, index = self._numbers_at[at]
+        new = words(map(_plain, _items(now)))
+        self.numbers[first : first + len(new)] = new
+        if index is not None:
+            rest[index] = now
+        return True
+
+    def _roots_now(self) -> list[tuple[object, ...]]:
+        return [(type(one), id(one.param_groups), id(one.state)) for one in self._optimizers]
+
+    def _optimizer(self, optimizer: Any, collected: Mapping[str, Any]) -> dict[str, Any]:
+        watch = self._containers.watch
+        watch(optimizer.param_groups)
+        of_groups = [dict(zip(one, watch(one), strict=True)) for one in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            watch(group["params"])
+        in_state = dict(zip(optimizer.state, watch(optimizer.state), strict=True))
+        value: dict[str, Any] = {}
+        for part, found in collected.items():
+            if part == "options":
+                value[part] = [
+                    {
+                        plain_key(key): self._visit(one, places[key], counted=False)
+                        for key, one in kept.items()
+                    }
+                    for kept, places in zip(found, of_groups, strict=True)
+                ]
+            elif part in ("state", "outside"):
+                value[part] = {index: self._visit(one) for index, one in found.items()}
+            elif part == "others":
+                value[part] = {plain_key(key): self._visit(one, in_state[key]) for key, one in found.items()}
+            else:
+                value[part] = self._leaf(found)
+        return value
+
+    def _visit(self, value: Any, at: int | None = None, *, counted: bool = True) -> Any:
+        """Watches all containers of a value, and takes its tensors and numbers.
+
+        Args:
+            value: of the state.
+            at: its place in the containers.
+            counted: whether it is in the fingerprint's rest; options are not.
+
+        Returns:
+            A copy with placeholders.
+        """
+        kind = type(value)
+        if kind is list:
+            places = self._containers.watch(value)
+            return [self._visit(one, at, counted=counted) for at, one in zip(places, value, strict=True)]
+        if kind in _MAPPINGS:
+            places = zip(self._containers.watch(value), value.items(), strict=True)
+            items = {plain_key(key): self._visit(one, at, counted=counted) for at, (key, one) in places}
+            return like(value, items)
+        if kind is tuple and not _is_numeric(value):
+            return tuple([self._visit(one, counted=counted) for one in value])
+        return self._leaf(value, at, counted=counted)
+
+    def _leaf(self, value: Any, at: int | None = None, *, counted: bool = True) -> Any:
+        """As `_visit`, of a value whose containers are not watched."""
+        if isinstance(value, torch.Tensor):
+            if at is not None:
+                self._tensors_at[at] = len(self._separator.tensors)
+            return self._separator.take_tensor(value)
+        if at is not None and _is_numeric(value):
+            self._numbers_at[at] = len(self._separator.numbers), len(self._rest) if counted else None
+        if counted:
+            self._rest.append(value)
+        return self._separator.take(value)
+
+
+class _Containers:
+    """Dicts and lists, to see whether they hold the same objects in the same places later.
+
+    If one has another type, that can't be said.
+    """
+
+    def __init__(self) -> None:
+        self._is_certain = True
+        self._filled: list[Any] = []
+        self._empty: list[Any] = []
+        self._views: list[Any] = []  # live: all keys and values
+        self._size = 0  # of the views together
+        self._lengths: list[int] = []
+        self._held: list[Any] = []
+
+    def watch(self, container: Any) -> range:
+        """Adds a container, and returns the places of its values."""
+        size, kind = len(container), type(container)
+        if kind is not list and kind not in _MAPPINGS and kind is not defaultdict:
+            self._is_certain = False
+            return range(size)
+        if not container:
+            self._empty.append(container)
+            return range(0)
+        self._filled.append(container)
+        self._views += [container] if kind is list else [container.keys(), container.values()]
+        self._size += size if kind is list else 2 * size
+        return range(self._size - size, self._size)
+
+    def note(self) -> None:
+        """What they hold now is what later content is compared with."""
+        self._lengths, self._held = [*map(len, self._filled)], [*self._holding()]
+
+    def changed(self) -> list[tuple[int, Any, Any]] | None:
+        """The places that hold another object than noted: place, noted object, other one.
+
+        None if there are other places than then.
+        """
+        if not self._is_certain or any(self._empty) or [*map(len, self._filled)] != self._lengths:
+            return None
+        if all(map(is_, self._holding(), self._held)):
+            return []
+        pairs = enumerate(zip(self._held, self._holding(), strict=True))
+        return [(at, then, now) for at, (then, now) in pairs if then is not now]
+
+    def count_distinct(self) -> int:
+        """The number of different objects that they hold now."""
+        return len({*map(id, self._holding())})
+
+    def _holding(self) -> Iterator[Any]:
+        return chain.from_iterable(self._views)
+
+
+def buffers(
+    model: nn.Module, left: Sequence[nn.Module] = ()
+) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
+    """All places for buffers, also empty ones: name, content, and whether it is in the model's state_dict."""
+    aside = _all_in(left)
+    for prefix, module in model.named_modules():
+        if id(module) not in aside:
+            unsaved = getattr(module, "_non_persistent_buffers_set", ())
+            for key, buffer in _dicts(module)[1].items():
+                yield f"{prefix}.{key}".removeprefix("."), buffer, key not in unsaved
+
+
+def with_extra_state(model: nn.Module, left: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
+    """Modules with extra state in the model's state_dict, by name."""
+    aside = _all_in(left)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and id(module) not in aside
+        and not isinstance(module, torch.jit.ScriptModule)
+    }
+
+
+def has_room(model: nn.Module, name: str) -> bool:
+    """Whether `TensorSlots.put` can create a buffer of this name."""
+    path, _, key = name.rpartition(".")
+    try:
+        return not hasattr(model.get_submodule(path), key)
+    except AttributeError:  # no such module
+        return False
+
+
+def _found(
+    model: nn.Module, protected: Collection[int], left: Sequence[nn.Module]
+) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {
+        n: one for n, one in model.named_parameters() if id(one) not in protected
+    }
+    others = {id(buffer) for module in left for _, buffer in nn.Module.named_buffers(module)}
+    tensors.update((n, one) for n, one in model.named_buffers() if id(one) not in others)
+    for name, tensor in tensors.items():
+        check_whole(name, tensor)
+    return tensors
+
+
+def _all_in(modules: Sequence[nn.Module]) -> set[int]:
+    return {id(one) for module in modules for one in module.modules()}
+
+
+def _dicts(module: nn.Module) -> list[dict[str, Any]]:
+    """The module's own dicts of parameters, buffers and modules. A ScriptModule hides them."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [{}, {}, {}]
+    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Version counters of tensors; -1 for those that have none."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # an inference tensor has none
+        return [-1 if one.is_inference() else one._version for one in tensors]
+
+
+def _options_of(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    return [[options(group) for group in one.param_groups] for one in optimizers]
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether it is a tensor that may take another one's place."""
+    return type(value) is torch.Tensor and value.layout is torch.strided
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; NaN equals itself."""
+    return one is other or bool(one == other) or repr(one) == repr(other)
+
+
+def _is_numeric(value: Any) -> bool:
+    """Whether it is a number, or a tuple of nothing but numbers."""
+    items = _items(value)
+    return bool(items) and all(is_number(_plain(item)) for item in items)
+
+
+def _kinds(value: Any) -> list[Any]:
+    kinds = (one.dtype if isinstance(one, np.generic) else type(one) for one in _items(value))
+    return [type(value), *kinds]
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", value) if type(value) is tuple else (value,)
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if isinstance(number, np.generic) else number
