@@ -62,7 +62,7 @@ class RankMemory:
 
     Attributes:
         kernels: as given.
-        rows_lock: held while rows are captured or undone, and while an outbox or `AsOf` reads rows.
+        rows_lock: held while rows are captured or undone, and while an outbox or a snapshot reads rows.
         journals: both row journals; `journal` is that of the transaction that was armed last.
     """
 

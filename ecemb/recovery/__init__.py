@@ -1,7 +1,6 @@
 """After a failure: decide, undo or redo, rebuild, verify.
 
 `plan` is the pure decision, `execute` carries it out, `rebuild` reconstructs lost blocks, and `state_slices`
-brings replicated state together. `background` rebuilds beside training: `missing` says what is still lost,
-`stream` brings it, `sources` asks for it, and `serving` answers. `parity_check` compares parity with rows;
-`scrub` does so while the job runs.
+brings replicated state together. `background` rebuilds beside training: `requester` asks for what is
+`missing`, and `server` answers. `parity_check` compares parity with rows; `scrub` does so while the job runs.
 """

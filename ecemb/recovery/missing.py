@@ -1,8 +1,9 @@
 """What a replacement rank still lacks of its rows and its parity (docs/protocol.md, 9.1).
 
-Owns a bit for each row and for each chunk of a parity block. Bytes are stored where the bit is unset, and the
-bit is set after them. Threads may share an object. Must not know: the network, the ranks that have the bytes,
-and the moments at which they may be stored.
+Owns a bit for each row and for each chunk of a parity block, and the order in which chunks are asked for.
+Bytes are stored where the bit is unset, and the bit is set after them. One thread stores, and any thread may
+ask what is there. Must not know: the network, the ranks that have the bytes, and the moments at which they
+may be stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,31 +49,31 @@ class Chunk:
         return self.table < 0
 
 
-class _Part:
+class _Bits:
     """The bits of one table, or of one parity block, of which some are unset.
 
     Args:
         size: number of bits.
 
     Attributes:
-        there: the rows, or the chunks, that are there.
+        present: the rows, or the chunks, that are there.
         left: number of the others.
         given: number of bits, from the first on, that `next_chunk` has given out.
     """
 
     def __init__(self, size: int) -> None:
-        self.there = RowSet(size)
+        self.present = RowSet(size)
         self.left, self.given, self._first = size, 0, 0
 
     def next(self) -> int | None:
         """The first unset bit that was not given out; None if there is none."""
-        self._first = self.there.first_absent(self._first)
-        at = self.there.first_absent(max(self._first, self.given))
-        return at if at < self.there.rows else None
+        self._first = self.present.first_absent(self._first)
+        at = self.present.first_absent(max(self._first, self.given))
+        return at if at < self.present.rows else None
 
     def end(self, at: int, stop: int) -> int:
         """The end of the last unset bit of at..stop-1, which are the bits of one chunk; there is one."""
-        return stop - int(self.there.has(np.arange(at, stop))[::-1].argmin())
+        return stop - int(self.present.has(np.arange(at, stop))[::-1].argmin())
 
 
 class Missing:
@@ -91,13 +91,12 @@ class Missing:
         self._memory, self._space = memory, memory.space
         space, blocks = memory.space, {} if memory.parity is None else memory.parity.blocks
         self._parity = parity = {c: words for c, (_, words) in blocks.items()}
-        self._lock = threading.Lock()
         self._rows = {
-            index: _Part(one.table.layout.rows)
+            index: _Bits(one.table.layout.rows)
             for index, one in enumerate(space.named)
             if one.table.layout.words and one.owner == index
         }
-        self._chunks = {c: _Part(-(-len(words) // CHUNK_WORDS)) for c, words in parity.items() if len(words)}
+        self._chunks = {c: _Bits(-(-len(words) // CHUNK_WORDS)) for c, words in parity.items() if len(words)}
         self._bytes_left = (space.words + sum(len(words) for words in parity.values())) * WORD_BYTES
 
     @property
@@ -117,9 +116,9 @@ class Missing:
         """How many rows of each table are not there, without the tables that are whole."""
         left: dict[str, int] = {}
         for table, one in zip(self._space.tables, self._space.named, strict=True):
-            if (part := self._rows.get(one.owner)) is not None:
-                is_all, rows = len(one.rows) == part.there.rows, one.rows
-                count = part.left if is_all else len(rows) - part.there.count(rows.start, rows.stop)
+            if (bits := self._rows.get(one.owner)) is not None:
+                is_all, rows = len(one.rows) == bits.present.rows, one.rows
+                count = bits.left if is_all else len(rows) - bits.present.count(rows.start, rows.stop)
                 if count:
                     left[table.layout.name] = min(count, table.layout.rows)  # a record in parts is one row
         return left
@@ -135,11 +134,11 @@ class Missing:
             int64, distinct, ascending; new.
         """
         one = self._space.named[table]
-        part = self._rows.get(one.owner)
-        if part is None:
+        bits = self._rows.get(one.owner)
+        if bits is None:
             return np.empty(0, np.int64)
         rows = ids[(ids >= 0) & (ids < one.table.layout.rows)]
-        return np.unique(rows[~part.there.has(rows + one.rows.start)])
+        return np.unique(rows[~bits.present.has(rows + one.rows.start)])
 
     def place(self, table: int, ids: Ids) -> list[tuple[int, Ids, Ids]]:
         """Where the records of rows are.
@@ -171,31 +170,29 @@ class Missing:
         Returns:
             The chunk; None if all that is not there was given out.
         """
-        with self._lock:
-            for table in (*(self._space.named[table].owner for table in hottest), *self._rows):
-                if table in self._rows and (chunk := self._rows_of(table)) is not None:
-                    return chunk
-            for q, (c, words) in enumerate(self._parity.items()):
-                if (part := self._chunks.get(c)) is not None and (at := part.next()) is not None:
-                    part.given, start = at + 1, at * CHUNK_WORDS
-                    block = len(self._space.bounds) - 1 + q
-                    return Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
-            return None
+        for table in (*(self._space.named[table].owner for table in hottest), *self._rows):
+            if table in self._rows and (chunk := self._rows_of(table)) is not None:
+                return chunk
+        for q, (c, words) in enumerate(self._parity.items()):
+            if (bits := self._chunks.get(c)) is not None and (at := bits.next()) is not None:
+                bits.given, start = at + 1, at * CHUNK_WORDS
+                block = len(self._space.bounds) - 1 + q
+                return Chunk(block, start, min(start + CHUNK_WORDS, len(words)), stripe_class=c)
+        return None
 
-    def give_again(self) -> None:
+    def rewind(self) -> None:
         """Lets `next_chunk` begin again with the first chunk that is not there."""
-        with self._lock:
-            for part in (*self._rows.values(), *self._chunks.values()):
-                part.given = 0
+        for bits in (*self._rows.values(), *self._chunks.values()):
+            bits.given = 0
 
     def _rows_of(self, table: int) -> Chunk | None:
         """The first rows of a table that are not there, and were not given out."""
-        part = self._rows[table]
-        if (at := part.next()) is None:
+        bits = self._rows[table]
+        if (at := bits.next()) is None:
             return None
         width, edges = self._space.named[table].table.layout.record_words, self._space.named[table].edges
         block = bisect.bisect_right(edges, at) - 1
-        end = part.given = part.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
+        end = bits.given = bits.end(at, min(at + max(1, CHUNK_WORDS // width), edges[block + 1]))
         skip = self._space.bases[table] - self._space.bounds[block]
         return Chunk(block, skip + at * width, skip + end * width, table=table)
 
@@ -235,21 +232,20 @@ class Missing:
                 f"store_rows_: {len(ids)} ids and records {list(records.shape)}: ids have to be ascending "
                 f"and distinct, with a record of {layout.record_words} words for each"
             )
-        with self._lock:
-            self._memory.back_rows(one.owner, rows)
-            return self._store_rows(one.owner, rows, records)
+        self._memory.back_rows(one.owner, rows)
+        return self._store_rows(one.owner, rows, records)
 
     def _store_rows(self, owner: int, ids: Ids, records: Words) -> int:
-        part = self._rows.get(owner)
-        if part is None:
+        bits = self._rows.get(owner)
+        if bits is None:
             return 0
-        unset = ~part.there.has(ids)
+        unset = ~bits.present.has(ids)
         if not unset.all():
             ids, records = ids[unset], records[unset]
         table = self._space.named[owner].table
         table.scatter_(ids, records)
-        part.left -= table.kernels.distinct(ids, part.there, np.empty_like(ids))
-        if not part.left:
+        bits.left -= table.kernels.distinct(ids, bits.present, np.empty_like(ids))
+        if not bits.left:
             del self._rows[owner]
         self._bytes_left -= records.nbytes
         return records.nbytes
@@ -277,19 +273,18 @@ class Missing:
                 f"store_span_: data block {block} has no words {start}..{start + len(words) - 1}; its number "
                 f"has to be below {len(bounds) - 1}, and the words have to be in it"
             )
-        with self._lock:
-            stored = 0
-            for owner in list(self._rows):
-                layout, base = self._space.named[owner].table.layout, self._space.bases[owner]
-                width = layout.record_words
-                first = max(0, -((base - low) // width))
-                end = min(layout.rows, (high - base) // width)
-                if first < end:
-                    records = words[base + first * width - low : base + end * width - low]
-                    ids = np.arange(first, end)
-                    self._memory.back_rows(owner, ids[:1], len(ids))
-                    stored += self._store_rows(owner, ids, records.reshape(end - first, width))
-            return stored
+        stored = 0
+        for owner in list(self._rows):
+            layout, base = self._space.named[owner].table.layout, self._space.bases[owner]
+            width = layout.record_words
+            first = max(0, -((base - low) // width))
+            end = min(layout.rows, (high - base) // width)
+            if first < end:
+                records = words[base + first * width - low : base + end * width - low]
+                ids = np.arange(first, end)
+                self._memory.back_rows(owner, ids[:1], len(ids))
+                stored += self._store_rows(owner, ids, records.reshape(end - first, width))
+        return stored
 
     def store_parity_(self, stripe_class: int, start: int, words: Words) -> int:
         """Stores a chunk of parity if it is not there, and says that it is.
@@ -313,14 +308,13 @@ class Missing:
                 f"store_parity_: words {start}..{start + len(words) - 1} are not a chunk of the parity of "
                 f"stripe class {stripe_class}; chunks begin at multiples of {CHUNK_WORDS} words"
             )
-        with self._lock:
-            part = self._chunks.get(stripe_class)
-            if part is None or part.there.has(np.array([start // CHUNK_WORDS]))[0]:
-                return 0
-            self._memory.back_parity(stripe_class, np.array([start]), size)
-            block[start : start + size] = words
-            part.left -= part.there.add_(start // CHUNK_WORDS)
-            if not part.left:
-                del self._chunks[stripe_class]
-            self._bytes_left -= words.nbytes
-            return words.nbytes
+        bits = self._chunks.get(stripe_class)
+        if bits is None or bits.present.has(np.array([start // CHUNK_WORDS]))[0]:
+            return 0
+        self._memory.back_parity(stripe_class, np.array([start]), size)
+        block[start : start + size] = words
+        bits.left -= bits.present.add_(start // CHUNK_WORDS)
+        if not bits.left:
+            del self._chunks[stripe_class]
+        self._bytes_left -= words.nbytes
+        return words.nbytes

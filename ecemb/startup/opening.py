@@ -38,6 +38,8 @@ from ..launch import processes
 from ..local.rank_memory import RankMemory
 from ..recovery.background import Background
 from ..recovery.execute import RecoveryReport, Stopwatch, details, headline, join, recover, write_to_header
+from ..recovery.requester import Requester
+from ..recovery.server import Server
 from ..recovery.state_slices import gathered
 from ..session import Session
 from ..state import rank_state as rank_states
@@ -260,7 +262,11 @@ def _recover(
         if in_background:
             with start.watch.phase("connect"):
                 partners = requests(start.session, transport, plan)
-                background.begin(memory, partners, plan, kernels, start.session.whereabouts)
+                if memory.rank in plan.lost:
+                    background = Requester(memory, partners, plan, start.session.whereabouts)
+                else:
+                    background = Server(memory, partners, plan)
+                background.start()
             with start.watch.phase("rebuild"):
                 _fetch_first(memory, tables, background, putter)
         with start.watch.phase("restore"):

@@ -36,8 +36,8 @@ from ecemb.arena import arena
 from ecemb.group import rendezvous
 from ecemb.kernels.contract import Kernels
 from ecemb.kernels.cpu import Cpu
-from ecemb.local import as_of, journal, rank_memory
-from ecemb.recovery import background, execute, missing, parity_check, rate, rebuild, sources
+from ecemb.local import journal, rank_memory
+from ecemb.recovery import background, execute, missing, parity_check, rebuild, requester, server, throttle
 from ecemb.startup import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
@@ -504,22 +504,22 @@ def _watch_rebuild(worker: Worker) -> None:
 
         _wrap(owner, name, joined)
 
-    missing.CHUNK_WORDS = sources.CHUNK_WORDS = CHUNK_WORDS
-    rate.BUSY_NS, rate.FLOOR_BYTES_PER_S = 0, 1 / NEVER_S  # one chunk, and a rest
-    os.environ[background.POISON] = "1"
+    missing.CHUNK_WORDS = requester.CHUNK_WORDS = CHUNK_WORDS
+    throttle.BUSY_NS, throttle.FLOOR_BYTES_PER_S = 0, 1 / NEVER_S  # one chunk, and a rest
+    os.environ[requester.POISON] = "1"
     for name, phase in {
         "ensure": "waiting for rows",
         "ensure_all": "waiting for all",
         "pause": "pausing",
         "resume": "resuming",
-        "end": "ending the rebuild",
     }.items():
-        around(background.Background, name, phase)
-    around(background, "_tell_whole", "going whole")
+        around(requester.Requester, name, phase)
+    around(background.Background, "end", "ending the rebuild")
+    around(requester, "_go_live", "going whole")
     around(missing.Missing, "store_rows_", "storing rows")
     around(missing.Missing, "store_span_", "storing neighbouring rows")
     around(missing.Missing, "store_parity_", "storing parity")
-    around(as_of.AsOf, "read", "answering")
+    around(server.Snapshot, "read", "answering")
 
 
 def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:

@@ -15,7 +15,7 @@ import torch
 from ecemb.local.journal import RowJournal
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import execute
-from ecemb.recovery.background import Background
+from ecemb.recovery.requester import Requester
 from ecemb.state.rank_state import RankState
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
@@ -80,7 +80,7 @@ def _no_rebuild() -> None:
 
 
 def _no_waiting() -> None:
-    Background.ensure = lambda self, table, ids: None
+    Requester.ensure = lambda self, table, ids: None
 
 
 def no_agreement() -> list[Patch]:

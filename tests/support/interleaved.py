@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery.missing import Missing
+from ecemb.recovery.server import Snapshot
 
 from .simulation import Job, deliver
 
@@ -212,9 +212,9 @@ class Ranks:
                 elif words is not None:
                     stored += missing.store_span_(chunk.block, chunk.start, words[0])
                 else:
-                    missing.give_again()
+                    missing.rewind()
             elif not missing.is_whole():
-                missing.give_again()
+                missing.rewind()
             assert missing.bytes_left <= before - stored
 
     def _is_settled(self, i: int, of: int) -> bool:
@@ -234,7 +234,7 @@ class Ranks:
         for source, weight in zip(sources, weights.tolist(), strict=True):
             yield always
             holder = members[source]
-            if not AsOf(self.memories[holder]).read(c, source, offsets, width, of, out):
+            if not Snapshot(self.memories[holder], of).read(c, source, offsets, out):
                 self.gone += 1
                 return None
             right = runs(self.block(holder, c, source, of), offsets, width)

@@ -42,7 +42,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 import ecemb  # noqa: E402
 from ecemb.adapters import engine  # noqa: E402
 from ecemb.arena.scan import arenas  # noqa: E402
-from ecemb.recovery import background, stream  # noqa: E402
+from ecemb.recovery import requester, throttle  # noqa: E402
 from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
 from support.torchrec.stand_ins import collection_on_cpus, hash_on_cpus  # noqa: E402
 from support.torchrec.trained_model import (  # noqa: E402
@@ -298,8 +298,8 @@ def main() -> None:
     steps = setting["steps"]
     if setting["protected"]:
         if setting["rebuild"] == "background":  # of rows that are not waited for, only the first few come
-            stream.turn_s = lambda *_: 1e6
-            os.environ[background.POISON] = "1"
+            throttle.BUSY_NS, throttle.FLOOR_BYTES_PER_S, throttle._LOOKS = 0, 1e-6, sys.maxsize
+            os.environ[requester.POISON] = "1"
         n, k = setting["code"]
         engine._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
         killers: list[Killer] = []

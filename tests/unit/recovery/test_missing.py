@@ -109,12 +109,12 @@ def test_chunks_are_given_out_once_until_they_are_again(memory: RankMemory, chun
     rows, parity = emptied(memory)
     missing = Missing(memory)
     chunks = list(iter(missing.next_chunk, None))
-    missing.give_again()
+    missing.rewind()
     assert chunks[0].start == 0 and list(iter(missing.next_chunk, None)) == chunks
     first, last = chunks[0], chunks[-1]
     missing.store_span_(first.block, first.start, rows[first.start : first.stop])
     missing.store_parity_(last.stripe_class, last.start, parity[last.stripe_class][last.start : last.stop])
-    missing.give_again()
+    missing.rewind()
     assert list(iter(missing.next_chunk, None)) == chunks[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""Rows and parity as of a transaction, between any two stages of the next one."""
+"""Requests, and rows and parity as of a transaction, between any two stages of the next one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 from ecemb.coding.parity import class_words
 from ecemb.coding.rows import Table
 from ecemb.errors import InconsistentArenas
-from ecemb.local import as_of
-from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
+from ecemb.recovery import server
+from ecemb.recovery.server import Request, Snapshot
 from support.interleaved import Ranks, Truth, grouped, runs, take_turns, windows
 from support.simulation import Job, Machines, job_of
 
@@ -58,14 +58,14 @@ def check(ranks: Ranks, i: int, of: int) -> tuple[bool, bool]:
             for width in sorted({0, min(1, size), min(3, size), size}):
                 at = windows(size, width)
                 out = np.full((len(at), width), 77, np.uint64)
-                is_given = AsOf(memory).read(c, block, at, width, of, out)
+                is_given = Snapshot(memory, of).read(c, block, at, out)
                 given[block >= placement.k].add(is_given)
                 if is_given:
                     assert np.array_equal(out, runs(ranks.block(i, c, block, of), at, width))
                 for one in range(0, len(at), 1 + len(at) // 2):
                     alone = np.full((1, width), 77, np.uint64)
                     given[block >= placement.k].add(
-                        AsOf(memory).read(c, block, at[one : one + 1], width, of, alone)
+                        Snapshot(memory, of).read(c, block, at[one : one + 1], alone)
                     )
                     assert not is_given or np.array_equal(alone, out[one : one + 1])
     (rows,), (parity,) = given[False], given[True]
@@ -87,7 +87,7 @@ def test_every_word_in_every_stage(
     seed: int,
 ) -> None:
     """Also while a step is undone: the last one of the second transaction is aborted."""
-    monkeypatch.setattr(as_of, "_PART_WORDS", part_words)
+    monkeypatch.setattr(server, "_PART_WORDS", part_words)
     rng = random.Random(seed)
     job = dataclasses.replace(make(4, 2, 4, rng), window=window, aborts=frozenset({(2 * window, 0)}))
     with trained(tmp_path, job, kernel) as (memories, truth):
@@ -170,7 +170,7 @@ def test_parity_that_changes_while_it_is_read(tmp_path: Path, seed: int) -> None
                 memory.apply(1)
 
         with mock.patch.object(kernels, "gather_rows", applying):
-            assert not AsOf(memory).read(c, 2, np.zeros(1, np.int64), size, 0, out)
+            assert not Snapshot(memory, 0).read(c, 2, np.zeros(1, np.int64), out)
 
 
 def test_a_thread_reads_while_another_trains(tmp_path: Path, seed: int) -> None:
@@ -199,7 +199,7 @@ def test_a_thread_reads_while_another_trains(tmp_path: Path, seed: int) -> None:
                         size = class_words(job.placement, memories[i].geometry.block_words, c)
                         out, of = np.empty((1, size), np.uint64), memories[i].committed
                         at = np.zeros(1, np.int64)
-                        if AsOf(memories[i]).read(c, block, at, size, of, out):
+                        if Snapshot(memories[i], of).read(c, block, at, out):
                             reads[0] += 1
                             assert np.array_equal(out, runs(ranks.block(i, c, block, of), at, size))
 
@@ -233,14 +233,13 @@ def test_what_a_rank_does_not_have(tmp_path: Path, seed: int) -> None:
             (own, 0, [0, size], 1),
             (own, 0, [0], size + 1),
             (own, 0, [2**63 - 1], 1),
-            (own, 0, [0], -1),
         ]
         for c, block, offsets, width in wrong:
-            out = np.full((len(offsets), max(0, width)), 7, np.uint64)
+            out = np.full((len(offsets), width), 7, np.uint64)
             with pytest.raises(InconsistentArenas, match="restart the job"):
-                AsOf(memory).read(c, block, np.array(offsets), width, 0, out)
+                Snapshot(memory, 0).read(c, block, np.array(offsets), out)
             assert (out == 7).all()
-        assert AsOf(memory).read(own, 0, np.empty(0, np.int64), 3, 0, np.empty((0, 3), np.uint64))
+        assert Snapshot(memory, 0).read(own, 0, np.empty(0, np.int64), np.empty((0, 3), np.uint64))
 
 
 def test_rows_are_undone_under_the_lock(tmp_path: Path, seed: int) -> None:
@@ -278,5 +277,30 @@ def test_rows_that_a_table_of_a_group_has_journalled_itself(tmp_path: Path) -> N
         for block, (low, high) in enumerate(itertools.pairwise(space.bounds)):
             c = next(c for c in range(placement.world_size) if placement.members(c)[block] == memory.rank)
             out = np.zeros((high - low, 1), np.uint64)
-            assert AsOf(memory).read(c, block, np.arange(high - low), 1, of, out)
+            assert Snapshot(memory, of).read(c, block, np.arange(high - low), out)
             assert np.array_equal(out[:, 0], before[low:high])
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        Request(0, 0, 0, 0, 1),
+        Request(0, 0, 0, 1, 0),
+        Request(0, 0, 0, -1, -1),
+        Request(0, 0, -1, 1, 1),
+        Request(0, 0, 0, 2, (server.CHUNK_WORDS >> 1) + 1),
+        Request(0, 0, 0, 1 << 62, 1 << 62),
+        Request(0, 0, 0, 1, 1, -1),
+    ],
+)
+def test_what_no_rank_asks_for_is_refused_before_anything_is_reserved(request_of: Request) -> None:
+    with pytest.raises(InconsistentArenas, match="asks for"):
+        Request.of_words(request_of.words)
+
+
+def test_a_request_is_what_its_message_says() -> None:
+    for request in (Request(3, 2, 1 << 40, 4, 5, 6), Request()):
+        assert Request.of_words(request.words) == request

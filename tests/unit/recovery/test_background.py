@@ -24,17 +24,16 @@ from numpy.typing import NDArray
 from ecemb.arena.backing import Backing, promised
 from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
-from ecemb.errors import InconsistentArenas, PeerFailure
+from ecemb.errors import PeerFailure
 from ecemb.group.collectives import Transport
 from ecemb.group.whereabouts import Whereabouts
 from ecemb.kernels.contract import get_kernels
-from ecemb.local.as_of import AsOf
 from ecemb.local.rank_memory import RankMemory
-from ecemb.recovery import missing, serving, sources
-from ecemb.recovery.background import Background
+from ecemb.recovery import missing
+from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.recovery.serving import ANSWER_WORDS, Answer, Request, Serving
-from ecemb.recovery.stream import Arrivals
+from ecemb.recovery.requester import Holders, InFlight, Requester
+from ecemb.recovery.server import ANSWER_WORDS, Answer, Request, Server, Snapshot
 from ecemb.startup import connections
 from ecemb.state import rank_state
 from support.fork_server import fork_server
@@ -47,7 +46,7 @@ _libc = ctypes.CDLL(None)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 Words = NDArray[np.uint64]
 Found = tuple[Words, dict[int, Words], dict[str, Any]]
-"""A rank's row space without the rank state's record; its parity; facts of the stream."""
+"""A rank's row space without the rank state's record; its parity; facts of the rebuild."""
 
 
 def opened() -> Transport:
@@ -63,7 +62,7 @@ class Worker:
         folder: of all ranks.
         job: what is trained.
         lost: the ranks that lose it.
-        timeout_s: deadline of the stream's messages.
+        timeout_s: deadline of the requests.
     """
 
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
@@ -91,46 +90,41 @@ class Worker:
         ]
         self.plan = plan_recovery(headers, job.placement, started=True, opened=1)
         self.control.barrier("the plan")
-        self.whole: list[int] = []
-        self.arrivals = self.serving = None
+        self.requester = self.server = None
         self.requests = requests = connections.requests(session_of(), self.control, self.plan)
         if self.number in lost:
             requests.timeout_s = timeout_s
             _lose(self.memory)
-            self.arrivals = Arrivals(self.memory, requests, kernels, self.plan, Whereabouts(), self._be_whole)
-            self.arrivals.start()
+            self.requester = Requester(self.memory, requests, self.plan, Whereabouts())
+            self.requester.start()
         else:
-            self.serving = Serving(self.memory, requests, self.plan)
-            self.serving.start()
-
-    def _be_whole(self) -> None:
-        self.memory.back_all()
-        self.whole.append(self.number)
+            self.server = Server(self.memory, requests, self.plan)
+            self.server.start()
 
     def ensure_state(self) -> None:
         """Waits for the rank state's record, which always has bytes."""
-        assert self.arrivals is not None
-        self.arrivals.ensure(len(self.memory.space.named) - 1, np.zeros(1, np.int64))
+        assert self.requester is not None
+        self.requester.ensure(len(self.memory.space.named) - 1, np.zeros(1, np.int64))
 
     def follow(self) -> None:
         """Makes a replacement rank wait for its rows, and pause, as a guard does."""
-        arrivals = self.arrivals
-        assert arrivals is not None
+        requester = self.requester
+        assert requester is not None
         self.ensure_state()
         self.rank.position.unpack(rank_state.read(self.memory.rank_state))
         prepare, commit, capture = self.memory.prepare, self.memory.commit, self.rank.transactions.capture
 
         def prepared(transaction: int) -> None:
-            arrivals.pause()
+            requester.pause()
             prepare(transaction)
 
         def committed(transaction: int) -> None:
             commit(transaction)
-            arrivals.resume()
+            requester.resume()
 
         def captured(table: int, ids: NDArray[np.int64]) -> None:
-            arrivals.ensure(table, ids)
-            arrivals.assert_there(table, ids)
+            requester.ensure(table, ids)
+            requester.assert_there(table, ids)
             capture(table, ids)
 
         for owner, name, act in (
@@ -144,15 +138,15 @@ class Worker:
         """What this rank has."""
         parity = self.memory.parity
         assert parity is not None
-        facts = {} if self.arrivals is None else self.arrivals.stats()
+        facts = {} if self.requester is None else self.requester.stats()
         blocks = {c: words.copy() for c, (_, words) in parity.blocks.items()}
         return self.memory.space.read(0, self.memory.space.words), blocks, facts
 
     def close(self) -> None:
         """Ends, when all ranks do."""
-        for one in (self.arrivals, self.serving):
+        for one in (self.requester, self.server):
             if one is not None:
-                one.close(DEADLINE_S)
+                one.stop(DEADLINE_S)
         self.control.barrier("the end")
         self.memory.arena.close()
 
@@ -174,29 +168,34 @@ def _place(path: Path) -> tuple[Path, str, str]:
 
 def train(folder: Path, job: Job, lost: tuple[int, ...], words: int, steps: int) -> Found:
     """Trains while what is lost comes in chunks of some words."""
-    small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, sources)]
-    run, told, record = Arrivals._run, list[int](), RankMemory.record_lacking
+    small = [mock.patch.multiple(module, CHUNK_WORDS=words) for module in (missing, requester_module)]
+    run, told, record = Requester._run, list[int](), RankMemory.record_lacking
+    live, go_live = list[int](), RankMemory.go_live  # at the start of the job, and when it is rebuilt
 
-    def runs_when_awaited(self: Arrivals) -> None:
+    def runs_when_awaited(self: Requester) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._wishes, DEADLINE_S)
+            self._changed.wait_for(lambda: self._demands, DEADLINE_S)
         run(self)
+
+    def goes_live(self: RankMemory) -> None:
+        live.append(self.rank)
+        go_live(self)
 
     def records(self: RankMemory, size_bytes: int) -> None:
         told.append(size_bytes)
         record(self, size_bytes)
 
-    recording = mock.patch.object(RankMemory, "record_lacking", records)
-    with small[0], small[1], recording, mock.patch.object(Arrivals, "_run", runs_when_awaited):
+    recording = mock.patch.multiple(RankMemory, record_lacking=records, go_live=goes_live)
+    with small[0], small[1], recording, mock.patch.object(Requester, "_run", runs_when_awaited):
         worker = Worker(folder, job, lost)
-        if worker.arrivals is not None:
+        if worker.requester is not None:
             worker.follow()
         for _ in range(steps):
             worker.rank.step()
         worker.rank.drain()
-        if worker.arrivals is not None:
-            worker.arrivals.ensure_all()
-            assert worker.arrivals.is_whole and worker.whole == [worker.number]
+        if worker.requester is not None:
+            worker.requester.ensure_all()
+            assert not worker.requester.is_lacking and live == [worker.number] * 2
             arena = worker.memory.arena
             assert told[0] > max(told[1:-1], default=0) and told[-1] == arena.get(Word.LACKING_BYTES) == 0
             assert all(arena.reserved(name) == len(arena.region(name)) for name in LATER)
@@ -265,15 +264,15 @@ def two(seed: int, rows: int = 40) -> Job:
 def ask_again(folder: Path, job: Job) -> int:
     """Rank 0 is given nothing three times."""
     answers = [False] * 3
-    read = AsOf.read
+    read = Snapshot.read
 
-    def refuses_at_first(self: AsOf, *arguments: Any) -> bool:
+    def refuses_at_first(self: Snapshot, *arguments: Any) -> bool:
         return answers.pop() if answers else read(self, *arguments)
 
-    with mock.patch.object(AsOf, "read", refuses_at_first):
+    with mock.patch.object(Snapshot, "read", refuses_at_first):
         worker = Worker(folder, job, (0,))
-        if worker.arrivals is not None:
-            worker.arrivals.ensure_all()
+        if worker.requester is not None:
+            worker.requester.ensure_all()
             assert np.array_equal(worker.memory.space.read(0, len(job.expected(0, 0))), job.expected(0, 0))
         worker.close()
     return len(answers)
@@ -285,19 +284,18 @@ def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
 
 def look_much_up(folder: Path, job: Job) -> None:
     """Rank 0 asks for all rows in one lookup: requests and answers are far more than its sockets hold."""
-    narrow = mock.patch.multiple(sources, CHUNK_WORDS=16)
-    with narrow, mock.patch.object(Arrivals, "_run", return_value=None):
+    narrow = mock.patch.multiple(requester_module, CHUNK_WORDS=16)
+    with narrow, mock.patch.object(Requester, "_run", return_value=None):
         worker = Worker(folder, job, (0,))
         for connection in worker.requests._sockets.values():
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 connection.setsockopt(socket.SOL_SOCKET, buffer, 1 << 14)
         worker.control.barrier("sockets are small")
-        if worker.arrivals is not None:
-            arrivals = worker.arrivals
-            found = arrivals._sources
-            asked = [found.ask(0, np.arange(1 << 13) % 64, 4, worker.memory.committed) for _ in range(2)]
-            assert [one.wait() is not None for one in asked] == [True, True]
-            found.end()
+        if worker.requester is not None:
+            requester = worker.requester
+            asked = [requester._ask(0, np.arange(1 << 13) % 64, 4, lambda _: 0) for _ in range(2)]
+            assert [requester._holders.receive(one) is not None for one in asked] == [True, True]
+            requester._holders.send_end()
         worker.close()
 
 
@@ -308,25 +306,22 @@ def test_a_lookup_of_more_rows_than_sockets_hold_comes_to_its_end(tmp_path: Path
 
 def read_for_long(folder: Path, job: Job) -> list[bool]:
     """Rank 1 ends while its answer is not read yet; whether its socket is open then, and after that."""
-    begun, may_end, read = threading.Event(), threading.Event(), AsOf.read
+    begun, may_end, read = threading.Event(), threading.Event(), Snapshot.read
 
-    def reads(self: AsOf, *arguments: Any) -> bool:
+    def reads(self: Snapshot, *arguments: Any) -> bool:
         begun.set()
         assert may_end.wait(DEADLINE_S)
         return read(self, *arguments)
 
     found: list[bool] = []
-    with mock.patch.object(AsOf, "read", reads):
+    with mock.patch.object(Snapshot, "read", reads):
         worker = Worker(folder, job, (0,))
-        if worker.serving is not None:
-            background = Background()
-            background._requests, background._serving = worker.requests, worker.serving
-            background.is_over = False
+        if worker.server is not None:
             assert begun.wait(DEADLINE_S)
-            background.end()
+            worker.server.end()
             found.append(worker.requests._sockets[0].fileno() >= 0)
             may_end.set()
-            found.append(worker.serving.close(DEADLINE_S))
+            found.append(worker.server.stop(DEADLINE_S))
         else:
             with pytest.raises(PeerFailure):
                 worker.ensure_state()
@@ -339,33 +334,25 @@ def test_a_socket_lasts_as_long_as_the_thread_that_may_use_it(tmp_path: Path, se
     assert run_ranks(2, read_for_long, tmp_path, two(seed)) == [[], [True, True]]
 
 
-Meddle = Callable[[Arrivals, Words | None], Words | None]
+Meddle = Callable[[Requester, Words | None], Words | None]
 
 
 @contextmanager
-def parity_passes(job: Job, meddle: Meddle) -> Iterator[list[Arrivals]]:
-    """In chunks of 8 words; answers with parity come through a function. Gives the arrivals that are made."""
-    made, kept = list[Arrivals](), list[sources.Asked]()
-    init, ask, wait = Arrivals.__init__, sources.Sources.ask, sources.Asked.wait
+def parity_passes(meddle: Meddle) -> Iterator[list[Requester]]:
+    """In chunks of 8 words; answers with parity come through a function. Gives the requesters."""
+    made, init, receive = list[Requester](), Requester.__init__, Holders.receive
 
-    def noted(self: Arrivals, *arguments: Any) -> None:
+    def noted(self: Requester, *arguments: Any) -> None:
         made.append(self)
         init(self, *arguments)
 
-    def asked(self: sources.Sources, block: int, *arguments: Any) -> sources.Asked:
-        found = ask(self, block, *arguments)
-        if block >= job.placement.k:
-            kept.append(found)
-        return found
-
-    def waited(self: sources.Asked) -> Words | None:
-        words = wait(self)
-        return meddle(made[0], words) if any(one is self for one in kept) else words
+    def received(self: Holders, asked: InFlight) -> Words | None:
+        words = receive(self, asked)
+        return words if asked.prepared is None else meddle(made[0], words)
 
     with (
-        mock.patch.object(Arrivals, "__init__", noted),
-        mock.patch.object(sources.Sources, "ask", asked),
-        mock.patch.object(sources.Asked, "wait", waited),
+        mock.patch.object(Requester, "__init__", noted),
+        mock.patch.object(Holders, "receive", received),
         mock.patch.object(missing, "CHUNK_WORDS", 8),
     ):
         yield made
@@ -375,18 +362,18 @@ def answer_late(folder: Path, job: Job) -> int:
     """Rank 0 commits while its first three requests for parity are under way, and the answers are wrong."""
     late = [True] * 3
 
-    def meddle(arrivals: Arrivals, words: Words | None) -> Words | None:
+    def meddle(requester: Requester, words: Words | None) -> Words | None:
         if words is not None and late:
             late.pop()
-            arrivals.pause()
+            requester.pause()
             words = ~words
-            arrivals.resume()
+            requester.resume()
         return words
 
-    with parity_passes(job, meddle):
+    with parity_passes(meddle):
         worker = Worker(folder, job, (0,))
-        if worker.arrivals is not None:
-            worker.arrivals.ensure_all()
+        if worker.requester is not None:
+            worker.requester.ensure_all()
             assert np.array_equal(worker.memory.space.read(0, len(job.expected(0, 0))), job.expected(0, 0))
             parts = worker.memory.parity
             assert parts is not None
@@ -404,11 +391,11 @@ def die_or_wait(rank: int, folder: Path, job: Job, told: Connection) -> None:
     """Rank 1 dies when it is asked; rank 0 says how its wait ended."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with mock.patch.object(AsOf, "read", side_effect=lambda *_: os._exit(1)):
+    with mock.patch.object(Snapshot, "read", side_effect=lambda *_: os._exit(1)):
         worker = Worker(folder, job, (0,))
-        if worker.serving is not None:
-            worker.serving.close(DEADLINE_S)
-    assert worker.arrivals is not None
+        if worker.server is not None:
+            worker.server.stop(DEADLINE_S)
+    assert worker.requester is not None
     with pytest.raises(PeerFailure) as error:
         worker.ensure_state()
     told.send(str(error.value))
@@ -436,40 +423,18 @@ def test_a_rank_that_waits_for_rows_hears_of_the_death_of_a_holder(tmp_path: Pat
 # --- requests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "request_of",
-    [
-        Request(0, 0, 0, 0, 1),
-        Request(0, 0, 0, 1, 0),
-        Request(0, 0, 0, -1, -1),
-        Request(0, 0, -1, 1, 1),
-        Request(0, 0, 0, 2, (serving.CHUNK_WORDS >> 1) + 1),
-        Request(0, 0, 0, 1 << 62, 1 << 62),
-        Request(0, 0, 0, 1, 1, -1),
-    ],
-)
-def test_what_no_rank_asks_for_is_refused_before_anything_is_reserved(request_of: Request) -> None:
-    with pytest.raises(InconsistentArenas, match="asks for"):
-        Request.of_words(request_of.words)
-
-
-def test_a_request_is_what_its_message_says() -> None:
-    for request in (Request(3, 2, 1 << 40, 4, 5, 6), Request()):
-        assert Request.of_words(request.words) == request
-
-
 def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
     """Rank 0 sends a request of its own making; returns the answer."""
-    with mock.patch.object(Arrivals, "start"):
+    with mock.patch.object(Requester, "start"):
         worker = Worker(folder, job, (0,))
     answer = np.zeros(ANSWER_WORDS, np.uint64)
-    if worker.serving is None:
+    if worker.server is None:
         dialogue = worker.requests.dialogue([1])
         for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
             dialogue.say(words, 1)
         dialogue.hear({1: answer}, "the test")
     else:
-        worker.serving.close(DEADLINE_S)
+        worker.server.stop(DEADLINE_S)
         assert "ecemb-serve-0" not in [thread.name for thread in threading.enumerate()]
     worker.control.barrier("the end")
     return int(answer[0])
@@ -497,7 +462,7 @@ def commit_often(folder: Path, job: Job) -> bool:
     """Every answer with parity is later than the next commit of rank 0, unless that waits for it."""
     begun, ended = [0], [0]
 
-    def meddle(_: Arrivals, words: Words | None) -> Words | None:
+    def meddle(_: Requester, words: Words | None) -> Words | None:
         then = ended[0]
         while begun[0] <= then:
             time.sleep(0.001)
@@ -506,15 +471,15 @@ def commit_often(folder: Path, job: Job) -> bool:
             time.sleep(0.001)
         return words
 
-    with parity_passes(job, meddle) as made:
+    with parity_passes(meddle) as made:
         worker = Worker(folder, job, (0,))
         deadline = time.monotonic() + DEADLINE_S
-        while made and not made[0].is_whole and time.monotonic() < deadline:
+        while made and made[0].is_lacking and time.monotonic() < deadline:
             begun[0] += 1
             made[0].pause()
             ended[0] += 1
             made[0].resume()
-        whole = not made or made[0].is_whole
+        whole = not made or not made[0].is_lacking
         worker.close()
     return whole
 
@@ -525,17 +490,17 @@ def test_parity_comes_although_steps_are_shorter_than_a_chunk_takes(tmp_path: Pa
 
 def mislead(folder: Path, job: Job, answer: int | None) -> str:
     """Rank 1 answers what no holder answers, or never."""
-    with mock.patch.object(Serving, "start"):
+    with mock.patch.object(Server, "start"):
         worker = Worker(folder, job, (0,), 1.0 if answer is None else DEADLINE_S)
     raised = ""
-    if worker.arrivals is not None:
+    if worker.requester is not None:
         with pytest.raises(PeerFailure) as error:
             worker.ensure_state()
-        assert not worker.arrivals.is_whole
+        assert worker.requester.is_lacking
         with pytest.raises(PeerFailure):
-            worker.arrivals.ensure_all()
+            worker.requester.ensure_all()
         with pytest.raises(PeerFailure):  # a step that waits for no row ends as well
-            worker.arrivals.pause()
+            worker.requester.pause()
         raised = str(error.value)
     elif answer is not None:
         dialogue = worker.requests.dialogue([0])

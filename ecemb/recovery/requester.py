@@ -1,0 +1,559 @@
+"""The replacement rank's end of a rebuild beside training: asks for what it lacks (docs/protocol.md, 9).
+
+Owns the thread that asks, the requests in flight, and the moments at which words are stored. Rows that a
+lookup waits for come first; behind them everything else comes in chunks, as fast as `throttle` lets them.
+The words of a lost block are the sum of k blocks, as one transaction left them: all k holders are asked, and
+asked again if one of them has gone on. Parity is stored while this rank has prepared nothing later than the
+transaction that it asked for, and dropped otherwise; rows are stored whenever they come.
+
+Must not know: how a holder finds the words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..errors import PeerFailure, UndeclaredWrite
+from ..group.error_file import follows
+from ..group.requests import Requests
+from ..group.whereabouts import Whereabouts
+from ..kernels.contract import Ids, Words
+from ..local.rank_memory import RankMemory
+from .background import Background, partners
+from .missing import CHUNK_WORDS, Chunk, Missing
+from .plan import Rebuild, RecoveryPlan
+from .progress import Progress
+from .rebuild import weights_of
+from .server import ANSWER_WORDS, Answer, Request
+from .throttle import RebuildThrottle, RunDelay
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+POISON = "ECEMB_POISON"
+"""With this variable set, rows that are not there yet are NaN: a lookup that did not wait for them shows."""
+_MOST_LATE = 4
+"""After this many chunks of parity in a row that came too late, a step waits for those in flight."""
+_RETRY_S, _LONGEST_RETRY_S = 0.001, 0.05
+"""First and longest rest after an answer that the words are gone."""
+_MOST_BUFFERS = 32
+"""Answers whose memory is kept for others."""
+
+
+@dataclasses.dataclass(eq=False)
+class Demand:
+    """Rows that a lookup waits for.
+
+    Attributes:
+        table: by its index in `RowSpace.named`.
+        ids: int64, distinct, ascending.
+        is_met: whether they are there.
+    """
+
+    table: int
+    ids: Ids
+    is_met: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Pending:
+    """A request to all holders of a lost block.
+
+    Attributes:
+        task: the block, and its holders.
+        run: the first of the `InFlight`'s runs that it asks for.
+        word: the first word of each.
+        runs: number of runs.
+        width: words of each.
+        is_answered: whether all holders have answered.
+        received: the sum of their blocks, uint64 [runs, width], new; None if one has no words as of the
+            transaction.
+        delay_ns: for how long a holder's training waited for a processor meanwhile, at most.
+    """
+
+    task: Rebuild
+    run: int
+    word: int
+    runs: int
+    width: int
+    is_answered: bool = False
+    received: Words | None = None
+    delay_ns: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlight:
+    """Words of a lost block that this rank has asked for.
+
+    Attributes:
+        requests: together they ask for all of the words.
+        runs: number of runs.
+        width: words of each.
+        store: stores the words, uint64 [runs, width]; returns the bytes that it stored.
+        prepared: of parity: how often this rank had prepared a transaction when it asked; None: rows.
+        delay_ns: for how long its training had waited for a processor until then.
+    """
+
+    requests: list[Pending]
+    runs: int
+    width: int
+    store: Callable[[Words], int]
+    prepared: int | None
+    delay_ns: int
+
+
+class _Closed(Exception):
+    """The thread is to end."""
+
+
+class Requester(Background):
+    """Brings a replacement rank its rows and its parity while it trains.
+
+    Args:
+        memory: this rank's, in state REBUILDING; a thread of this object writes its rows and parity.
+        requests: connections with the holders.
+        plan: the same on all ranks.
+        whereabouts: says that the thread that trains waits.
+    """
+
+    def __init__(
+        self, memory: RankMemory, requests: Requests, plan: RecoveryPlan, whereabouts: Whereabouts
+    ) -> None:
+        thread = threading.Thread(target=self._run, name="ecemb-requester", daemon=True)
+        super().__init__(requests, [thread])
+        if os.environ.get(POISON):
+            _poison(memory)
+        self._memory, self._whereabouts = memory, whereabouts
+        self._missing = Missing(memory)
+        self._began_s, self._ended_s, self._stored_bytes = time.monotonic(), 0.0, 0
+        self._waited_s, self._waited_by_table_s = 0.0, defaultdict[str, float](float)
+        # The thread's that asks:
+        self._holders = Holders(memory, requests, plan)
+        self._in_flight = deque[InFlight]()
+        self._throttle, self._run_delay, self._retry_s = RebuildThrottle(), RunDelay(), 0.0
+        # Both threads':
+        self._changed = threading.Condition()  # held for all that follows, and while parity is stored
+        self._demands = deque[Demand]()
+        self._demands_of_all: list[int | None] = []
+        self._demanded_rows = Counter[int]()
+        self._prepared, self._is_paused, self._waits_for_resume = 0, False, False
+        self._parity_in_flight = self._late_in_a_row = 0
+        self._is_closing = self._has_ended = self._is_whole = False
+        self._error: BaseException | None = None
+
+    # --- the thread that trains ---
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether rows or parity are lacking, or the arena is not LIVE yet."""
+        return not self._is_whole
+
+    def ensure(self, table: int, ids: Ids) -> None:
+        """Waits until rows are there; see `Background.ensure`."""
+        lacking = self._missing.lacks(table, ids)
+        if not len(lacking):
+            return
+        demand = Demand(table, lacking)
+        with self._changed:
+            self._demands.append(demand)
+            self._demanded_rows[table] += len(lacking)
+            self._changed.notify_all()
+        waited_s = self._wait(lambda: demand.is_met or self._is_whole)
+        self._waited_by_table_s[self._memory.space.named[table].table.layout.name] += waited_s
+
+    def ensure_all(self, table: int | None = None) -> None:
+        """Waits until all rows of a table are there, or all rows and parity, which come without a rest."""
+
+        def is_met() -> bool:
+            return self._is_whole or (table is not None and self._missing.table_is_whole(table))
+
+        if is_met():
+            return
+        left = self._missing.bytes_left
+        what = "all rows and parity" if table is None else self._memory.space.named[table].table.layout.name
+        logger.info("rank %d waits for %s: %.1f MB are not rebuilt yet", self._memory.rank, what, left / 1e6)
+        with self._changed:
+            self._demands_of_all.append(table)
+            self._changed.notify_all()
+        try:
+            with Progress("rebuilding lost memory, this rank's part", left, shown=True) as progress:
+                self._wait(is_met, progress)
+        finally:
+            with self._changed:
+                self._demands_of_all.remove(table)
+
+    def assert_there(self, table: int, ids: Ids) -> None:
+        """Raises `UndeclaredWrite` unless rows are there; see `Background.assert_there`."""
+        lacking = self._missing.lacks(table, ids)
+        if len(lacking):
+            name = self._memory.space.named[table].table.layout.name
+            raise UndeclaredWrite(
+                f"the step changes {len(lacking)} rows of table {name!r} that are not rebuilt yet, such as "
+                f"row {int(lacking[0])}: they were read past the module that ecemb watches. Look rows up "
+                f'through that module, or call ecemb.protect(rebuild="blocking")'
+            )
+
+    def pause(self) -> None:
+        """Drops parity that is in flight; none is stored until `resume`.
+
+        Where steps are shorter than a chunk takes, each would be dropped: some of them are waited for.
+        """
+        with self._changed:
+            self._is_paused = True
+            while (
+                self._late_in_a_row >= _MOST_LATE
+                and self._parity_in_flight
+                and not (self._waits_for_resume or self._has_ended)
+            ):
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            self._prepared += 1
+
+    def resume(self) -> None:
+        """Lets parity arrive again: after this rank has stored `committed`."""
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, Any]:
+        """Where the rebuild stands: the rows left by table, the bytes left, their rate, and time of waits."""
+        passed_s = (self._ended_s or time.monotonic()) - self._began_s
+        return {
+            "rows_left": self._missing.rows_left(),
+            "bytes_left": self._missing.bytes_left,
+            "bytes_per_s": self._stored_bytes / max(passed_s, 1e-9),
+            "waited_s": self._waited_s,
+            "waited_by_table_s": dict(self._waited_by_table_s),
+        }
+
+    def stop(self, wait_s: float = 1.0) -> bool:
+        """Asks no more; see `Background.stop`. What has not arrived stays missing."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        return super().stop(wait_s)
+
+    def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> float:
+        """Waits until `is_met`; returns for how long, in seconds."""
+        began_s, left = time.monotonic(), self._missing.bytes_left
+        with self._changed, self._whereabouts.waiting():
+            while not is_met():
+                if self._has_ended:
+                    raise self._error or PeerFailure(
+                        f"rank {self._memory.rank} is closed before its rows are there: restart the job"
+                    )
+                self._changed.wait()
+                if progress is not None:
+                    progress.advance(left - self._missing.bytes_left)
+                    left = self._missing.bytes_left
+        waited_s = time.monotonic() - began_s
+        self._waited_s += waited_s
+        return waited_s
+
+    # --- the thread that asks ---
+
+    def _run(self) -> None:
+        try:
+            self._memory.record_lacking(self._missing.bytes_left)
+            while not self._missing.is_whole():
+                demand = self._next_demand()
+                if demand is not None:
+                    self._meet(demand)
+                else:
+                    self._stream()
+            self._receive_all()
+            self._memory.record_lacking(0)
+            _go_live(self._memory)
+            self._holders.send_end()
+            self._is_whole = True
+        except _Closed:
+            self._holders.send_end()
+        except BaseException as error:  # noqa: BLE001 - the thread that trains raises it
+            self._error = error
+        finally:
+            self._run_delay.close()
+            with self._changed:
+                self._ended_s = time.monotonic()
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _next_demand(self) -> Demand | None:
+        """Waits until there is a demand, or the next chunk is due: then None."""
+        with self._changed:
+            while True:
+                if self._is_closing:
+                    raise _Closed
+                if self._demands:
+                    return self._demands[0]
+                if self._demands_of_all or self._in_flight or not (wait_s := self._throttle.wait_s()):
+                    return None
+                self._changed.wait(wait_s)
+
+    def _meet(self, demand: Demand) -> None:
+        """Asks for the rows of a demand at once, and stores them; if some are gone, it stays the next one."""
+        width = self._memory.space.named[demand.table].table.layout.record_words
+        lacking = self._missing.lacks(demand.table, demand.ids)
+        asked = [
+            self._ask(block, offsets, width, partial(self._missing.store_rows_, demand.table, ids))
+            for block, ids, offsets in self._missing.place(demand.table, lacking)
+        ]
+        self._holders.send()
+        self._missing.back_rows(demand.table, lacking)  # meanwhile
+        is_stored = [self._receive(in_flight) for in_flight in asked]
+        if all(is_stored):
+            with self._changed:
+                self._demands.remove(demand)
+                demand.is_met = True
+                self._changed.notify_all()
+
+    def _stream(self) -> None:
+        """Asks for the chunks that are due, and stores the first of those in flight."""
+        if self._demands_of_all:
+            self._throttle.hurry()
+        is_due = not self._throttle.wait_s()
+        while is_due and len(self._in_flight) < self._throttle.most_in_flight:
+            if self._is_paused and self._in_flight:
+                break  # `pause` may wait for these
+            chunk = self._missing.next_chunk(self._demanded_tables())
+            if chunk is None:
+                break
+            self._in_flight.append(self._ask_for_chunk(chunk))
+        if not self._in_flight:
+            self._missing.rewind()
+            return
+        first = self._in_flight.popleft()
+        if not self._receive(first):
+            self._receive_all()
+            self._missing.rewind()
+        own_delay_ns = self._run_delay.so_far_ns() - first.delay_ns
+        delay_ns = max(own_delay_ns, *(request.delay_ns for request in first.requests))
+        self._throttle.received(first.runs * first.width, delay_ns)
+
+    def _demanded_tables(self) -> list[int]:
+        """Tables that come first: those of which all rows are waited for, then those with most demands."""
+        with self._changed:
+            whole = [table for table in self._demands_of_all if table is not None]
+            return [*whole, *(table for table, _ in self._demanded_rows.most_common())]
+
+    def _ask_for_chunk(self, chunk: Chunk) -> InFlight:
+        offsets, width = np.array([chunk.start]), chunk.stop - chunk.start
+        if chunk.is_parity:
+            prepared = self._wait_for_resume()
+            store = partial(self._missing.store_parity_, chunk.stripe_class, chunk.start)
+        else:
+            prepared, store = None, partial(self._missing.store_span_, chunk.block, chunk.start)
+        return self._ask(chunk.block, offsets, width, lambda words: store(words.reshape(-1)), prepared)
+
+    def _wait_for_resume(self) -> int:
+        """Waits while this rank is between `prepared` and `committed`; returns how often it has prepared."""
+        with self._changed:
+            while self._is_paused and not self._is_closing:
+                self._waits_for_resume = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._waits_for_resume = False
+            if self._is_closing:
+                raise _Closed
+            self._parity_in_flight += 1
+            return self._prepared
+
+    def _ask(
+        self,
+        block: int,
+        offsets: Ids,
+        width: int,
+        store: Callable[[Words], int],
+        prepared: int | None = None,
+    ) -> InFlight:
+        """Asks for runs of words of a lost block, as of the last committed transaction."""
+        requests = self._holders.ask(block, offsets, width, self._memory.committed)
+        return InFlight(requests, len(offsets), width, store, prepared, self._run_delay.so_far_ns())
+
+    def _receive(self, asked: InFlight) -> bool:
+        """Waits for words, and stores them; False if they are gone, or if parity has come too late."""
+        words = self._holders.receive(asked)
+        is_parity, stored = asked.prepared is not None, 0
+        with self._changed:
+            self._parity_in_flight -= is_parity
+            self._changed.notify_all()
+            if words is None:
+                self._retry_s = min(max(_RETRY_S, 2 * self._retry_s), _LONGEST_RETRY_S)
+                self._changed.wait(self._retry_s)
+                return False
+            self._retry_s = 0.0
+            if is_parity:
+                if asked.prepared != self._prepared:
+                    self._late_in_a_row += 1
+                    return False
+                stored = asked.store(words)
+                self._late_in_a_row = 0
+        if not is_parity:
+            stored = asked.store(words)  # a row may come at any moment, and `pause` waits for none
+        self._memory.record_lacking(self._missing.bytes_left)
+        with self._changed:
+            self._stored_bytes += stored
+            self._changed.notify_all()
+        return True
+
+    def _receive_all(self) -> None:
+        """Waits for all chunks in flight, and stores them."""
+        while self._in_flight:
+            self._receive(self._in_flight.popleft())
+
+
+class Holders:
+    """The ranks that hold what this rank lost: sends requests to them, and adds up what they answer.
+
+    For one thread. A holder answers in the order in which it was asked.
+
+    Args:
+        memory: this rank's.
+        requests: connections with the holders.
+        plan: the same on all ranks.
+    """
+
+    def __init__(self, memory: RankMemory, requests: Requests, plan: RecoveryPlan) -> None:
+        self._rank, self._kernels = memory.rank, memory.kernels
+        self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
+        self._weights = {
+            block: weights_of(task, memory.geometry).reshape(1, -1) for block, task in self._tasks.items()
+        }
+        self._ranks = partners(plan, memory.rank)
+        self._dialogue = requests.dialogue(self._ranks)
+        self._pending = deque[Pending]()
+        self._buffers: list[Words] = []
+
+    def ask(self, block: int, offsets: Ids, width: int, of: int) -> list[Pending]:
+        """Asks for runs of words of a lost block. `send` sends the requests, and so does `receive`.
+
+        Args:
+            block: number of the block in its stripe: data 0..k-1, parity k..n-1.
+            offsets: int64 [m], where each run begins, counted from the block's start; read.
+            width: words of a run.
+            of: the transaction as of which the words are wanted.
+
+        Returns:
+            Requests of at most `CHUNK_WORDS` words.
+        """
+        task, runs = self._tasks[block], max(1, CHUNK_WORDS // max(1, width))
+        requests: list[Pending] = []
+        for run in range(0, len(offsets), runs):
+            for word in range(0, width, CHUNK_WORDS):
+                begins = offsets[run : run + runs] + word
+                pending = Pending(task, run, word, len(begins), min(CHUNK_WORDS, width - word))
+                self._request(pending, begins, of)
+                requests.append(pending)
+        return requests
+
+    def _request(self, pending: Pending, offsets: Ids, of: int) -> None:
+        task = pending.task
+        for other, rank in task.sources:
+            request = Request(task.stripe_class, other, of, pending.width, pending.runs, int(offsets[0]))
+            self._dialogue.say(request.words, rank)
+            if len(offsets) > 1:
+                self._dialogue.say(offsets.view(np.uint64), rank)
+        self._pending.append(pending)
+
+    def send(self) -> None:
+        """Sends what was asked, as far as it goes without a wait.
+
+        Raises:
+            PeerFailure: a holder died.
+        """
+        self._dialogue.hear({}, "asking for lost rows", all_sent=False)
+
+    def receive(self, asked: InFlight) -> Words | None:
+        """Waits for the answers of all holders to what was asked, and to all that was asked before.
+
+        Returns:
+            uint64 [runs, width], new; None if a holder has no words as of the transaction.
+
+        Raises:
+            PeerFailure: a holder died, or refuses to answer.
+        """
+        for request in asked.requests:
+            while not request.is_answered:
+                self._receive_next()
+        if len(asked.requests) == 1:
+            return asked.requests[0].received
+        words = np.empty((asked.runs, asked.width), np.uint64)
+        for request in asked.requests:
+            if request.received is None:
+                return None
+            rows = slice(request.run, request.run + request.runs)
+            words[rows, request.word : request.word + request.width] = request.received
+        return words
+
+    def send_end(self) -> None:
+        """Says to all holders that this rank asks no more, once all that it asked for is here."""
+        try:
+            while self._pending:
+                self._receive_next()
+            for rank in self._ranks:
+                self._dialogue.say(Request().words, rank)
+            self._dialogue.hear({}, "the end of a rebuild")
+        except PeerFailure as error:  # its end is the failure detector's business
+            logger.debug("the holders of what rank %d lost: %s", self._rank, error)
+
+    def _receive_next(self) -> None:
+        """Receives the next answers of the holders of a block, and adds them up."""
+        pending = self._pending.popleft()
+        task, size = pending.task, pending.runs * pending.width
+        sources, what = task.sources, f"asking for block {task.block} of stripe class {task.stripe_class}"
+        heads = {rank: np.empty(ANSWER_WORDS, np.uint64) for _, rank in sources}
+        self._dialogue.hear(heads, what, all_sent=False)
+        pending.delay_ns = max(int(head[1]) for head in heads.values())
+        blocks = {rank: self._buffer(size) for rank, head in heads.items() if self._is_given(head, rank)}
+        self._dialogue.hear(blocks, what, all_sent=False)
+        if len(blocks) == len(sources):
+            total = np.empty(size, np.uint64)
+            weights = self._weights[task.block]
+            self._kernels.dot([blocks[rank] for _, rank in sources], weights, [total])
+            pending.received = total.reshape(pending.runs, pending.width)
+        if size >= CHUNK_WORDS // 2:
+            self._buffers += list(blocks.values())[: _MOST_BUFFERS - len(self._buffers)]
+        pending.is_answered = True
+
+    def _buffer(self, size: int) -> Words:
+        """Memory for an answer, uint64 [size], of any content."""
+        buffer = self._buffers.pop() if self._buffers else np.empty(0, np.uint64)
+        return (buffer if len(buffer) >= size else np.empty(size, np.uint64))[:size]
+
+    def _is_given(self, head: Words, rank: int) -> bool:
+        """Whether words follow the head of an answer."""
+        answer = int(head[0])
+        if answer == Answer.REFUSED:
+            text = f"rank {rank} refuses to give rank {self._rank} what it lacks: see the log of rank {rank}"
+            raise follows(PeerFailure(text))
+        if answer > Answer.REFUSED:
+            raise PeerFailure(
+                f"rank {rank} answers {answer} to a request of rank {self._rank}, and answers are 0 to "
+                f"{int(Answer.REFUSED)}: the network is damaged, or the ranks run different versions of "
+                f"ecemb; restart the job"
+            )
+        return answer == Answer.GIVEN
+
+
+def _poison(memory: RankMemory) -> None:
+    for owner in {one.owner for one in memory.space.named}:
+        table = memory.space.named[owner].table
+        if rows := table.layout.rows:
+            memory.back_rows(owner, np.zeros(1, np.int64), rows)
+            for column in table.columns:
+                column[:] = 0xFF
+
+
+def _go_live(memory: RankMemory) -> None:
+    memory.back_all()  # what no row has, such as the space between tables
+    memory.go_live()
+    logger.warning("rank %d: all lost rows and parity are rebuilt; memory may be lost again", memory.rank)
