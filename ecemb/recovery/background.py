@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..group.requests import Requests
+from ..group.channels import Mesh
 from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Kernels
 from ..local.rank_memory import RankMemory
@@ -45,7 +45,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._requests: Requests | None = None
+        self._requests: Mesh | None = None
         self._arrivals: Arrivals | None = None
         self._serving: Serving | None = None
         self.is_over = True
@@ -54,7 +54,7 @@ class Background:
     def begin(
         self,
         memory: RankMemory,
-        requests: Requests,
+        requests: Mesh,
         plan: RecoveryPlan,
         kernels: Kernels,
         whereabouts: Whereabouts,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InconsistentArenas, PeerFailure
-from ..group.requests import Dialogue, Requests
+from ..group.channels import Channels, Mesh
 from ..kernels.contract import Words
 from ..local.as_of import AsOf
 from ..local.rank_memory import RankMemory
@@ -93,7 +93,7 @@ class Serving:
         plan: the same on all ranks.
     """
 
-    def __init__(self, memory: RankMemory, requests: Requests, plan: RecoveryPlan) -> None:
+    def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
         self._as_of, self._requests = AsOf(memory), requests
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"ecemb-serve-{rank}", daemon=True)
@@ -121,30 +121,31 @@ class Serving:
 
     def _serve(self, rank: int) -> None:
         what = f"serving rank {rank}, which is rebuilt"
-        dialogue, delays = self._requests.dialogue([rank]), Delays()
+        channels, delays = self._requests.channels([rank]), Delays()
         room = np.empty(ANSWER_WORDS, np.uint64)
         try:
-            while (request := _next(dialogue, rank, what)).runs:
+            while (request := _next(channels, rank, what)).runs:
                 began_ns, size = delays.so_far_ns(), request.runs * request.width
                 if len(room) < ANSWER_WORDS + size:
                     room = np.empty(ANSWER_WORDS + size, np.uint64)
                 answer = room[: ANSWER_WORDS + size]
                 offsets = np.full(request.runs, request.first, np.int64)
                 if request.runs > 1:
-                    dialogue.hear({rank: offsets.view(np.uint64)}, what)
+                    channels.expect({rank: offsets})
+                    channels.run(what)
                 runs = answer[ANSWER_WORDS:].reshape(request.runs, request.width)
                 given = self._as_of.read(
                     request.stripe_class, request.block, offsets, request.width, request.of, runs
                 )
                 room[:ANSWER_WORDS] = (Answer.GIVEN if given else Answer.GONE, delays.so_far_ns() - began_ns)
-                dialogue.say(answer if given else room[:ANSWER_WORDS], rank)
+                channels.send(rank, answer if given else room[:ANSWER_WORDS])
         except PeerFailure as error:  # its end is the failure detector's business
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:
             logger.exception("rank %d, which is rebuilt, is not served any more: %s", rank, error)
             with contextlib.suppress(PeerFailure):
-                dialogue.say(np.array([Answer.REFUSED, 0], np.uint64), rank)
-                dialogue.hear({}, what)
+                channels.send(rank, np.array([Answer.REFUSED, 0], np.uint64))
+                channels.run(what)
         finally:
             delays.close()
 
@@ -154,8 +155,9 @@ def asking(plan: RecoveryPlan, rank: int) -> list[int]:
     return sorted({task.rank for task in plan.rebuild if rank in (holder for _, holder in task.sources)})
 
 
-def _next(dialogue: Dialogue, rank: int, what: str) -> Request:
+def _next(channels: Channels, rank: int, what: str) -> Request:
     """Sends the last answer, and waits for the next request."""
     words = Request().words
-    dialogue.hear({rank: words}, what)
+    channels.expect({rank: words})
+    channels.run(what)
     return Request.of_words(words)

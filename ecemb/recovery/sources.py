@@ -9,13 +9,13 @@ Must not know: the words that are missing, and the moment at which they may be s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..errors import PeerFailure
+from ..group.channels import Mesh
 from ..group.error_file import follows
-from ..group.requests import Requests
 from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
 from .missing import CHUNK_WORDS
@@ -93,12 +93,13 @@ class Sources:
         plan: the same on all ranks.
     """
 
-    def __init__(self, memory: RankMemory, requests: Requests, kernels: Kernels, plan: RecoveryPlan) -> None:
+    def __init__(self, memory: RankMemory, requests: Mesh, kernels: Kernels, plan: RecoveryPlan) -> None:
         self._rank, self._kernels = memory.rank, kernels
         self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
         self._weights = {block: weights_of(task, memory.geometry) for block, task in self._tasks.items()}
         self._holders = holders(plan, memory.rank)
-        self._dialogue = requests.dialogue(self._holders)
+        self._channels = requests.channels(self._holders)
+        self._unsent = {rank: list[Words]() for rank in self._holders}
         self._under_way = deque[_Part]()
         self._spare: list[Words] = []
 
@@ -125,7 +126,7 @@ class Sources:
         Raises:
             PeerFailure: a holder died.
         """
-        self._dialogue.hear({}, "asking for lost rows", all_sent=False)
+        self._run({}, "asking for lost rows")
 
     def take(self, part: _Part) -> None:
         """Waits for the answers to a part, and to all that was asked before it."""
@@ -140,9 +141,9 @@ class Sources:
         """
         while self._under_way:
             self._receive(self._under_way.popleft())
-        for rank in self._holders:
-            self._dialogue.say(Request().words, rank)
-        self._dialogue.hear({}, "the end of a rebuild")
+        for unsent in self._unsent.values():
+            unsent.append(Request().words)
+        self._run({}, "the end of a rebuild", all_sent=True)
 
     def _part(self, block: int, offsets: Ids, of: int, width: int) -> _Part:
         """Asks all holders for a part that fits a request."""
@@ -151,9 +152,9 @@ class Sources:
         part = _Part(block, len(offsets), width, what)
         for other, rank in task.sources:
             request = Request(task.stripe_class, other, of, width, len(offsets), int(offsets[0]))
-            self._dialogue.say(request.words, rank)
+            self._unsent[rank].append(request.words)
             if len(offsets) > 1:
-                self._dialogue.say(offsets.view(np.uint64), rank)
+                self._unsent[rank].append(offsets.view(np.uint64))
         self._under_way.append(part)
         return part
 
@@ -161,10 +162,10 @@ class Sources:
         """Receives the next answers of the holders of a part, and adds them up."""
         sources, size = self._tasks[part.block].sources, part.runs * part.width
         heads = {rank: np.empty(ANSWER_WORDS, np.uint64) for _, rank in sources}
-        self._dialogue.hear(heads, part.what, all_sent=False)
+        self._run(heads, part.what)
         part.delay_ns = max(int(head[1]) for head in heads.values())
         words = {rank: self._room(size) for rank, head in heads.items() if self._gives(head, rank)}
-        self._dialogue.hear(words, part.what, all_sent=False)
+        self._run(words, part.what)
         if len(words) == len(sources):
             total, weights = np.empty(size, np.uint64), self._weights[part.block].reshape(1, -1)
             self._kernels.dot([words[rank] for _, rank in sources], weights, [total])
@@ -172,6 +173,15 @@ class Sources:
         if size >= CHUNK_WORDS // 2:
             self._spare += list(words.values())[: _MOST_SPARE - len(self._spare)]
         part.is_here = True
+
+    def _run(self, outs: Mapping[int, Words], what: str, *, all_sent: bool = False) -> None:
+        """Receives words from holders. What was asked for is sent meanwhile, as far as it goes."""
+        for rank, unsent in self._unsent.items():
+            if unsent:
+                self._channels.send(rank, *unsent)
+                unsent.clear()
+        self._channels.expect(outs)
+        self._channels.run(what, all_sent=all_sent)
 
     def _room(self, size: int) -> Words:
         """Memory for words, uint64 [size], of any content."""

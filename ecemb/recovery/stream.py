@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailure, UndeclaredWrite
-from ..group.requests import Requests
+from ..group.channels import Mesh
 from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
@@ -96,7 +96,7 @@ class Arrivals:
     def __init__(
         self,
         memory: RankMemory,
-        requests: Requests,
+        requests: Mesh,
         kernels: Kernels,
         plan: RecoveryPlan,
         whereabouts: Whereabouts,

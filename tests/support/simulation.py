@@ -206,11 +206,31 @@ class Hub:
 _SWAP = -1  # in the place of a tag
 
 
-@dataclasses.dataclass
 class _Swap:
-    send: dict[int, Words]
-    heads: Mapping[int, Words]
-    received: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
+    """`Channels` over a hub. What comes from a rank in a swap comes at once, with its head."""
+
+    def __init__(self, wires: Wires, send: Mapping[int, Words], heads: Mapping[int, Words]) -> None:
+        self._wires, self._unsent, self._wanted = wires, dict(send), dict(heads)
+        self._received: dict[int, Words] = {}
+
+    def expect(self, outs: Mapping[int, Words]) -> None:
+        self._wanted.update(outs)
+
+    def skip(self, sizes: Mapping[int, int]) -> None:
+        for source in sizes:
+            self._wanted.pop(source, None)
+
+    def run(self, what: str, *, all_sent: bool = True) -> None:
+        for to in list(self._unsent):
+            self._wires._sent(self._unsent[to], to, what, _SWAP)
+            del self._unsent[to]
+        for source, out in list(self._wanted.items()):
+            if source not in self._received:
+                self._received[source] = self._wires._hub.take(_SWAP, source, self._wires.rank)
+            for part in halves(out):
+                out[part] = self._received[source][: len(out)][part]
+            self._received[source] = self._received[source][len(out) :]
+            del self._wanted[source]
 
 
 class Wires(Transport):
@@ -257,24 +277,7 @@ class Wires(Transport):
         """Waits for no receiver: it may have ended."""
 
     def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Any:
-        return _Swap(dict(send), heads)
-
-    def meet(self, swap: Any, what: str) -> None:
-        for to, words in swap.send.items():
-            self._sent(words, to, what, _SWAP)
-        swap.send.clear()
-        for source, head in swap.heads.items():
-            if source not in swap.received:
-                swap.received[source] = self._hub.take(_SWAP, source, self.rank)
-            head[:] = swap.received[source][: len(head)]
-
-    def finish(self, swap: Any, rests: Mapping[int, Words], what: str) -> None:
-        for source, rest in rests.items():
-            for part in halves(rest):
-                rest[part] = swap.received[source][len(swap.heads[source]) :][part]
-
-    def discard(self, swap: Any, sizes: Mapping[int, int], what: str) -> None:
-        """All that was sent is here."""
+        return _Swap(self, send, heads)
 
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[..., None]:
         taken: list[Words] = []

@@ -464,10 +464,10 @@ def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
         worker = Worker(folder, job, (0,))
     answer = np.zeros(ANSWER_WORDS, np.uint64)
     if worker.serving is None:
-        dialogue = worker.requests.dialogue([1])
-        for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
-            dialogue.say(words, 1)
-        dialogue.hear({1: answer}, "the test")
+        channels = worker.requests.channels([1])
+        channels.send(1, head.words, np.array(offsets, np.int64))
+        channels.expect({1: answer})
+        channels.run("the test")
     else:
         worker.serving.close(DEADLINE_S)
         assert "ecemb-serve-0" not in [thread.name for thread in threading.enumerate()]
@@ -538,9 +538,9 @@ def mislead(folder: Path, job: Job, answer: int | None) -> str:
             worker.arrivals.pause()
         raised = str(error.value)
     elif answer is not None:
-        dialogue = worker.requests.dialogue([0])
-        dialogue.say(np.array([answer, 0], np.uint64), 0)
-        dialogue.hear({}, "the test")
+        channels = worker.requests.channels([0])
+        channels.send(0, np.array([answer, 0], np.uint64))
+        channels.run("the test")
     worker.control.barrier("the end")
     return raised
 
