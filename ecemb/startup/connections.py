@@ -53,7 +53,7 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
     group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
     transport = Transport(group, session.patience_s)
     transport.whereabouts = session.whereabouts
-    if notes and session.world_size > 1:
+    if notes:
         near = neighbours(session.rank, session.world_size)
         transport.notes = Notes(_mesh(session, transport, near, b"notes"))
     return transport

@@ -145,7 +145,7 @@ class Agreement:
         status = self._status_rounds(self._number)
         if whole:
             tag = self._tag(Kind.VOTE, turn)
-            turn.votes = Rounds(self._transport, tag, 1, np.minimum, lambda told: int(told[0]) == _NO)
+            turn.votes = Rounds(self._transport, tag, np.minimum, lambda told: int(told[0]) == _NO)
         self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
@@ -275,7 +275,6 @@ class Agreement:
         return Rounds(
             self._transport,
             self._transport.tag(Kind.STATUS, number),
-            _MARKED + -(-self._transport.world_size // _MASK_BITS),
             _folded,
             lambda told: int(told[_FLAG]) == FAILED,
         )

@@ -203,7 +203,7 @@ class Hub:
             return self._messages[key].pop(0)
 
 
-_SWAP = -1  # in the place of a tag
+_SWAP, _GLOO = "a swap", "over gloo"  # kinds of messages, beside notes
 
 
 class _Swap:
@@ -222,7 +222,7 @@ class _Swap:
 
     def run(self, what: str, *, all_sent: bool = True) -> None:
         for to in list(self._unsent):
-            self._wires._sent(self._unsent[to], to, what, _SWAP)
+            self._wires.send_note(self._unsent[to], to, what, _SWAP)
             del self._unsent[to]
         for source, out in list(self._wanted.items()):
             if source not in self._received:
@@ -245,8 +245,9 @@ class Wires(Transport):
         self.world_size = size
         self.fabric = None
         self.sent_bytes = self.sent_messages = 0
-        self._last_words, self._exchanges, self._barriers = [], 0, 0
+        self._exchanges = self._barriers = 0
         self._hub = hub
+        self._notes: dict[tuple[int, int], Words] = {}
         self._calls = 0
 
     def _swap(self, parts: Sequence[Any], what: object) -> list[Any]:
@@ -268,28 +269,38 @@ class Wires(Transport):
     def gather(self, data: bytes, what: str) -> list[bytes]:
         return self._swap([data] * self.world_size, self._next())
 
-    def _sent(self, words: Words, to: int, what: str, tag: int) -> Any:
+    def send_note(self, words: Words, to: int, what: str, tag: object) -> None:
         moment()
         self.sent_bytes, self.sent_messages = self.sent_bytes + words.nbytes, self.sent_messages + 1
         self._hub.put(tag, self.rank, to, words.copy())
 
-    def ended(self, work: Any, what: str) -> None:
+    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
+        if (source, tag) not in self._notes:  # or this is called again, after an interruption
+            self._notes[source, tag] = self._hub.take(tag, source, self.rank)
+        self._fill(out, self._notes[source, tag])
+
+    def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Waits for no receiver: it may have ended."""
+        self.send_note(words, to, what, (_GLOO, tag))
+        return lambda: None
 
     def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Any:
         return _Swap(self, send, heads)
 
-    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[..., None]:
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
         taken: list[Words] = []
 
-        def wait(now: str = "") -> None:
+        def wait() -> None:
             if not taken:  # or this is called again, after an interruption
-                taken.append(self._hub.take(tag, source, self.rank))
-            assert len(taken[0]) == len(out)
-            for part in halves(out):
-                out[part] = taken[0][part]
+                taken.append(self._hub.take((_GLOO, tag), source, self.rank))
+            self._fill(out, taken[0])
 
         return wait
+
+    def _fill(self, out: Words, words: Words) -> None:
+        assert len(words) == len(out)
+        for part in halves(out):
+            out[part] = words[part]
 
 
 # --- what is trained ----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ecemb.errors import NotEnoughSpace, PeerFailure
-from ecemb.group.channels import Notes
 from ecemb.group.collectives import Transport
 from ecemb.group.fabric import Fabric
 from support.processes import DEADLINE_S, run_ranks
@@ -84,26 +83,6 @@ def be_cut_off() -> list[int]:
 
 def test_what_is_left_of_an_exchange_is_not_taken_for_anothers() -> None:
     assert run_ranks(2, be_cut_off) == [[0, 0, 0], []]
-
-
-def send_by_tag() -> list[int]:
-    """Notes that go nowhere, and a round and another message that are sent at once."""
-    transport = opened(DEADLINE_S)
-    transport.notes = notes = mock.create_autospec(Notes, instance=True)
-    peer, words = 1 - transport.rank, np.arange(100, dtype=np.uint64)
-    transport.send(words[:2], peer, "a round", 1)
-    room = np.zeros_like(words)
-    wait = transport.expect(room, peer, "another message")
-    transport.send(words, peer, "another message")()
-    wait()
-    sent = [(len(words), *rest) for words, *rest in (one.args for one in notes.send.call_args_list)]
-    assert sent == [(2, peer, "a round", 1)]
-    notes.receive.assert_not_called()
-    return room.tolist()
-
-
-def test_only_rounds_of_disseminations_are_notes() -> None:
-    assert run_ranks(2, send_by_tag) == [list(range(100))] * 2
 
 
 # --- over a fabric -------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from ecemb.arena.backing import Backing, promised
 from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
 from ecemb.errors import InconsistentArenas, PeerFailure
-from ecemb.group.collectives import Transport
 from ecemb.group.whereabouts import Whereabouts
 from ecemb.kernels.contract import get_kernels
 from ecemb.local.as_of import AsOf
@@ -50,12 +49,6 @@ Found = tuple[Words, dict[int, Words], dict[str, Any]]
 """A rank's row space without the rank state's record; its parity; facts of the stream."""
 
 
-def opened() -> Transport:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return Transport(group, DEADLINE_S)
-
-
 class Worker:
     """A rank of a job that has begun, some of whose ranks then lose what they hold.
 
@@ -68,7 +61,7 @@ class Worker:
 
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
-        self.control = opened()
+        self.control = connections.control_group(session_of(), notes=True)
         self.control.streams = connections.streams(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
