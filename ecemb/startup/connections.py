@@ -42,7 +42,7 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
 
     Args:
         session: This process's.
-        notes: Whether steps end in it: their rounds are notes.
+        notes: Whether the group has notes, which carry the rounds of steps and of `barrier`.
     """
     patience = datetime.timedelta(seconds=session.patience_s)
     backend = "gloo"
