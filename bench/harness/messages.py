@@ -97,7 +97,7 @@ def counting() -> Iterator[Sent]:
             note = functools.partial(_unknown, name) if name in OTHERS else _all_to_all_single
             noted = functools.partial(_noted, sent, getattr(dist, name), note)
             patches.enter_context(mock.patch.object(dist, name, noted))
-        for name in ("send", "say"):
+        for name in ("send", "send_note"):
             patches.enter_context(
                 mock.patch.object(Transport, name, _counted(sent, getattr(Transport, name)))
             )

@@ -1,26 +1,43 @@
-"""Channels: sockets over which a thread sends and receives at the same time, from and to its own memory.
+"""The ranks' own connections, over which the thread that needs a message reads it.
 
-Owns a loop of machine code, whose state (what is left of each message) is in memory: an exception of a signal
-handler finds it between two calls of the loop, and loses no byte. What was begun goes on with the next call.
+gloo announces each receiver to the sender, reads each message in a thread of its own, and wakes the thread
+that waits for it. Here a thread sends and receives at the same time, from and to its own memory, so that no
+order of ranks can block. A `Mesh` is this rank's connections with some others. `Channels` are one thread's
+end of some of them: a stream of bytes each way, whose receiver learns from the bytes before how many come
+next. `Notes` are messages of some dozen bytes over a mesh, found by their tags, for any thread.
 
-Must not know: what the bytes are, and which ranks are connected.
+All of them wait in `Channels.run`, which ends when a rank has ended, by its deadline, or by `Mesh.hang_up`.
+The loop that moves bytes is machine code, whose state (what is left of each message) is in memory: an
+exception of a signal handler finds it between two calls of the loop, and loses no byte. The next call of
+`Channels.run` goes on.
+
+Must not know: what the bytes are, except for the tags of notes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import math
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import PeerFailure
+from ..kernels.contract import Words
 from ..kernels.llvm import assembled
+from .error_file import lost_peer
+from .links import Link, kept_by
+from .whereabouts import Whereabouts
 
 Array = NDArray[Any]
 
@@ -31,6 +48,296 @@ _IDLE = (1 << 32) - 1  # no socket, no events
 _LONGEST_MS = 2**31 - 1  # of one wait of poll's
 _MOST_BYTES = 1 << 62  # of a message
 _OVER, _LATE, _AGAIN = 0, -1, -2  # or the channel that has ended, from 1 on
+
+_NOTE = struct.Struct("=II")  # tag, words
+_LEAST_WORDS = 16
+_KEPT = 64
+"""Notes of a peer. The end of a transaction has a few, and no rank is two of them ahead of another one."""
+
+
+class Mesh:
+    """This rank's connections with some others, for one purpose.
+
+    Args:
+        links: with these ranks, by their number; consumed. Nothing is sent before all ends are meshes.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: deadline of a wait.
+        whereabouts: says that the main thread waits.
+
+    Attributes:
+        timeout_s: deadline of a wait.
+        world_size: number of ranks.
+        whereabouts: says that the main thread waits.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        self.world_size, self.timeout_s, self._rank = world_size, timeout_s, rank
+        self.whereabouts = whereabouts or Whereabouts()
+        self._sockets = {link.peer: link.release() for link in links}
+        self._end = kept_by(self, list(self._sockets.values()))
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks at the other ends."""
+        return list(self._sockets)
+
+    def channels(self, ranks: Sequence[int] | None = None) -> Channels:
+        """The end of some connections, or of all: no other thread sends over them, or none receives."""
+        chosen = self._sockets if ranks is None else ranks
+        return Channels(self, {rank: self._sockets[rank] for rank in chosen})
+
+    def lost(self, what: str, waited_s: float, why: str) -> PeerFailure:
+        """The error of a wait that has failed."""
+        error = ConnectionError(why)
+        return lost_peer(self._rank, self.world_size, what, waited_s, self.timeout_s, error)
+
+    def hang_up(self) -> None:
+        """Ends all waits, of any thread, here and at the other ends; `close` follows. May be called twice."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends all connections, when no thread waits. May be called twice."""
+        self._end()
+
+
+class Channels:
+    """Data to be sent to some ranks, and to be received from them. One thread at a time.
+
+    Args:
+        mesh: whose connections these are.
+        sockets: by rank; they last as long as the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, sockets: Mapping[int, socket.socket]) -> None:
+        self._mesh = mesh
+        self._places = {rank: at for at, rank in enumerate(sockets)}
+        self._plan = np.zeros((len(sockets), _CHANNEL_WORDS), np.int64)
+        self._polled = np.zeros(len(sockets), np.int64)
+        self._plan[:, _SOCKET] = [one.fileno() for one in sockets.values()]
+        self._addresses = [one.__array_interface__["data"][0] for one in (self._plan, self._polled)]
+        self._held = defaultdict[tuple[int, int], list[Array]](list)  # the memory to which the plan points
+
+    def send(self, to: int, *parts: Array) -> None:
+        """Has data sent by `run`, after what is still to be sent there.
+
+        Args:
+            to: the receiver.
+            parts: of any dtype, contiguous, read until they are sent; they follow each other.
+        """
+        at, left = self._plan[self._places[to], _OUT_AT : _OUT_LEFT + 1].tolist()
+        if not left and len(parts) == 1:
+            self._hold(to, _OUT_AT, parts[0])
+        else:
+            data = b"".join([ctypes.string_at(at, left), *(part.data for part in parts)])
+            self._hold(to, _OUT_AT, np.frombuffer(data, np.uint8))
+
+    def expect(self, outs: Mapping[int, Array]) -> None:
+        """Has `run` receive as much as fits into arrays.
+
+        Args:
+            outs: rank -> of any dtype, contiguous, overwritten; nothing else is expected from there.
+        """
+        for rank, out in outs.items():
+            self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT
+            self._hold(rank, _IN_AT, out)
+
+    def skip(self, sizes: Mapping[int, int]) -> None:
+        """Has `run` receive words (rank -> their number) and drop them: they take no memory."""
+        for rank, size in sizes.items():
+            self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+            self._plan[self._places[rank], _IN_LEFT] = min(max(0, 8 * size), _MOST_BYTES)
+
+    def run(self, what: str, *, all_sent: bool = True) -> None:
+        """Returns when all that is expected is here and, with `all_sent`, all is sent.
+
+        A rank that has asked for more than fits on the way must not wait until all of it is sent: whom it
+        asks reads no further request before its answer is on its way, and an answer is long too.
+
+        Args:
+            what: names the wait in the error.
+            all_sent: if not, the next call sends the rest.
+
+        Raises:
+            PeerFailure: a rank has ended, or nothing came or went before the deadline.
+            BaseException: that of a signal handler; the next call goes on.
+        """
+        with self._mesh.whereabouts.waiting():
+            began = last = time.monotonic()
+            wait_s, left = self._mesh.timeout_s, list[int]()
+            while True:
+                ms = min(math.ceil(wait_s * 1000), _LONGEST_MS)
+                ended = loop()(*self._addresses, len(self._polled), all_sent, ms)
+                if ended == _OVER:
+                    return
+                now = time.monotonic()
+                before, left = left, self._plan[:, [_OUT_LEFT, _IN_LEFT]].ravel().tolist()
+                if left != before:  # bytes came or went
+                    last = now
+                wait_s = last + self._mesh.timeout_s - now
+                if ended == _AGAIN and wait_s > 0:
+                    continue
+                why = f"nothing came within {self._mesh.timeout_s:.0f} s"
+                if ended > 0:
+                    why = f"the connection with rank {list(self._places)[ended - 1]} has ended"
+                raise self._mesh.lost(what, now - began, why)
+
+    def _hold(self, rank: int, at: int, data: Array) -> None:
+        """Points the plan to data. An interruption on the way leaves it as it is, or as it shall be."""
+        held = self._held[rank, at]
+        held.append(data)
+        self._plan[self._places[rank], at : at + 2] = data.__array_interface__["data"][0], data.nbytes
+        del held[:-1]
+
+
+class Notes:
+    """Messages of some dozen bytes to and from the ranks of a mesh, found by their tags. For any threads.
+
+    A note waits in its connection until a thread that needs one reads it. All notes are of one size on the
+    wire. The newest ones are kept when they have been received, so that a wait can be repeated which an
+    exception of a signal handler has interrupted.
+
+    Args:
+        mesh: carries notes, and nothing else.
+
+    Attributes:
+        mesh: the same.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self._words = mesh, _LEAST_WORDS + mesh.world_size // 32
+        self._lines = {peer: _Line(mesh, peer, _NOTE.size + 8 * self._words) for peer in mesh.peers}
+
+    def send(self, words: Words, to: int, what: str, tag: int) -> None:
+        """Sends a note, and waits for nothing.
+
+        Args:
+            words: uint64 [m], m at most 16 + N // 32, read.
+            to: a rank of the mesh.
+            what: names the call in the error.
+            tag: below 2^32; finds the note among those of this rank.
+
+        Raises:
+            ValueError: the note is too long.
+            PeerFailure: the connection has ended.
+        """
+        if len(words) > self._words:
+            raise ValueError(f"a note has at most {self._words} words, not {len(words)}")
+        self._lines[to].send(tag, words.tobytes(), what)
+
+    def receive(self, out: Words, source: int, what: str, tag: int) -> None:
+        """Waits for a note; may be called again for the same one.
+
+        Args:
+            out: uint64 [m], overwritten; as long as the note.
+            source: a rank of the mesh.
+            what: names the wait in the error.
+            tag: the note's.
+
+        Raises:
+            PeerFailure: the connection has ended or timed out, or carries something else than notes.
+        """
+        note = self._lines[source].receive(tag, what)
+        if len(note) != out.nbytes:
+            why = f"rank {source} sent a note of {len(note)} bytes in place of {out.nbytes}"
+            raise self.mesh.lost(what, 0.0, why)
+        out[:] = np.frombuffer(note, np.uint64)
+
+
+class _Line:
+    """One connection of notes.
+
+    Args:
+        mesh: has it.
+        peer: the rank at its other end.
+        size: bytes of a note on the wire.
+    """
+
+    def __init__(self, mesh: Mesh, peer: int, size: int) -> None:
+        self._mesh, self._peer = mesh, peer
+        self._sending, self._reading = (mesh.channels([peer]) for _ in range(2))
+        self._sends = threading.Lock()
+        self._read = np.zeros(size, np.uint8)
+        self._notes: dict[int, bytes] = {}  # by tag, the oldest first
+        self._changed = threading.Condition()
+        self._reader: int | None = None  # the thread that reads the socket, for all
+        self._reading.expect({peer: self._read})
+
+    def send(self, tag: int, data: bytes, what: str) -> None:
+        note = (_NOTE.pack(tag, len(data) // 8) + data).ljust(len(self._read), b"\0")
+        with self._sends:
+            self._sending.send(self._peer, np.frombuffer(note, np.uint8))
+            self._sending.run(what)
+
+    def receive(self, tag: int, what: str) -> bytes:
+        me = threading.get_ident()
+        while True:
+            try:
+                with self._changed:
+                    while tag not in self._notes and self._reader not in (None, me):
+                        with self._mesh.whereabouts.waiting():
+                            self._changed.wait()
+                    if tag in self._notes:
+                        return self._notes[tag]
+                    self._reader = me
+                self._keep_next(what)
+            finally:
+                with self._changed:
+                    if self._reader == me:
+                        self._reader = None
+                        self._changed.notify_all()
+
+    def _keep_next(self, what: str) -> None:
+        """Waits for the next note, and keeps it; after an interruption the same one again."""
+        self._reading.run(what)
+        note = self._read.tobytes()
+        tag, words = _NOTE.unpack_from(note)
+        if _NOTE.size + 8 * words > len(note):
+            raise self._mesh.lost(what, 0.0, f"rank {self._peer} sent a note of {words} words")
+        with self._changed:
+            if tag not in self._notes and len(self._notes) >= _KEPT:
+                del self._notes[next(iter(self._notes))]
+            self._notes[tag] = note[_NOTE.size : _NOTE.size + 8 * words]
+        self._reading.expect({self._peer: self._read})
+
+
+@functools.cache
+def loop() -> Callable[..., int]:
+    """The loop: moves bytes until all are received and, with `all`, sent; or until a handler may run.
+
+    Arguments: plan, polled, count, all, ms of a wait.
+    """
+    address = assembled(
+        _CODE,
+        "channels",
+        ("send", "recv", "poll", "__errno_location"),
+        words=_CHANNEL_WORDS,
+        out_at=_OUT_AT,
+        out_left=_OUT_LEFT,
+        in_at=_IN_AT,
+        in_left=_IN_LEFT,
+        in_flags=_IN_FLAGS,
+        flags=socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
+        reads=_READS,
+        writes=_WRITES,
+        idle=_IDLE,
+        again=errno.EAGAIN,
+        interrupted=errno.EINTR,
+        over=_OVER,
+        late=_LATE,
+        once_more=_AGAIN,
+    )
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3)(address)
+
 
 _CODE: Final = """
 define internal i1 @move(ptr %call, i32 %socket, ptr %at, ptr %left, i32 %flags) {{
@@ -130,116 +437,3 @@ ended:
 }}
 """
 """plan: `_CHANNEL_WORDS` numbers of each channel; polled: a struct pollfd of each, as one number."""
-
-
-class Lost(Exception):
-    """A connection has ended, carries nonsense, or nothing came over it before the deadline."""
-
-
-@functools.cache
-def loop() -> Callable[..., int]:
-    """The loop: moves bytes until all are received and, with `all`, sent; or until a handler may run.
-
-    Arguments: plan, polled, count, all, ms of a wait.
-    """
-    address = assembled(
-        _CODE,
-        "channels",
-        ("send", "recv", "poll", "__errno_location"),
-        words=_CHANNEL_WORDS,
-        out_at=_OUT_AT,
-        out_left=_OUT_LEFT,
-        in_at=_IN_AT,
-        in_left=_IN_LEFT,
-        in_flags=_IN_FLAGS,
-        flags=socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
-        reads=_READS,
-        writes=_WRITES,
-        idle=_IDLE,
-        again=errno.EAGAIN,
-        interrupted=errno.EINTR,
-        over=_OVER,
-        late=_LATE,
-        once_more=_AGAIN,
-    )
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3)(address)
-
-
-class Channels:
-    """What is to be sent to some ranks, and to be received from them. One thread at a time.
-
-    Args:
-        sockets: TCP connections, by rank.
-        timeout_s: deadline of a wait.
-    """
-
-    def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
-        self._places = {rank: at for at, rank in enumerate(sockets)}
-        self._timeout_s = timeout_s
-        self._plan = np.zeros((len(sockets), _CHANNEL_WORDS), np.int64)
-        self._polled = np.zeros(len(sockets), np.int64)
-        self._plan[:, _SOCKET] = [one.fileno() for one in sockets.values()]
-        self._addresses = [one.__array_interface__["data"][0] for one in (self._plan, self._polled)]
-        self._held: dict[tuple[int, int], Array] = {}  # what is sent from, and received to
-
-    def send(self, rank: int, data: Array) -> None:
-        """Has data sent by `run`; contiguous, read until it is.
-
-        Args:
-            rank: the receiver; nothing else is on its way there.
-            data: of any dtype.
-        """
-        self._hold(rank, _OUT_AT, data)
-
-    def unsent(self, rank: int) -> Array:
-        """What is still to be sent to a rank: uint8, a view of what `send` was given."""
-        left = int(self._plan[self._places[rank], _OUT_LEFT])
-        if not left:
-            return np.empty(0, np.uint8)
-        data = self._held[rank, _OUT_AT].reshape(-1).view(np.uint8)
-        return data[len(data) - left :]
-
-    def expect(self, rank: int, out: Array) -> None:
-        """Has `run` receive as much as fits into `out`; contiguous, overwritten.
-
-        Args:
-            rank: the sender; nothing else is expected from it.
-            out: of any dtype.
-        """
-        self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT
-        self._hold(rank, _IN_AT, out)
-
-    def skip(self, rank: int, size_bytes: int) -> None:
-        """Has `run` receive `size_bytes` from a rank, and drop them."""
-        self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT | socket.MSG_TRUNC
-        self._plan[self._places[rank], _IN_LEFT] = min(max(0, size_bytes), _MOST_BYTES)
-
-    def run(self, *, all_sent: bool = True) -> None:
-        """Returns when all that is expected is here and, with `all_sent`, all is sent.
-
-        Raises:
-            Lost: a rank has ended, or a wait has timed out.
-            BaseException: that of a signal handler; the next call goes on.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        wait_s, left = self._timeout_s, list[int]()
-        while True:
-            ended = loop()(
-                *self._addresses,
-                len(self._polled),
-                all_sent,
-                min(math.ceil(wait_s * 1000), _LONGEST_MS),
-            )
-            if ended == _OVER:
-                return
-            if left != (left := self._plan[:, [_OUT_LEFT, _IN_LEFT]].ravel().tolist()):  # bytes came or went
-                deadline = time.monotonic() + self._timeout_s
-            wait_s = deadline - time.monotonic()
-            if ended == _LATE or (ended == _AGAIN and wait_s <= 0):
-                raise Lost(f"nothing came within {self._timeout_s:.0f} s")
-            if ended != _AGAIN:
-                raise Lost(f"the connection with rank {list(self._places)[ended - 1]} has ended")
-
-    def _hold(self, rank: int, at: int, data: Array) -> None:
-        self._held[rank, at] = data
-        self._plan[self._places[rank], at : at + 2] = data.__array_interface__["data"][0], data.nbytes

@@ -10,9 +10,7 @@ A `PeerFailure` allows no conclusion about what other ranks received.
 from __future__ import annotations
 
 import enum
-import functools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,12 +21,10 @@ from numpy.typing import NDArray
 
 from ..errors import PeerFailure
 from ..kernels.contract import Words
-from .channels import Lost
-from .dissemination import MOST_ROUNDS, Rounds, Wait
+from .channels import Channels, Mesh, Notes
+from .dissemination import MOST_ROUNDS, Rounds
 from .error_file import follows
 from .fabric import Fabric, Waits
-from .lines import Lines
-from .streams import Streams, Swap
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
@@ -37,11 +33,10 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 _MOST_BYTES = 1 << 30  # of one rank in `gather`; a larger size is an error
 _NUMBERS = 1 << 20  # of one kind before they repeat
-_EXCHANGES = 1 << 28  # tags of exchanges begin here, behind those of all kinds; other messages have tag 0
 
 
 class Kind(enum.IntEnum):
-    """What messages are about, beside their number and round."""
+    """What notes are about, beside their number and round."""
 
     STATUS = 0
     VOTE = 1
@@ -57,20 +52,18 @@ class Transport(Waits):
 
     Attributes:
         fabric: carries exchanges; None: they use the control group.
-        lines: carry the rounds of disseminations; None: they use the control group.
+        notes: carry the rounds of disseminations; with no rank, before they are connected.
         streams: carry swaps; with no rank, before they are connected.
         sent_bytes: in exchanges and swaps, and point to point.
     """
-
-    lines: Lines | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
         # Messages go to gloo itself: the operators of a group, which choose a backend for each, cost more.
         self._gloo: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
         self.fabric: Fabric | None = None
-        self.streams = Streams([], timeout_s)
-        self._last_words: list[object] = []  # kept for receivers that may not come
+        self.streams = Mesh([], self.rank, self.world_size, timeout_s)
+        self.notes = Notes(self.streams)
         self._exchanges = self._barriers = 0
         self.sent_bytes: int = 0
 
@@ -114,54 +107,34 @@ class Transport(Waits):
             self.fabric.exchange(send, out, what)
             return
         self._exchanges += 1
-        tag = _EXCHANGES + self._exchanges % _NUMBERS
+        tag = 1 + self._exchanges % _NUMBERS  # other messages have tag 0
         received = [self.expect(words, source, what, tag) for source, words in out.items()]
         sent = [self.send(words, to, what, tag) for to, words in send.items()]
         for wait in (*received, *sent):
             wait()
 
-    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Swap:
-        """The messages of a transaction to and from some ranks; `meet` and `finish` send and receive them.
+    def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Channels:
+        """Prepares the messages of a transaction to and from some ranks; `Channels.run` moves them.
 
         Args:
-            send: rank -> uint64, contiguous, read until the swap is over.
+            send: rank -> uint64, contiguous, read until it is sent.
             heads: rank -> uint64, contiguous, overwritten with the first words of its message.
         """
         self.sent_bytes += sum(words.nbytes for words in send.values())
-        return self.streams.swap(send, heads)
-
-    def meet(self, swap: Swap, what: str) -> None:
-        """Returns when all heads are there. `what` names the wait in the error.
-
-        Raises:
-            PeerFailure: one of the ranks died or did not come before the deadline.
-        """
-        self._lasts(swap.meet, what)
-
-    def finish(self, swap: Swap, rests: Mapping[int, Words], what: str) -> None:
-        """Returns when all is sent, and what follows the heads is in `rests`; see `Swap.finish`.
-
-        Raises:
-            PeerFailure: one of the ranks died or did not come before the deadline.
-        """
-        self._lasts(functools.partial(swap.finish, rests), what)
-
-    def discard(self, swap: Swap, sizes: Mapping[int, int], what: str) -> None:
-        """`finish`, where what follows the heads is not wanted; see `Swap.discard`.
-
-        Raises:
-            PeerFailure: as for `finish`.
-        """
-        self._lasts(functools.partial(swap.discard, sizes), what)
+        channels = self.streams.channels()
+        for to, words in send.items():
+            channels.send(to, words)
+        channels.expect(heads)
+        return channels
 
     def tag(self, kind: Kind, number: int) -> int:
-        """The tag of a message about something; with a round's number added, that of a message of this round.
+        """The tag of a note about something; with a round's number added, that of a note of this round.
 
         Args:
             kind: what it is about.
             number: how many of the kind came before; numbers 2^20 apart share a tag.
         """
-        return 1 + (number % _NUMBERS * len(Kind) + kind) * MOST_ROUNDS
+        return (number % _NUMBERS * len(Kind) + kind) * MOST_ROUNDS
 
     def vote(self, yes: bool, what: str) -> list[bool]:
         """Sends one bit from every rank to every rank. All ranks; on return all ranks have voted."""
@@ -171,7 +144,7 @@ class Transport(Waits):
         """Returns when all ranks have called it. All ranks."""
         self._barriers += 1
         tag, nothing = self.tag(Kind.BARRIER, self._barriers), np.zeros(1, np.int64)
-        Rounds(self, tag, len(nothing), lambda own, _: own, lambda _: False).run(nothing, what)
+        Rounds(self, tag, lambda own, _: own, lambda _: False).run(nothing, what)
 
     def gather(self, data: bytes, what: str) -> list[bytes]:
         """Returns the bytes of all ranks, in the order of ranks. All ranks.
@@ -223,89 +196,42 @@ class Transport(Waits):
 
     def close(self) -> None:
         """Ends the control group, and the fabric. All ranks, each for itself."""
-        self._last_words.clear()
-        self.hang_up()
+        for mesh in (self.streams, self.notes.mesh):
+            mesh.close()
         if self.fabric is not None:
             self.fabric.close()
         super().close()
 
     def hang_up(self) -> None:
-        """Ends lines and streams alone. May be called twice."""
-        self.streams.close()
-        if self.lines is not None:
-            self.lines.close()
+        """Ends all waits for notes and swaps, of any thread, here and at the other ends."""
+        for mesh in (self.streams, self.notes.mesh):
+            mesh.hang_up()
+
+    def send_note(self, words: Words, to: int, what: str, tag: int) -> None:
+        """Sends words to a rank that is linked for notes; see `Notes.send`."""
+        self.sent_bytes += words.nbytes
+        self.notes.send(words, to, what, tag)
+
+    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
+        """Waits for words of a rank that is linked for notes; see `Notes.receive`."""
+        self.notes.receive(out, source, what, tag)
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts sending words to one rank; call the result to wait until `words` may be reused."""
-        if (lines := self._lines_for(tag)) is not None:
-            self._noted(lines, words, to, what, tag)
-            return _nothing
-        work = self._sent(words, to, what, tag)
-        return lambda: self.ended(work, what)
-
-    def say(self, words: Words, to: int, tag: int) -> None:
-        """Sends words to one rank, which may never receive them: waits for no receiver, raises no error."""
-        try:
-            if (lines := self._lines_for(tag)) is not None:
-                self._noted(lines, words, to, "leaving", tag)
-            else:
-                self._last_words.append((words, self._sent(words, to, "leaving", tag)))
-        except PeerFailure as error:
-            logger.debug("rank %d is not told: %s", to, error)
-
-    def _sent(self, words: Words, to: int, what: str, tag: int) -> dist.Work:
         self.sent_bytes += words.nbytes
         tensor = torch.from_numpy(words.view(np.int64))
-        try:
-            work: dist.Work = self._gloo.send([tensor], to, tag)
-        except RuntimeError as error:
-            raise self.failure(what, 0.0, error) from error
-        return work
+        work: dist.Work = self.started(lambda: self._gloo.send([tensor], to, tag), what)
+        return lambda: self.ended(work, what)
 
-    def _lines_for(self, tag: int) -> Lines | None:
-        """What carries a message instead of the group: one of the rounds of a dissemination."""
-        return self.lines if 0 < tag < _EXCHANGES else None
-
-    def _noted(self, lines: Lines, words: Words, to: int, what: str, tag: int) -> None:
-        self.sent_bytes += words.nbytes
-        try:
-            lines.send(words, to, tag)
-        except Lost as error:
-            raise self.failure(what, 0.0, error) from error
-
-    def receive(self, out: Words, source: int, what: str) -> None:
-        """Receives words from one rank into `out` (uint64, contiguous, overwritten)."""
-        self.expect(out, source, what)()
-
-    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Wait:
-        """Starts receiving words from one rank; call the result to wait until they are in `out`.
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
+        """Starts receiving words (uint64, contiguous, overwritten) from one rank; call the result to wait.
 
         gloo announces each message and waits for its receiver, unless that receives already. Receivers of
         small messages therefore start early.
         """
-        if (lines := self._lines_for(tag)) is not None:
-            return functools.partial(self._heard, lines, out, source, tag, what)
         tensor = torch.from_numpy(out.view(np.int64))
-        try:
-            work = self._gloo.recv([tensor], source, tag)
-        except RuntimeError as error:
-            raise self.failure(what, 0.0, error) from error
-
-        def wait(now: str = "") -> None:
-            self.ended(work, now or what)
-
-        return wait
-
-    def _heard(self, lines: Lines, out: Words, source: int, tag: int, what: str, now: str = "") -> None:
-        self._lasts(functools.partial(lines.receive, out, source, tag), now or what)
-
-    def _lasts(self, wait: Callable[[], None], what: str) -> None:
-        began = time.monotonic()
-        try:
-            with self.whereabouts.waiting():
-                wait()
-        except Lost as error:
-            raise self.failure(what, time.monotonic() - began, error) from error
+        work: dist.Work = self.started(lambda: self._gloo.recv([tensor], source, tag), what)
+        return lambda: self.ended(work, what)
 
     def _all_to_all(
         self,
@@ -327,7 +253,3 @@ class Transport(Waits):
             what,
         )
         self.ended(work, what)
-
-
-def _nothing() -> None:
-    """A wait for what is done already."""

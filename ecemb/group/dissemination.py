@@ -10,7 +10,9 @@ Must not know what is folded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,52 +26,40 @@ Ints = NDArray[np.int64]
 
 MOST_ROUNDS = 32
 
-
-class Wait(Protocol):
-    """Waits for a message that is on its way."""
-
-    def __call__(self, what: str = "", /) -> None:
-        """Returns when it is there; `what` names the wait in errors, in place of the name from the start."""
-        ...
+logger: logging.Logger = logging.getLogger("ecemb")
 
 
 class Wires(Protocol):
-    """What carries the messages, such as a `Transport`. A message is found by its sender and its tag."""
+    """What carries notes, such as a `Transport`. A note is found by its sender and its tag."""
 
     rank: int
     world_size: int
 
-    def send(self, words: Words, to: int, what: str, tag: int) -> Callable[[], None]:
-        """Starts sending; the result waits until it is received."""
+    def send_note(self, words: Words, to: int, what: str, tag: int) -> None:
+        """Sends, and waits for no receiver."""
         ...
 
-    def expect(self, out: Words, source: int, what: str, tag: int) -> Wait:
-        """Starts receiving; the result waits for the message."""
-        ...
-
-    def say(self, words: Words, to: int, tag: int) -> None:
-        """Sends a message that the other rank may never receive."""
+    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
+        """Waits for a note, also once more for the same one."""
         ...
 
 
 class Rounds:
     """One dissemination on this rank.
 
-    The constructor starts to receive, so that a message never waits for its receiver: the earlier, the less
-    it costs. `run` goes through the rounds. An exception that a signal handler raises there, such as
-    KeyboardInterrupt, waits until the last round: the others would wait for the rounds of a rank that leaves
-    between them. Only the end of a peer ends the rounds early, and that ends the other ranks too.
+    An exception that a signal handler raises in `run`, such as KeyboardInterrupt, waits until the last round:
+    the others would wait for the rounds of a rank that leaves between them. Only the end of a peer ends the
+    rounds early, and that ends the other ranks too.
 
     Args:
-        wires: the messages' carrier.
+        wires: the notes' carrier.
         tag: of round 0; round j has `tag` + j.
-        size: m, the numbers of a value.
         fold: (own, received) -> folded, a new array; associative, commutative and idempotent.
         is_last: whether a received value ends this rank's rounds: it is sent on in all later ones, and no
             round is waited for.
 
     Attributes:
-        value: int64 [m], what is folded so far; zeros before `run`.
+        value: int64 [m], what is folded so far; empty before `run`.
         is_over: whether `value` is what all ranks have, or ended the rounds.
     """
 
@@ -77,19 +67,13 @@ class Rounds:
         self,
         wires: Wires,
         tag: int,
-        size: int,
         fold: Callable[[Ints, Ints], Ints],
         is_last: Callable[[Ints], bool],
     ) -> None:
         self.is_over: bool = False
-        self._wires, self._tag, self._fold, self._is_last, self._what = wires, tag, fold, is_last, ""
-        self._round = 0
-        self._sent: list[Callable[[], None]] = []
-        self.value, *self._heard = np.zeros((1 + rounds(wires.world_size), size), np.int64)
-        self._waits = [
-            wires.expect(room.view(np.uint64), self._peer(-(1 << j)), "an agreement", tag + j)
-            for j, room in enumerate(self._heard)
-        ]
+        self.value = np.zeros(0, np.int64)
+        self._wires, self._tag, self._fold, self._is_last = wires, tag, fold, is_last
+        self._round = self._sent = 0
 
     def run(self, value: Ints, what: str) -> None:
         """Goes through all rounds.
@@ -102,30 +86,24 @@ class Rounds:
             PeerFailure: a peer died: `is_over` is false.
             BaseException: that of a signal handler, after the last round.
         """
-        self.value, self._what = value, what
-        to_the_end(self._proceed, PeerFailure)
+        self.value = value
+        to_the_end(partial(self._proceed, what), PeerFailure)
 
-    def _proceed(self) -> None:
-        """From where an interruption left off; a message that is sent twice does no harm."""
-        while not self.is_over and self._round < len(self._waits):
-            j = self._round
-            if len(self._sent) == j:
-                sent = self.value.view(np.uint64)
-                self._sent.append(self._wires.send(sent, self._peer(1 << j), self._what, self._tag + j))
-            self._waits[j](self._what)
-            told = self._heard[j]
-            if self._is_last(told):
-                self.value = told
-                say(self._wires, self._tag, told, range(j + 1, len(self._waits)))
-                self.is_over = True
-                return
-            self.value, self._round = self._fold(self.value, told), j + 1
-        for wait in self._sent:  # who receives them has put something in, and so waits for them
-            wait()
+    def _proceed(self, what: str) -> None:
+        """From where an interruption left off; a note that is sent twice does no harm."""
+        wires, heard = self._wires, np.zeros_like(self.value)
+        while not self.is_over and self._round < rounds(wires.world_size):
+            step, tag = 1 << self._round, self._tag + self._round
+            if self._sent == self._round:
+                wires.send_note(self.value.view(np.uint64), (wires.rank + step) % wires.world_size, what, tag)
+                self._sent += 1
+            wires.receive_note(heard.view(np.uint64), (wires.rank - step) % wires.world_size, what, tag)
+            if self._is_last(heard):
+                self.value = heard
+                say(wires, self._tag, heard, range(self._round + 1, rounds(wires.world_size)))
+                break
+            self.value, self._round = self._fold(self.value, heard), self._round + 1
         self.is_over = True
-
-    def _peer(self, offset: int) -> int:
-        return (self._wires.rank + offset) % self._wires.world_size
 
 
 def rounds(world_size: int) -> int:
@@ -134,13 +112,17 @@ def rounds(world_size: int) -> int:
 
 
 def say(wires: Wires, tag: int, value: Ints, turns: Iterable[int] | None = None) -> None:
-    """Sends a value to the receivers of some rounds, or of all, and waits for none of them.
+    """Sends a value to the receivers of some rounds, or of all, which may have ended; waits for none of them.
 
     Args:
-        wires: the messages' carrier.
+        wires: the notes' carrier.
         tag: of round 0.
         value: int64 [m].
         turns: the rounds; None: all.
     """
     for j in range(rounds(wires.world_size)) if turns is None else turns:
-        wires.say(value.view(np.uint64), (wires.rank + (1 << j)) % wires.world_size, tag + j)
+        to = (wires.rank + (1 << j)) % wires.world_size
+        try:
+            wires.send_note(value.view(np.uint64), to, "leaving", tag + j)
+        except PeerFailure as error:
+            logger.debug("rank %d is not told: %s", to, error)

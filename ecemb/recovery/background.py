@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..group.requests import Requests
+from ..group.channels import Mesh
 from ..kernels.contract import Ids
 from .plan import RecoveryPlan
 
@@ -35,7 +35,7 @@ class Background:
         at_end: called when that is known.
     """
 
-    def __init__(self, requests: Requests | None = None, threads: Sequence[threading.Thread] = ()) -> None:
+    def __init__(self, requests: Mesh | None = None, threads: Sequence[threading.Thread] = ()) -> None:
         self._requests, self._threads = requests, threads
         self.is_over = requests is None
         self.at_end: Callable[[], None] = lambda: None

@@ -17,15 +17,15 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import PeerFailure, UndeclaredWrite
+from ..group.channels import Mesh
 from ..group.error_file import follows
-from ..group.requests import Requests
 from ..group.whereabouts import Whereabouts
 from ..kernels.contract import Ids, Words
 from ..local.rank_memory import RankMemory
@@ -126,7 +126,7 @@ class Requester(Background):
     """
 
     def __init__(
-        self, memory: RankMemory, requests: Requests, plan: RecoveryPlan, whereabouts: Whereabouts
+        self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan, whereabouts: Whereabouts
     ) -> None:
         thread = threading.Thread(target=self._run, name="ecemb-requester", daemon=True)
         super().__init__(requests, [thread])
@@ -422,14 +422,15 @@ class Holders:
         plan: the same on all ranks.
     """
 
-    def __init__(self, memory: RankMemory, requests: Requests, plan: RecoveryPlan) -> None:
+    def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
         self._rank, self._kernels = memory.rank, memory.kernels
         self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
         self._weights = {
             block: weights_of(task, memory.geometry).reshape(1, -1) for block, task in self._tasks.items()
         }
         self._ranks = partners(plan, memory.rank)
-        self._dialogue = requests.dialogue(self._ranks)
+        self._channels = requests.channels(self._ranks)
+        self._unsent = {rank: list[Words]() for rank in self._ranks}
         self._pending = deque[Pending]()
         self._buffers: list[Words] = []
 
@@ -459,9 +460,9 @@ class Holders:
         task = pending.task
         for other, rank in task.sources:
             request = Request(task.stripe_class, other, of, pending.width, pending.runs, int(offsets[0]))
-            self._dialogue.say(request.words, rank)
+            self._unsent[rank].append(request.words)
             if len(offsets) > 1:
-                self._dialogue.say(offsets.view(np.uint64), rank)
+                self._unsent[rank].append(offsets.view(np.uint64))
         self._pending.append(pending)
 
     def send(self) -> None:
@@ -470,7 +471,7 @@ class Holders:
         Raises:
             PeerFailure: a holder died.
         """
-        self._dialogue.hear({}, "asking for lost rows", all_sent=False)
+        self._run({}, "asking for lost rows")
 
     def receive(self, asked: InFlight) -> Words | None:
         """Waits for the answers of all holders to what was asked, and to all that was asked before.
@@ -499,9 +500,9 @@ class Holders:
         try:
             while self._pending:
                 self._receive_next()
-            for rank in self._ranks:
-                self._dialogue.say(Request().words, rank)
-            self._dialogue.hear({}, "the end of a rebuild")
+            for unsent in self._unsent.values():
+                unsent.append(Request().words)
+            self._run({}, "the end of a rebuild", all_sent=True)
         except PeerFailure as error:  # its end is the failure detector's business
             logger.debug("the holders of what rank %d lost: %s", self._rank, error)
 
@@ -511,10 +512,10 @@ class Holders:
         task, size = pending.task, pending.runs * pending.width
         sources, what = task.sources, f"asking for block {task.block} of stripe class {task.stripe_class}"
         heads = {rank: np.empty(ANSWER_WORDS, np.uint64) for _, rank in sources}
-        self._dialogue.hear(heads, what, all_sent=False)
+        self._run(heads, what)
         pending.delay_ns = max(int(head[1]) for head in heads.values())
         blocks = {rank: self._buffer(size) for rank, head in heads.items() if self._is_given(head, rank)}
-        self._dialogue.hear(blocks, what, all_sent=False)
+        self._run(blocks, what)
         if len(blocks) == len(sources):
             total = np.empty(size, np.uint64)
             weights = self._weights[task.block]
@@ -523,6 +524,15 @@ class Holders:
         if size >= CHUNK_WORDS // 2:
             self._buffers += list(blocks.values())[: _MOST_BUFFERS - len(self._buffers)]
         pending.is_answered = True
+
+    def _run(self, outs: Mapping[int, Words], what: str, *, all_sent: bool = False) -> None:
+        """Receives words from holders. What was asked for is sent meanwhile, as far as it goes."""
+        for rank, unsent in self._unsent.items():
+            if unsent:
+                self._channels.send(rank, *unsent)
+                unsent.clear()
+        self._channels.expect(outs)
+        self._channels.run(what, all_sent=all_sent)
 
     def _buffer(self, size: int) -> Words:
         """Memory for an answer, uint64 [size], of any content."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..coding.parity import class_words
 from ..errors import InconsistentArenas, PeerFailure
-from ..group.requests import Requests
+from ..group.channels import Mesh
 from ..kernels.contract import Ids, Words
 from ..local.rank_memory import RankMemory
 from .background import Background, partners
@@ -97,7 +97,7 @@ class Server(Background):
         plan: the same on all ranks.
     """
 
-    def __init__(self, memory: RankMemory, requests: Requests, plan: RecoveryPlan) -> None:
+    def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
         threads = [
             threading.Thread(
                 target=self._serve, args=(requests, rank), name=f"ecemb-serve-{rank}", daemon=True
@@ -107,21 +107,23 @@ class Server(Background):
         super().__init__(requests, threads)
         self._memory = memory
 
-    def _serve(self, requests: Requests, rank: int) -> None:
+    def _serve(self, requests: Mesh, rank: int) -> None:
         """Answers one rank until it asks no more, or ends."""
         what = f"serving rank {rank}, which is rebuilt"
-        dialogue, run_delay = requests.dialogue([rank]), RunDelay()
+        channels, run_delay = requests.channels([rank]), RunDelay()
         head, buffer = Request().words, np.empty(ANSWER_WORDS, np.uint64)
         try:
             while True:
-                dialogue.hear({rank: head}, what)  # sends the last answer as well
+                channels.expect({rank: head})
+                channels.run(what)  # sends the last answer as well
                 request = Request.of_words(head)
                 if not request.runs:
                     break
                 began_ns, size = run_delay.so_far_ns(), ANSWER_WORDS + request.runs * request.width
                 offsets = np.full(request.runs, request.first, np.int64)
                 if request.runs > 1:
-                    dialogue.hear({rank: offsets.view(np.uint64)}, what)
+                    channels.expect({rank: offsets})
+                    channels.run(what)
                 if len(buffer) < size:
                     buffer = np.empty(size, np.uint64)
                 runs = buffer[ANSWER_WORDS:size].reshape(request.runs, request.width)
@@ -129,14 +131,14 @@ class Server(Background):
                 is_given = snapshot.read(request.stripe_class, request.block, offsets, runs)
                 answer = Answer.GIVEN if is_given else Answer.GONE
                 buffer[:ANSWER_WORDS] = (answer, run_delay.so_far_ns() - began_ns)
-                dialogue.say(buffer[: size if is_given else ANSWER_WORDS], rank)
+                channels.send(rank, buffer[: size if is_given else ANSWER_WORDS])
         except PeerFailure as error:  # its end is the failure detector's business
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:
             logger.exception("rank %d, which is rebuilt, is not served any more: %s", rank, error)
             with contextlib.suppress(PeerFailure):
-                dialogue.say(np.array([Answer.REFUSED, 0], np.uint64), rank)
-                dialogue.hear({}, what)
+                channels.send(rank, np.array([Answer.REFUSED, 0], np.uint64))
+                channels.run(what)
         finally:
             run_delay.close()
 

@@ -1,6 +1,6 @@
 """The connections that ecemb makes for itself, beside the training's own.
 
-Owns their creation, with the session's deadline: the control group and its lines, which carry the collectives
+Owns their creation, with the session's deadline: the control group and its notes, which carry the collectives
 of the protocol; the streams, or the fabric that `parity_backend` asks for, which carry deltas; and those over
 which ranks ask for what they lost. All are collective calls.
 
@@ -21,13 +21,11 @@ import torch.distributed as dist
 
 from ..coding.placement import Placement
 from ..errors import ConfigurationError
+from ..group.channels import Mesh, Notes
 from ..group.collectives import Transport
 from ..group.fabric import Fabric
 from ..group.handshake import Listener, Peer, connect
-from ..group.lines import Lines
-from ..group.links import Link, neighbours
-from ..group.requests import Requests
-from ..group.streams import Streams
+from ..group.links import neighbours
 from ..recovery.background import partners
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
@@ -39,12 +37,12 @@ _WHOLE_REBUILD_S = 30 * 86400.0
 """How long a holder waits for a request."""
 
 
-def control_group(session: Session, *, lines: bool = False) -> Transport:
+def control_group(session: Session, *, notes: bool = False) -> Transport:
     """A gloo group of all ranks, apart from the training's collectives. All ranks.
 
     Args:
         session: This process's.
-        lines: Whether steps end in it: their rounds go over lines.
+        notes: Whether the group has notes, which carry the rounds of steps and of `barrier`.
     """
     patience = datetime.timedelta(seconds=session.patience_s)
     backend = "gloo"
@@ -55,25 +53,23 @@ def control_group(session: Session, *, lines: bool = False) -> Transport:
     group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
     transport = Transport(group, session.patience_s)
     transport.whereabouts = session.whereabouts
-    if lines and session.world_size > 1:
-        transport.lines = _lines(session, transport)
+    if notes:
+        near = neighbours(session.rank, session.world_size)
+        transport.notes = Notes(_mesh(session, transport, near, b"notes"))
     return transport
 
 
-def _lines(session: Session, transport: Transport) -> Lines:
-    """This rank's lines. All ranks; none sends before all have called another collective."""
-    links = _links(session, transport, neighbours(session.rank, session.world_size), b"lines")
-    return Lines(links, session.world_size, session.patience_s)
-
-
-def streams(session: Session, transport: Transport, placement: Placement) -> Streams:
-    """This rank's streams. All ranks; none sends before all have called another collective."""
+def streams(session: Session, transport: Transport, placement: Placement) -> Mesh:
+    """This rank's connections for deltas, with those that keep each other's parity. All ranks."""
     near = {*placement.recipients(session.rank), *placement.senders(session.rank)}
-    return Streams(_links(session, transport, sorted(near), b"streams"), session.patience_s)
+    return _mesh(session, transport, sorted(near), b"streams")
 
 
-def _links(session: Session, transport: Transport, near: Sequence[int], purpose: bytes) -> list[Link]:
-    """Connects this rank with some others, each of which names this rank as well. All ranks."""
+def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: bytes) -> Mesh:
+    """Connects this rank with some others, each of which names this rank as well.
+
+    All ranks; none sends before all have called another collective.
+    """
     with Listener() as listener:
         own = np.array([listener.port], np.uint64)
         ports = {peer: np.zeros(1, np.uint64) for peer in near}
@@ -84,7 +80,8 @@ def _links(session: Session, transport: Transport, near: Sequence[int], purpose:
         }
         secret = bytes.fromhex(session.roster.secret) + purpose
         deadline = time.monotonic() + session.patience_s  # a busy rank is waited for
-        return connect(listener, session.rank, session.world_size, peers, secret, deadline)
+        links = connect(listener, session.rank, session.world_size, peers, secret, deadline)
+    return Mesh(links, session.rank, session.world_size, session.patience_s, session.whereabouts)
 
 
 def training_devices() -> Sequence[Any]:
@@ -109,12 +106,12 @@ def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout:
     return gloo(store, rank, world_size, options)
 
 
-def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Requests:
+def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Mesh:
     """This rank's connections for a rebuild beside training. All ranks."""
-    links = _links(session, transport, partners(plan, session.rank), b"requests")
+    made = _mesh(session, transport, partners(plan, session.rank), b"requests")
     # A holder may get no request while other blocks are rebuilt; the failure detector knows which rank died.
-    timeout_s = session.patience_s if session.rank in plan.lost else _WHOLE_REBUILD_S
-    made = Requests(links, session.rank, session.world_size, timeout_s)
+    if session.rank not in plan.lost:
+        made.timeout_s = _WHOLE_REBUILD_S
     transport.barrier("connecting for a rebuild")  # a request could be taken for a part of a handshake
     return made
 

@@ -190,7 +190,7 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
             f"gradients in question: {session.job_flags.get('refused').decode()}. Then launch the job again"
         )
     with watch.phase("agree"), HostFolder(session.directory, session.hosts, session.rank) as folder:
-        transport = control_group(session, lines=True)
+        transport = control_group(session, notes=True)
         if_it_fails.callback(transport.hang_up)
         request, training = transport.together(
             "checking arguments, the model and its optimizers", lambda: _examined(asked, folder)

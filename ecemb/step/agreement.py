@@ -13,8 +13,9 @@ Must not know what a step does, and what a rank restores when it has failed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,11 +23,11 @@ from numpy.typing import NDArray
 
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, PeerFailure, StepFailed, UsageError
+from ..group.channels import Channels
 from ..group.collectives import Kind, Transport
 from ..group.dissemination import Rounds, say
 from ..group.error_file import follows
 from ..group.interruptions import to_the_end
-from ..group.streams import Swap
 from ..kernels.contract import Words
 
 Ints = NDArray[np.int64]
@@ -60,6 +61,7 @@ class Turn:
         voted: whether this rank has begun to vote, or there is no vote.
         heads: the first words of each rank's deltas, once they are asked for.
         swap: the deltas on their way.
+        is_resting: whether the rest of each rank's deltas is asked for.
         swapped: whether all deltas are sent and received, or there are none.
     """
 
@@ -67,7 +69,8 @@ class Turn:
     votes: Rounds | None = None
     voted: bool = False
     heads: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
-    swap: Swap | None = None
+    swap: Channels | None = None
+    is_resting: bool = False
     swapped: bool = False
 
 
@@ -142,7 +145,7 @@ class Agreement:
         status = self._status_rounds(self._number)
         if whole:
             tag = self._tag(Kind.VOTE, turn)
-            turn.votes = Rounds(self._transport, tag, 1, np.minimum, lambda told: int(told[0]) == _NO)
+            turn.votes = Rounds(self._transport, tag, np.minimum, lambda told: int(told[0]) == _NO)
         self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
@@ -185,7 +188,7 @@ class Agreement:
         """
         fabric = self._transport.fabric
         send = messages if fabric is None else {to: messages[to][:size] for to, size in self._keepers.items()}
-        self._meet(turn, send, what)
+        swap = self._meet(turn, send, what)
         sizes = {rank: _size(head) for rank, head in turn.heads.items()}
         if failed := [rank for rank, size in sizes.items() if size == MARK]:
             raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
@@ -196,34 +199,37 @@ class Agreement:
             )
         inbox = self._rooms.receive(sizes)
         if fabric is not None:
-            self._finish(turn, {}, what)
+            self._finish(turn, swap, {}, {}, what)
             self._transport.exchange(messages, inbox, what)
             return
         rests: dict[int, Words] = {}
         for rank, head in turn.heads.items():
             inbox[rank][: len(head)], rests[rank] = head, inbox[rank][len(head) :]
-        self._finish(turn, rests, what)
+        self._finish(turn, swap, rests, {}, what)
 
-    def _meet(self, turn: Turn, send: Mapping[int, Words], what: str) -> None:
+    def _meet(self, turn: Turn, send: Mapping[int, Words], what: str) -> Channels:
         """Begins to send, and waits for the heads of all deltas that come here."""
         if turn.swap is None:
             turn.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
             turn.swap = self._transport.swap(send, turn.heads)
-        with self._swapping(turn) as swap:
-            self._transport.meet(swap, what)
+        self._run(turn, turn.swap, what, all_sent=False)
+        return turn.swap
 
-    def _finish(self, turn: Turn, rests: Mapping[int, Words], what: str) -> None:
-        with self._swapping(turn) as swap:
-            self._transport.finish(swap, rests, what)
+    def _finish(
+        self, turn: Turn, swap: Channels, rests: Mapping[int, Words], unwanted: Mapping[int, int], what: str
+    ) -> None:
+        """Receives the rest of the deltas, or drops it (words by rank), and sends all; again: goes on."""
+        if not turn.is_resting:
+            swap.expect(rests)
+            swap.skip(unwanted)
+            turn.is_resting = True
+        self._run(turn, swap, what, all_sent=True)
         turn.swapped = True
 
-    @contextmanager
-    def _swapping(self, turn: Turn) -> Generator[Swap]:
-        """The swap that has begun; a rank that has died ends it."""
-        if turn.swap is None:
-            raise UsageError("deltas are asked for before they are sent")
+    def _run(self, turn: Turn, swap: Channels, what: str, *, all_sent: bool) -> None:
+        """Moves deltas, whatever a signal's handler raises; a rank that has died ends them."""
         try:
-            yield turn.swap
+            to_the_end(partial(swap.run, what, all_sent=all_sent), PeerFailure)
         except PeerFailure:
             turn.swapped = True
             raise
@@ -258,11 +264,9 @@ class Agreement:
     def _end_swap(self, turn: Turn) -> None:
         """Sends a mark in the place of deltas, or the rest of them, and takes what comes, for nothing."""
         what = "leaving"
-        self._meet(turn, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
+        swap = self._meet(turn, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
         sizes = {rank: _size(head) - len(head) for rank, head in turn.heads.items()}
-        with self._swapping(turn) as swap:
-            self._transport.discard(swap, sizes if self._transport.fabric is None else {}, what)
-        turn.swapped = True
+        self._finish(turn, swap, {}, sizes if self._transport.fabric is None else {}, what)
 
     def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
         return self._transport.tag(kind, self._number if turn is None else turn.number)
@@ -271,7 +275,6 @@ class Agreement:
         return Rounds(
             self._transport,
             self._transport.tag(Kind.STATUS, number),
-            _MARKED + -(-self._transport.world_size // _MASK_BITS),
             _folded,
             lambda told: int(told[_FLAG]) == FAILED,
         )

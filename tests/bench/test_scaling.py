@@ -58,7 +58,7 @@ def send_a_little() -> tuple[dict[int, list[int]], set[str]]:
         dist.all_to_all_single(torch.zeros(0), torch.zeros(0), group=group)
         wires, words = Transport(group, 600), np.zeros(100, np.uint64)
         sent_all = wires.send(words, (rank + 1) % 3, "a little")
-        wires.receive(words.copy(), (rank - 1) % 3, "a little")
+        wires.expect(words.copy(), (rank - 1) % 3, "a little")()
         sent_all()
         dist.all_reduce(torch.zeros(1), group=group)
         dist.all_reduce(torch.zeros(1))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from ecemb.group.channels import Mesh
 from ecemb.group.links import Link, keep
 from support.processes import DEADLINE_S
 
@@ -27,6 +29,17 @@ def linked(size: int) -> list[list[Link]]:
             links[i].append(Link(j, one))
             links[j].append(Link(i, other))
     return links
+
+
+@contextmanager
+def mesh(size: int, timeout_s: float = DEADLINE_S) -> Iterator[list[Mesh]]:
+    """The meshes of ranks of which each is linked with each other one."""
+    ranks = [Mesh(links, rank, size, timeout_s) for rank, links in enumerate(linked(size))]
+    try:
+        yield ranks
+    finally:
+        for one in ranks:
+            one.close()
 
 
 def together(size: int, run: Callable[[int], None]) -> None:

@@ -203,14 +203,34 @@ class Hub:
             return self._messages[key].pop(0)
 
 
-_SWAP = -1  # in the place of a tag
+_SWAP, _GLOO = "a swap", "over gloo"  # kinds of messages, beside notes
 
 
-@dataclasses.dataclass
 class _Swap:
-    send: dict[int, Words]
-    heads: Mapping[int, Words]
-    received: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
+    """`Channels` over a hub. What comes from a rank in a swap comes at once, with its head."""
+
+    def __init__(self, wires: Wires, send: Mapping[int, Words], heads: Mapping[int, Words]) -> None:
+        self._wires, self._unsent, self._wanted = wires, dict(send), dict(heads)
+        self._received: dict[int, Words] = {}
+
+    def expect(self, outs: Mapping[int, Words]) -> None:
+        self._wanted.update(outs)
+
+    def skip(self, sizes: Mapping[int, int]) -> None:
+        for source in sizes:
+            self._wanted.pop(source, None)
+
+    def run(self, what: str, *, all_sent: bool = True) -> None:
+        for to in list(self._unsent):
+            self._wires.send_note(self._unsent[to], to, what, _SWAP)
+            del self._unsent[to]
+        for source, out in list(self._wanted.items()):
+            if source not in self._received:
+                self._received[source] = self._wires._hub.take(_SWAP, source, self._wires.rank)
+            for part in halves(out):
+                out[part] = self._received[source][: len(out)][part]
+            self._received[source] = self._received[source][len(out) :]
+            del self._wanted[source]
 
 
 class Wires(Transport):
@@ -225,8 +245,9 @@ class Wires(Transport):
         self.world_size = size
         self.fabric = None
         self.sent_bytes = self.sent_messages = 0
-        self._last_words, self._exchanges, self._barriers = [], 0, 0
+        self._exchanges = self._barriers = 0
         self._hub = hub
+        self._notes: dict[tuple[int, int], Words] = {}
         self._calls = 0
 
     def _swap(self, parts: Sequence[Any], what: object) -> list[Any]:
@@ -248,45 +269,38 @@ class Wires(Transport):
     def gather(self, data: bytes, what: str) -> list[bytes]:
         return self._swap([data] * self.world_size, self._next())
 
-    def _sent(self, words: Words, to: int, what: str, tag: int) -> Any:
+    def send_note(self, words: Words, to: int, what: str, tag: object) -> None:
         moment()
         self.sent_bytes, self.sent_messages = self.sent_bytes + words.nbytes, self.sent_messages + 1
         self._hub.put(tag, self.rank, to, words.copy())
 
-    def ended(self, work: Any, what: str) -> None:
+    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
+        if (source, tag) not in self._notes:  # or this is called again, after an interruption
+            self._notes[source, tag] = self._hub.take(tag, source, self.rank)
+        self._fill(out, self._notes[source, tag])
+
+    def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Waits for no receiver: it may have ended."""
+        self.send_note(words, to, what, (_GLOO, tag))
+        return lambda: None
 
     def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Any:
-        return _Swap(dict(send), heads)
+        return _Swap(self, send, heads)
 
-    def meet(self, swap: Any, what: str) -> None:
-        for to, words in swap.send.items():
-            self._sent(words, to, what, _SWAP)
-        swap.send.clear()
-        for source, head in swap.heads.items():
-            if source not in swap.received:
-                swap.received[source] = self._hub.take(_SWAP, source, self.rank)
-            head[:] = swap.received[source][: len(head)]
-
-    def finish(self, swap: Any, rests: Mapping[int, Words], what: str) -> None:
-        for source, rest in rests.items():
-            for part in halves(rest):
-                rest[part] = swap.received[source][len(swap.heads[source]) :][part]
-
-    def discard(self, swap: Any, sizes: Mapping[int, int], what: str) -> None:
-        """All that was sent is here."""
-
-    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[..., None]:
+    def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
         taken: list[Words] = []
 
-        def wait(now: str = "") -> None:
+        def wait() -> None:
             if not taken:  # or this is called again, after an interruption
-                taken.append(self._hub.take(tag, source, self.rank))
-            assert len(taken[0]) == len(out)
-            for part in halves(out):
-                out[part] = taken[0][part]
+                taken.append(self._hub.take((_GLOO, tag), source, self.rank))
+            self._fill(out, taken[0])
 
         return wait
+
+    def _fill(self, out: Words, words: Words) -> None:
+        assert len(words) == len(out)
+        for part in halves(out):
+            out[part] = words[part]
 
 
 # --- what is trained ----------------------------------------------------------------------------

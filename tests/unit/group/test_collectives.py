@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ecemb.errors import NotEnoughSpace, PeerFailure
 from ecemb.group.collectives import Transport
 from ecemb.group.fabric import Fabric
-from ecemb.group.lines import Lines
 from support.processes import DEADLINE_S, run_ranks
 
 
@@ -84,25 +83,6 @@ def be_cut_off() -> list[int]:
 
 def test_what_is_left_of_an_exchange_is_not_taken_for_anothers() -> None:
     assert run_ranks(2, be_cut_off) == [[0, 0, 0], []]
-
-
-def send_by_tag() -> list[int]:
-    """Lines that carry nothing, and a round and another message that are sent at once."""
-    transport = opened(DEADLINE_S)
-    transport.lines = lines = mock.create_autospec(Lines, instance=True)
-    peer, words = 1 - transport.rank, np.arange(100, dtype=np.uint64)
-    transport.send(words[:2], peer, "a round", 1)
-    room = np.zeros_like(words)
-    wait = transport.expect(room, peer, "another message")
-    transport.send(words, peer, "another message")()
-    wait()
-    assert [(*one.args[1:], len(one.args[0])) for one in lines.send.call_args_list] == [(peer, 1, 2)]
-    lines.receive.assert_not_called()
-    return room.tolist()
-
-
-def test_only_rounds_of_disseminations_take_the_lines() -> None:
-    assert run_ranks(2, send_by_tag) == [list(range(100))] * 2
 
 
 # --- over a fabric -------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def on_all(size: int, act: Callable[[Wires], object]) -> list[object]:
 
 
 def begun(wires: Wires, tag: int = 1000) -> Rounds:
-    return Rounds(wires, tag, 2, folded, lambda told: int(told[0]) == LAST)
+    return Rounds(wires, tag, folded, lambda told: int(told[0]) == LAST)
 
 
 def go(one: Rounds, value: int) -> None:
@@ -96,8 +96,8 @@ def test_an_interrupted_rank_goes_through_all_rounds_first(at: str, size: int) -
 
 
 def interrupt(wires: Wires, at: str) -> None:
-    """Ctrl-C when the first message was sent, or has come."""
-    send, expect = wires.send, wires.expect
+    """Ctrl-C when the first note was sent, or has come."""
+    send, receive = wires.send_note, wires.receive_note
     done: list[bool] = []
 
     def raises_once() -> None:
@@ -105,23 +105,17 @@ def interrupt(wires: Wires, at: str) -> None:
             done.append(True)
             raise KeyboardInterrupt
 
-    def sends(*args: object) -> object:
-        wait = send(*args)  # pyright: ignore
+    def sends(*args: object) -> None:
+        send(*args)  # pyright: ignore
         if at == "send":
             raises_once()
-        return wait
 
-    def expects(*args: object) -> object:
-        wait = expect(*args)  # pyright: ignore
+    def receives(*args: object) -> None:
+        receive(*args)  # pyright: ignore
+        if at == "wait":
+            raises_once()
 
-        def waits(now: str) -> None:
-            wait(now)
-            if at == "wait":
-                raises_once()
-
-        return waits
-
-    wires.send, wires.expect = sends, expects  # pyright: ignore
+    wires.send_note, wires.receive_note = sends, receives  # pyright: ignore
 
 
 def test_the_end_of_a_peer_ends_the_rounds() -> None:

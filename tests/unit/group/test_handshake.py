@@ -325,7 +325,7 @@ def test_the_deadline_says_how_many_strangers_called(monkeypatch: pytest.MonkeyP
 
 
 def test_connections_between_ranks_are_accepted_in_one_module() -> None:
-    """Lines, streams and requests have no listener of their own; the fork server's is no port."""
+    """A mesh has no listener of its own; the fork server's is no port."""
     package = Path(handshake.__file__).parents[1]
     accepting = {
         str(path.relative_to(package))

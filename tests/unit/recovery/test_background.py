@@ -25,7 +25,6 @@ from ecemb.arena.backing import Backing, promised
 from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
 from ecemb.errors import PeerFailure
-from ecemb.group.collectives import Transport
 from ecemb.group.whereabouts import Whereabouts
 from ecemb.kernels.contract import get_kernels
 from ecemb.local.rank_memory import RankMemory
@@ -49,12 +48,6 @@ Found = tuple[Words, dict[int, Words], dict[str, Any]]
 """A rank's row space without the rank state's record; its parity; facts of the rebuild."""
 
 
-def opened() -> Transport:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return Transport(group, DEADLINE_S)
-
-
 class Worker:
     """A rank of a job that has begun, some of whose ranks then lose what they hold.
 
@@ -67,7 +60,7 @@ class Worker:
 
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
-        self.control = opened()
+        self.control = connections.control_group(session_of(), notes=True)
         self.control.streams = connections.streams(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
@@ -429,10 +422,10 @@ def misbehave(folder: Path, job: Job, head: Request, offsets: list[int]) -> int:
         worker = Worker(folder, job, (0,))
     answer = np.zeros(ANSWER_WORDS, np.uint64)
     if worker.server is None:
-        dialogue = worker.requests.dialogue([1])
-        for words in (head.words, np.array(offsets, np.int64).view(np.uint64)):
-            dialogue.say(words, 1)
-        dialogue.hear({1: answer}, "the test")
+        channels = worker.requests.channels([1])
+        channels.send(1, head.words, np.array(offsets, np.int64))
+        channels.expect({1: answer})
+        channels.run("the test")
     else:
         worker.server.stop(DEADLINE_S)
         assert "ecemb-serve-0" not in [thread.name for thread in threading.enumerate()]
@@ -503,9 +496,9 @@ def mislead(folder: Path, job: Job, answer: int | None) -> str:
             worker.requester.pause()
         raised = str(error.value)
     elif answer is not None:
-        dialogue = worker.requests.dialogue([0])
-        dialogue.say(np.array([answer, 0], np.uint64), 0)
-        dialogue.hear({}, "the test")
+        channels = worker.requests.channels([0])
+        channels.send(0, np.array([answer, 0], np.uint64))
+        channels.run("the test")
     worker.control.barrier("the end")
     return raised
 

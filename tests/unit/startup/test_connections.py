@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from ecemb.coding.placement import Placement
+from ecemb.errors import PeerFailure
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
 from ecemb.startup import connections
 from support.processes import run_ranks, session_of
@@ -27,11 +31,11 @@ def gloo_threads() -> int:
 def opened() -> tuple[int, list[bytes]]:
     """Opens a control group; the gloo threads that this made, and what all ranks said in it."""
     before = gloo_threads()
-    transport = connections.control_group(session_of(), lines=True)
+    transport = connections.control_group(session_of(), notes=True)
     made = gloo_threads() - before
     said = transport.gather(str(transport.rank).encode(), "a test")
-    with mock.patch.object(transport, "_sent", side_effect=AssertionError("over gloo")):
-        transport.barrier("a test")  # goes over lines
+    with mock.patch.object(transport, "_gloo", mock.Mock(side_effect=AssertionError("over gloo"))):
+        transport.barrier("a test")  # by notes
     transport.close()
     dist.all_reduce(torch.zeros(1))  # the training's group still works
     return made, said
@@ -62,11 +66,12 @@ def deadlines() -> float:
     session = session_of()
     task = Rebuild(0, 0, 1, ((1, 0),))
     plan = RecoveryPlan("memory", 3, (0, 2), (1,), rebuild=(task,))
-    made = connections.requests(session, connections.control_group(session), plan)
+    made = connections.requests(session, connections.control_group(session, notes=True), plan)
     if session.rank < 2:
-        dialogue, words = made.dialogue([1 - session.rank]), np.zeros(1, np.uint64)
-        dialogue.say(np.ones(1, np.uint64), 1 - session.rank)
-        dialogue.hear({1 - session.rank: words}, "a test")
+        channels, words = made.channels([1 - session.rank]), np.zeros(1, np.uint64)
+        channels.send(1 - session.rank, np.ones(1, np.uint64))
+        channels.expect({1 - session.rank: words})
+        channels.run("a test")
         assert words[0] == 1
     made.close()
     return made.timeout_s
@@ -75,6 +80,34 @@ def deadlines() -> float:
 def test_a_holder_waits_for_requests_as_long_as_a_rebuild_may_last() -> None:
     holder, replacement, _ = run_ranks(3, deadlines)
     assert holder >= 7 * 86400 and replacement == 60
+
+
+def hung_up() -> list[str]:
+    """Another thread of rank 0 hangs up, while both ranks wait for notes and deltas of each other."""
+    session = session_of()
+    transport = connections.control_group(session, notes=True)
+    transport.streams = connections.streams(session, transport, Placement.ranks(2, 1, 2))
+    transport.gather(b"", "the start")
+    peer, told = 1 - transport.rank, list[str]()
+    other = threading.Thread(target=transport.hang_up if transport.rank == 0 else str)
+    other.start()
+    with pytest.raises(PeerFailure) as raised:
+        transport.swap({}, {peer: np.zeros(1, np.uint64)}).run("a swap")
+    told.append(str(raised.value))
+    other.join()
+    with pytest.raises(PeerFailure) as raised:
+        transport.barrier("a barrier")
+    told.append(str(raised.value))
+    transport.gather(b"", "the end")  # over gloo
+    transport.close()
+    return told
+
+
+def test_all_waits_for_notes_and_deltas_end_when_a_rank_hangs_up() -> None:
+    for rank, (swap, barrier) in enumerate(run_ranks(2, hung_up)):
+        assert f"rank {rank} of 2 lost a peer in a swap" in swap
+        assert f"rank {rank} of 2 lost a peer in a barrier" in barrier
+        assert all(f"the connection with rank {1 - rank} has ended" in text for text in (swap, barrier))
 
 
 def test_a_group_without_gloo() -> None:

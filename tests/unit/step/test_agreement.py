@@ -185,13 +185,16 @@ class Full:
 
 
 @contextmanager
-def interrupted(owner: Any, name: str) -> Iterator[None]:
-    """A signal's handler raises at the end of each of the first calls of a method."""
+def interrupted(owner: Any, name: str, *, at_begin: bool = False) -> Iterator[None]:
+    """A signal's handler raises at the end of each of the first calls of a method, or at the begin."""
     method, calls = getattr(owner, name), itertools.count()
 
     def raises(*args: Any, **more: Any) -> Any:
+        is_cut = next(calls) < 4
+        if is_cut and at_begin:
+            raise KeyboardInterrupt
         found = method(*args, **more)
-        if next(calls) < 4:
+        if is_cut:
             raise KeyboardInterrupt
         return found
 
@@ -201,7 +204,7 @@ def interrupted(owner: Any, name: str) -> Iterator[None]:
 
 def fail_over_streams(stage: str) -> str:
     """Rank 1 fails after the verdict, and stays alive; the error of each rank."""
-    transport = connections.control_group(session_of(), lines=True)
+    transport = connections.control_group(session_of(), notes=True)
     rank, placement = transport.rank, Placement.ranks(4, 2, 4)
     transport.streams = connections.streams(session_of(), transport, placement)
     transport.gather(b"", "the start")
@@ -212,6 +215,11 @@ def fail_over_streams(stage: str) -> str:
     turn = conclude(agreement, 1).turn
     try:
         if fails and stage in ("before it sends", "interrupted while it leaves"):
+            raise ValueError("on purpose")
+        if fails and stage == "interrupted while it sends":
+            with pytest.raises(KeyboardInterrupt), interrupted(Channels, "run", at_begin=True):
+                agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
+            assert all(size for size, *_ in turn.heads.values())  # it has waited for them
             raise ValueError("on purpose")
         agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
         if fails and stage == "before prepared":
@@ -231,7 +239,14 @@ def fail_over_streams(stage: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "stage", ["before it sends", "without room", "before prepared", "interrupted while it leaves"]
+    "stage",
+    [
+        "before it sends",
+        "without room",
+        "before prepared",
+        "interrupted while it sends",
+        "interrupted while it leaves",
+    ],
 )
 def test_no_connection_stays_full_of_what_a_failed_rank_does_not_want(stage: str) -> None:
     """Its neighbours would wait until their messages are taken."""
