@@ -20,7 +20,7 @@ from ..kernels.contract import Ids, Kernels, Words
 from ..local.rank_memory import RankMemory
 from .missing import CHUNK_WORDS
 from .plan import RecoveryPlan
-from .rebuild import weights_of
+from .relay import weights_of
 from .serving import ANSWER_WORDS, Answer, Request
 
 _MOST_SPARE = 32
@@ -96,7 +96,10 @@ class Sources:
     def __init__(self, memory: RankMemory, requests: Requests, kernels: Kernels, plan: RecoveryPlan) -> None:
         self._rank, self._kernels = memory.rank, kernels
         self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
-        self._weights = {block: weights_of(task, memory.geometry) for block, task in self._tasks.items()}
+        generator = memory.geometry.generator
+        self._weights = {
+            block: weights_of(generator, block, task.sources) for block, task in self._tasks.items()
+        }
         self._holders = holders(plan, memory.rank)
         self._dialogue = requests.dialogue(self._holders)
         self._under_way = deque[_Part]()

@@ -35,8 +35,9 @@ from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory
 from ..recovery.execute import RecoveryReport
-from ..recovery.relayout import Move, Relayout, Want, plan_relayout
-from ..recovery.relocate import PROCESS_BYTES, carry, compare_state, gather_state
+from ..recovery.relay import PROCESS_BYTES, carry
+from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout
+from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
 from .create import InitialContent, Start, new_arena_bytes, share_scalars
@@ -93,7 +94,7 @@ def plan_move(start: Start, former: Former) -> Moving:
         LayoutMismatch: no old rank had a row that is needed.
     """
     session, transport = start.session, start.transport
-    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wants(start, former)]
+    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wanted(start, former)]
     text = json.dumps([mine, new_arena_bytes(start)]).encode()
     told = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
     survivors = session.roster.judgement.survivors
@@ -104,7 +105,7 @@ def plan_move(start: Start, former: Former) -> Moving:
         holders,
         former.layout,
         session.hosts,
-        [[Want(key, range(first, last)) for key, first, last in wants] for wants, _ in told],
+        [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in told],
         [size for _, size in told],
         abortable=former.history.abortable,
     )
@@ -116,16 +117,16 @@ def plan_move(start: Start, former: Former) -> Moving:
     return Moving(former, plan, _generator(start, former))
 
 
-def _wants(start: Start, former: Former) -> list[Want]:
+def _wanted(start: Start, former: Former) -> list[RowRange]:
     """The rows of the old layout that this rank needs."""
-    rank, wants = start.session.rank, dict[Want, None]()
+    rank, wanted = start.session.rank, dict[RowRange, None]()
     for shard in start.world.shards:
         rows = range(shard.start, shard.start + shard.layout.rows)
         for column in shard.layout.columns if rows else ():
             for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
-                wants[Want(source.table, rows)] = None
+                wanted[RowRange(source.table, rows)] = None
     states = contents.states_of(former.history.world_size, rank, start.transport.world_size)
-    return [*wants, *(Want(f"rank_state/{one}", range(1)) for one in states)]
+    return [*wanted, *(RowRange(f"rank_state/{one}", range(1)) for one in states)]
 
 
 def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
@@ -193,7 +194,7 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
 
     transport.together("undo and redo", decide)
     layout, abortable = moving.former.layout, moving.former.history.abortable
-    moving.state_bytes = compare_state(moving.plan, layout, moving.memories, transport, abortable=abortable)
+    moving.state_bytes = compare_old(moving.plan, layout, moving.memories, transport, abortable=abortable)
     make_room(session, start.world.plan)
     transport.barrier("making room")
 
@@ -308,8 +309,8 @@ class _Arrivals:
                     into = _Into(shard.start, values, source, *found)
                     self._into.setdefault(source.table, []).append(into)
 
-    def land(self, move: Move, words: Words) -> None:
-        """See `ecemb.recovery.relocate.Land`."""
+    def on_chunk(self, move: Move, words: Words) -> None:
+        """See `ecemb.recovery.relay.carry`."""
         records = words.view(np.uint8).reshape(len(move.rows), -1)
         prefix, _, rank = move.key.rpartition("/")
         if prefix == "rank_state" and move.key not in self._into:
@@ -382,9 +383,9 @@ class MovedContent(InitialContent):
         arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
         layout, memories = moving.former.layout, moving.memories
         moving.received_bytes += carry(
-            moving.plan, layout, memories, moving.generator, transport, self.kernels, arrivals.land
+            moving.plan, layout, memories, moving.generator, transport, self.kernels, arrivals.on_chunk
         )
-        state = gather_state(moving.plan, memories, transport, *moving.state_bytes)
+        state = gather_old(moving.plan, memories, transport, *moving.state_bytes)
         moving.received_bytes += len(state)
         read: list[bytes] = []
 
