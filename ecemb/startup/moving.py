@@ -28,7 +28,6 @@ from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.matching import Source
-from ..checkpoint.saver import shared
 from ..coding.rows import Column, TableLayout
 from ..coding.slices import Share
 from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
@@ -40,7 +39,7 @@ from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout
 from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
-from .create import InitialContent, Start, new_arena_bytes, share_scalars
+from .create import InitialContent, Start, new_arena_bytes
 from .former import Former
 from .leftovers import make_room, room_to_make_bytes
 
@@ -289,7 +288,7 @@ class _Into:
 
 
 class _Arrivals:
-    """Takes what arrives at this rank, and is then the reader of what is not rows.
+    """Takes what arrives at this rank, and then reads what is not rows.
 
     Args:
         content: what is filled.
@@ -333,14 +332,6 @@ class _Arrivals:
             self._read[f"rank_state/{rank}"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         return self._former.stored(job, {"outline_bytes": len(front), "rank_state_bytes": sizes})
 
-    def finished(self, job: str) -> str | None:
-        """See `CheckpointReader.finished`."""
-        return None
-
-    def newest(self) -> Stored | None:
-        """See `CheckpointReader.newest`."""
-        return None
-
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader.read`."""
         for piece in pieces:
@@ -373,28 +364,22 @@ class MovedContent(InitialContent):
     moving: Moving
     kernels: Kernels
 
-    def read(self, stored: Stored) -> bytes:
-        """Fills rows, and restores replicated and rank state, from the old arenas. All ranks."""
-        start, memory, moving = self.start, self.memory, self.moving
-        transport, training = start.transport, start.training
-        transport.together(
-            "placing the tables", lambda: training.tables.place(memory.space.tables, fresh=False)
-        )
+    def fill_rows(self, stored: Stored) -> tuple[contents.Read, Stored]:
+        """See `InitialContent.fill_rows`: from the old arenas."""
+        moving, transport, memories = self.moving, self.start.transport, self.moving.memories
         arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
-        layout, memories = moving.former.layout, moving.memories
         moving.received_bytes += carry(
-            moving.plan, layout, memories, moving.generator, transport, self.kernels, arrivals.on_chunk
+            moving.plan,
+            moving.former.layout,
+            memories,
+            moving.generator,
+            transport,
+            self.kernels,
+            arrivals.on_chunk,
         )
         state = gather_old(moving.plan, memories, transport, *moving.state_bytes)
         moving.received_bytes += len(state)
-        read: list[bytes] = []
-
-        def act() -> str:
-            known = arrivals.stored(start.session.job, state)
-            parts = memory.rank, transport.world_size, training.replicated, training.rank_state
-            read.append(contents.restore_state(arrivals, known, *parts))
-            training.tables.put()
-            return ""
-
-        shared(transport, "restoring what moved", act)
-        return share_scalars(transport, training.rank_state, read[0])
+        known = transport.together(
+            "reading what moved", lambda: arrivals.stored(self.start.session.job, state)
+        )
+        return arrivals.read, known
