@@ -17,7 +17,7 @@ Must not know: how checkpoints are stored, other ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ from .transfer import Taking, read_ids, read_pieces
 FORMAT = 2
 CHUNK_BYTES = 1 << 27
 OUTLINE = "ecemb/outline"
+Read = Callable[[Stored, Sequence[Piece]], None]
+"""As `CheckpointReader.read`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,17 +312,10 @@ def take(
             read_ids(reader, taking.stored, piece, taking.sources[piece.key], ids, CHUNK_BYTES)
 
 
-def restore(
-    reader: CheckpointReader,
-    stored: Stored,
-    memory: RankMemory,
-    shards: Sequence[Shard],
-    sources: Sources,
-    replicated: ReplicatedState,
-    rank_state: RankState,
-    world_size: int,
-) -> bytes:
-    """Fills the rows, and restores replicated state and rank state. One rank, by itself.
+def restore_rows(
+    reader: CheckpointReader, stored: Stored, memory: RankMemory, shards: Sequence[Shard], sources: Sources
+) -> None:
+    """Fills the rows. One rank, by itself.
 
     Args:
         reader: the reader that found `stored`.
@@ -328,26 +323,18 @@ def restore(
         memory: a new arena's; its rows are overwritten.
         shards: this rank's tables.
         sources: the result of `check`.
-        replicated: its model and optimizers are overwritten.
-        rank_state: its objects and generators are overwritten.
-        world_size: number of ranks now.
-
-    Returns:
-        The tables' scalars in the states that were read here, for `RankState.take_scalars` on all ranks.
 
     Raises:
         CheckpointError: the checkpoint can't be read, or doesn't fit.
-        LayoutMismatch: dense state doesn't fit the model and its optimizers.
     """
     pieces = _rows(memory, shards, memory.rank)
     read_pieces(reader, stored, [piece for piece in pieces if piece.key in sources], sources)
     if by_hand_too := [piece for piece in pieces if piece.key not in sources]:
         reader.read(stored, by_hand_too)
-    return restore_state(reader, stored, memory.rank, world_size, replicated, rank_state)
 
 
 def restore_state(
-    reader: CheckpointReader,
+    read: Read,
     stored: Stored,
     rank: int,
     world_size: int,
@@ -357,7 +344,7 @@ def restore_state(
     """Restores replicated state and rank state. One rank, by itself.
 
     Args:
-        reader: the reader that found `stored`.
+        read: of the reader that found `stored`, or reads the arenas that stand for it.
         stored: `check` has passed.
         rank: this rank.
         world_size: number of ranks now.
@@ -373,18 +360,18 @@ def restore_state(
     """
     facts = stored.facts
     outline = torch.empty(facts["outline_bytes"], dtype=torch.uint8, device="cpu")
-    reader.read(stored, [_whole(OUTLINE, outline)])
+    read(stored, [_whole(OUTLINE, outline)])
     plain = outline_of(outline.numpy())
     names, blanks = blank(plain)
     tensors = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in blanks]
-    reader.read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
+    read(stored, [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
     replicated.restore(plain, tensors)
 
     sizes = facts["rank_state_bytes"]
     ranks = states_of(len(sizes), rank, world_size)
     packed = [torch.empty(sizes[one], dtype=torch.uint8, device="cpu") for one in ranks]
     pieces = zip(ranks, packed, strict=True)
-    reader.read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
+    read(stored, [_whole(f"rank_state/{one}", tensor) for one, tensor in pieces])
     states = [tensor.numpy().tobytes() for tensor in packed]
     if rank < len(sizes):
         rank_state.unpack(states[0], positions=len(sizes) == world_size)

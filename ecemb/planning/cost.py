@@ -244,7 +244,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
       Nothing overlaps. The wait for slower ranks is not included; where ranks share cores, it is the largest
       part (docs/performance.md).
     - recovery: a restart; for a host also its replacement, and the transfer of its tables and parity, each
-      byte once (see `ecemb.recovery.rebuild`), at `rebuild_over_network` of the network's speed.
+      byte once (see `ecemb.recovery.relay`), at `rebuild_over_network` of the network's speed.
     - probability of loss: hosts are lost at the job's rate, one or several at once. A host that is lost
       before the rebuild ends adds to them, and the rebuild starts over (`Odds.episode`). In a month, 1 -
       exp(-losses). Several hosts lost during one rebuild count as one loss.

@@ -1,6 +1,7 @@
 """After a failure: decide, undo or redo, rebuild, verify.
 
-`plan` is the pure decision, `execute` carries it out, `rebuild` reconstructs lost blocks, and `state_slices`
-brings replicated state together. `background` rebuilds beside training: `requester` asks for what is
-`missing`, and `server` answers. `parity_check` compares parity with rows; `scrub` does so while the job runs.
+`plan` is the pure decision, `execute` carries it out, `relay` rebuilds lost blocks and moves rows to another
+number of ranks, as `relayout` plans it, and `state_slices` brings replicated state together. `background`
+rebuilds beside training: `requester` asks for what is `missing`, and `server` answers. `parity_check`
+compares parity with rows; `scrub` does so while the job runs.
 """

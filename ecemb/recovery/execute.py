@@ -20,7 +20,7 @@ from ..kernels.contract import Kernels
 from ..local.rank_memory import RankMemory
 from .parity_check import chunks, collect, compare, longest_block
 from .plan import Kind, RecoveryPlan
-from .rebuild import Ready, rebuild_lost
+from .relay import Ready, rebuild_lost
 from .state_slices import compare as compare_state
 from .state_slices import copy_lost
 

@@ -69,7 +69,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Want:
+class RowRange:
     """Rows of a whole table of the old layout that a new rank needs.
 
     Attributes:
@@ -146,7 +146,7 @@ def plan_relayout(
     holders: Sequence[int | None],
     old: Layout,
     members: Sequence[str],
-    wants: Sequence[Sequence[Want]],
+    wanted: Sequence[Sequence[RowRange]],
     arena_bytes: Sequence[int],
     *,
     abortable: bool = False,
@@ -158,7 +158,7 @@ def plan_relayout(
         holders: old rank -> the new rank that attaches to its arena; None if it is lost.
         old: the old layout.
         members: new rank -> its host.
-        wants: new rank -> the rows that it needs.
+        wanted: new rank -> the rows that it needs.
         arena_bytes: new rank -> bytes of its new arena, and of its buffers during the move.
         abortable: whether each old rank holds all of the replicated state.
 
@@ -173,9 +173,9 @@ def plan_relayout(
         )
     rebuilt = {(one.rank, one.block): one.sources for one in recovery.rebuild}
     moves: list[Move] = []
-    for target, wanted in enumerate(wants):
-        for want in wanted:
-            for move in _moves(old, want, target):
+    for target, ranges in enumerate(wanted):
+        for rows in ranges:
+            for move in _moves(old, rows, target):
                 sources = rebuilt.get((move.rank, move.block), move.sources)
                 moves.append(dataclasses.replace(move, sources=_chain(sources, holders, target)))
     needed = dict.fromkeys(sorted(members), 0)
@@ -243,12 +243,12 @@ def _slices(recovery: RecoveryPlan, old: Layout, abortable: bool) -> tuple[int, 
     return tuple(found)
 
 
-def _moves(old: Layout, want: Want, target: int) -> Iterator[Move]:
-    """The runs of a want, each in one block of one old rank, as if no rank were lost."""
-    reached = want.rows.start
-    for start, rank, number in old.places.get(want.key, ()):
+def _moves(old: Layout, wanted: RowRange, target: int) -> Iterator[Move]:
+    """The runs of the wanted rows, each in one block of one old rank, as if no rank were lost."""
+    reached = wanted.rows.start
+    for start, rank, number in old.places.get(wanted.key, ()):
         shard, addresses = old.shards[rank][number], old.addresses[rank]
-        first, last = max(start, reached), min(start + shard.layout.rows, want.rows.stop)
+        first, last = max(start, reached), min(start + shard.layout.rows, wanted.rows.stop)
         if first >= last:
             continue
         if first > reached:
@@ -261,9 +261,9 @@ def _moves(old: Layout, want: Want, target: int) -> Iterator[Move]:
             if one < other:
                 rows = range(start + (one - base) // width, start + (other - base) // width)
                 words = range(one - low, other - low)
-                yield Move(want.key, rows, rank, block, words, ((block, rank),), target)
-    if reached < want.rows.stop:
+                yield Move(wanted.key, rows, rank, block, words, ((block, rank),), target)
+    if reached < wanted.rows.stop:
         raise LayoutMismatch(
-            f"rows {reached} to {want.rows.stop - 1} of {want.key!r} are wanted, and row {reached} was on no "
-            f"rank of the {len(old.shards)} that held the job: run the script that started it"
+            f"rows {reached} to {wanted.rows.stop - 1} of {wanted.key!r} are wanted, and row {reached} was "
+            f"on no rank of the {len(old.shards)} that held the job: run the script that started it"
         )

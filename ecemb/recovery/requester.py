@@ -33,7 +33,7 @@ from .background import Background, partners
 from .missing import CHUNK_WORDS, Chunk, Missing
 from .plan import Rebuild, RecoveryPlan
 from .progress import Progress
-from .rebuild import weights_of
+from .relay import weights_of
 from .server import ANSWER_WORDS, Answer, Request
 from .throttle import RebuildThrottle, RunDelay
 
@@ -425,8 +425,10 @@ class Holders:
     def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
         self._rank, self._kernels = memory.rank, memory.kernels
         self._tasks = {task.block: task for task in plan.rebuild if task.rank == memory.rank}
+        generator = memory.geometry.generator
         self._weights = {
-            block: weights_of(task, memory.geometry).reshape(1, -1) for block, task in self._tasks.items()
+            block: weights_of(generator, block, task.sources).reshape(1, -1)
+            for block, task in self._tasks.items()
         }
         self._ranks = partners(plan, memory.rank)
         self._channels = requests.channels(self._ranks)

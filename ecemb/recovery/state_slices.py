@@ -2,7 +2,8 @@
 
 Each rank's slots hold a share of it (`ecemb.coding.slices`). `copy_lost` gives replacement ranks theirs,
 before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
-in a number of rounds that grows with the logarithm of the number of ranks.
+in a number of rounds that grows with the logarithm of the number of ranks. `compare_old` and `gather_old` do
+so in a move to another number of ranks, with the slots of the old ones.
 
 Must not know: headers, and the content of the state.
 """
@@ -12,25 +13,27 @@ from __future__ import annotations
 import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..coding.rows import WORD_BYTES
 from ..coding.slices import ALIGN_BYTES, Share, runs
-from ..errors import InconsistentArenas
+from ..errors import InconsistentArenas, PeerFailure
 from ..group.collectives import Transport
 from ..kernels.contract import Words
 from ..local.rank_memory import RankMemory
 from ..local.state_slots import Savepoint, StateStore
 from ..state.flatten import measured
 from .plan import RecoveryPlan
-from .rebuild import Wait, chunked
+from .relay import Wait, chunked
+from .relayout import Layout, Relayout
 
 _SIZES = struct.Struct("<qq")
 """Of a slot: bytes in front of the tensors, and of the tensors' whole area."""
 _CHECKSUM = struct.Struct("<I")  # of a slice
+_PART = struct.Struct("<qq")  # of one old rank: its number, and the bytes that follow
 
 
 def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tuple[int, int]:
@@ -131,6 +134,86 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
         _wait([*waits, *(transport.send(words, to, what) for words in upper)])
         have += more
     return Savepoint(state)
+
+
+def compare_old(
+    plan: Relayout,
+    old: Layout,
+    memories: Mapping[int, RankMemory],
+    transport: Transport,
+    *,
+    abortable: bool,
+) -> tuple[int, int]:
+    """Compares the replicated state that the old ranks hold. All ranks.
+
+    Args:
+        plan: the same on all ranks.
+        old: the old layout.
+        memories: old rank -> its memory, at the plan's transaction: those that this worker holds.
+        transport: of the new ranks.
+        abortable: whether each old rank holds all of it.
+
+    Returns:
+        Its sizes: bytes in front of the tensors, and of the tensors' whole area.
+
+    Raises:
+        InconsistentArenas: old ranks hold different states, or a slot is damaged.
+        PeerFailure: a peer died, or has a damaged slot.
+    """
+    recovery = plan.recovery
+
+    def share_of(rank: int) -> Share:
+        return Share.of(old.placement, rank, abortable=abortable)
+
+    def mine() -> bytes:
+        parts = {rank: described(one, recovery.transaction, every=True) for rank, one in memories.items()}
+        return b"".join(_PART.pack(rank, len(part)) + part for rank, part in parts.items())
+
+    each = transport.gather(transport.together("reading replicated state", mine), "comparing states")
+    told = [b""] * len(plan.holders)
+    for text in each:
+        for rank, part in _parts(text, len(told)):
+            told[rank] = part
+    count = share_of(recovery.donor).count
+    return compared(recovery, told, share_of, lambda c: f"slice {c} of {count}")
+
+
+def gather_old(
+    plan: Relayout,
+    memories: Mapping[int, RankMemory],
+    transport: Transport,
+    front_bytes: int,
+    area_bytes: int,
+) -> NDArray[np.uint8]:
+    """All of the replicated state of the old ranks, on every new rank. All ranks.
+
+    Args:
+        plan: the same on all ranks.
+        memories: as for `compare_old`.
+        transport: of the new ranks.
+        front_bytes: as `compare_old` returns it.
+        area_bytes: as `compare_old` returns it.
+
+    Returns:
+        uint8, as in a slot that holds all slices.
+
+    Raises:
+        PeerFailure: a peer died; the old arenas are as they were.
+    """
+    recovery, what = plan.recovery, "gathering replicated state"
+    state = np.empty(front_bytes + area_bytes, np.uint8)
+    front, area = state[:front_bytes].view(np.uint64), state[front_bytes:].view(np.uint64)
+    if (donor := memories.get(recovery.donor)) is not None:
+        front[:] = donor.slots.read(recovery.transaction)[:front_bytes].view(np.uint64)
+    _to_all(front, plan.holders[recovery.donor], transport, what)
+    edges = Share(len(plan.slices), ()).edges(area_bytes)
+    for c, rank in enumerate(plan.slices):
+        words = area[edges[c] // WORD_BYTES : edges[c + 1] // WORD_BYTES]
+        if (memory := memories.get(rank)) is not None:
+            slot = memory.slots.read(recovery.transaction)
+            words[:] = held(slot[front_bytes:], memory.slots.share, edges)[c]
+        _to_all(words, plan.holders[rank], transport, what)
+    return state
 
 
 def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int, int]:
@@ -254,3 +337,29 @@ def _chunks_of(area: Words, edges: Sequence[int], slices: Iterable[int]) -> Iter
 def _wait(waits: Iterable[Wait]) -> None:
     for wait in waits:
         wait()
+
+
+def _parts(text: bytes, size: int) -> Iterator[tuple[int, bytes]]:
+    """The descriptions of old ranks in the answer of one worker."""
+    at = 0
+    while at < len(text):
+        rank, length = _PART.unpack(text[at : at + _PART.size])
+        at += _PART.size + length
+        if not (0 <= rank < size and length >= 0 and at <= len(text)):
+            raise PeerFailure(
+                "a rank describes replicated state in bytes that can't be read: the network is damaged, or "
+                "the ranks run different versions of ecemb; restart the job"
+            )
+        yield rank, text[at - length : at]
+
+
+def _to_all(words: Words, source: int | None, transport: Transport, what: str) -> None:
+    """Sends words from one rank to all others, in chunks."""
+    waits: list[Wait] = []
+    for start, stop in chunked(len(words)):
+        if transport.rank == source:
+            others = (rank for rank in range(transport.world_size) if rank != source)
+            waits += [transport.send(words[start:stop], rank, what) for rank in others]
+        elif source is not None:
+            waits.append(transport.expect(words[start:stop], source, what))
+    _wait(waits)

@@ -33,7 +33,6 @@ from ..recovery.execute import RecoveryReport, Stopwatch, fill
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from ..state import rank_state as rank_states
-from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from ..step import replica_check
 from .leftovers import make_room
@@ -248,7 +247,7 @@ class InitialContent:
             if self.start.world.taking is not None:
                 self._take(self.start.world.taking)
         else:
-            packed = self.read(self.start.world.stored)
+            packed = self._restore(self.start.world.stored)
         transport.together(
             "saving replicated state", lambda: training.replicated.save(self.memory.slots, transaction)
         )
@@ -267,44 +266,47 @@ class InitialContent:
 
         shared(start.transport, f"reading tables of {taking.stored.name}", act)
 
-    def read(self, stored: Stored) -> bytes:
-        """Reads rows and dense state from the checkpoint, and this rank's packed state. All ranks.
+    def _restore(self, stored: Stored) -> bytes:
+        """Fills rows, and restores dense state and rank state. All ranks.
 
         Returns:
-            The packed rank state.
+            This rank's packed state.
         """
-        start = self.start
-        reader = cast("CheckpointReader", start.request.reader)
-        training, size = start.training, start.transport.world_size
-        world = start.world
-        parts = (self.memory, world.shards, world.sources, training.replicated, training.rank_state, size)
-        read: list[bytes] = []
+        transport, training, memory = self.start.transport, self.start.training, self.memory
+        transport.together(
+            "placing the tables", lambda: training.tables.place(memory.space.tables, fresh=False)
+        )
+        read, stored = self.fill_rows(stored)
+        parts = memory.rank, transport.world_size, training.replicated, training.rank_state
+        scalars: list[bytes] = []
 
         def act() -> str:
-            training.tables.place(self.memory.space.tables, fresh=False)
-            read.append(contents.restore(reader, stored, *parts))
+            scalars.append(contents.restore_state(read, stored, *parts))
             training.tables.put()
             return ""
 
-        shared(start.transport, f"reading {stored.name}", act)
-        return share_scalars(start.transport, training.rank_state, read[0])
+        shared(transport, f"reading {stored.name}", act)
+        told = transport.gather(scalars[0], "sharing the tables' scalars")
 
+        def pack() -> bytes:
+            training.rank_state.take_scalars(scalars[0], told)
+            return training.rank_state.pack()
 
-def share_scalars(transport: Transport, rank_state: RankState, own: bytes) -> bytes:
-    """The rank state, with the scalars of tables that were on other ranks. All ranks.
+        return transport.together("restoring the tables' scalars", pack)
 
-    Args:
-        transport: the control group.
-        rank_state: restored.
-        own: the result of `contents.restore`.
-    """
-    told = transport.gather(own, "sharing the tables' scalars")
+    def fill_rows(self, stored: Stored) -> tuple[contents.Read, Stored]:
+        """Fills the rows from what the plan begins with. All ranks.
 
-    def act() -> bytes:
-        rank_state.take_scalars(own, told)
-        return rank_state.pack()
-
-    return transport.together("restoring the tables' scalars", act)
+        Returns:
+            What reads replicated state and rank states, and the checkpoint as that has it.
+        """
+        reader, world = cast("CheckpointReader", self.start.request.reader), self.start.world
+        shared(
+            self.start.transport,
+            f"reading rows of {stored.name}",
+            lambda: contents.restore_rows(reader, stored, self.memory, world.shards, world.sources) or "",
+        )
+        return reader.read, stored
 
 
 def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None:

@@ -28,18 +28,18 @@ from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.matching import Source
-from ..checkpoint.saver import shared
 from ..coding.rows import Column, TableLayout
 from ..coding.slices import Share
 from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory
 from ..recovery.execute import RecoveryReport
-from ..recovery.relayout import Move, Relayout, Want, plan_relayout
-from ..recovery.relocate import PROCESS_BYTES, carry, compare_state, gather_state
+from ..recovery.relay import PROCESS_BYTES, carry
+from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout
+from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
-from .create import InitialContent, Start, new_arena_bytes, share_scalars
+from .create import InitialContent, Start, new_arena_bytes
 from .former import Former
 from .leftovers import make_room, room_to_make_bytes
 
@@ -93,7 +93,7 @@ def plan_move(start: Start, former: Former) -> Moving:
         LayoutMismatch: no old rank had a row that is needed.
     """
     session, transport = start.session, start.transport
-    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wants(start, former)]
+    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wanted(start, former)]
     text = json.dumps([mine, new_arena_bytes(start)]).encode()
     told = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
     survivors = session.roster.judgement.survivors
@@ -104,7 +104,7 @@ def plan_move(start: Start, former: Former) -> Moving:
         holders,
         former.layout,
         session.hosts,
-        [[Want(key, range(first, last)) for key, first, last in wants] for wants, _ in told],
+        [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in told],
         [size for _, size in told],
         abortable=former.history.abortable,
     )
@@ -116,16 +116,16 @@ def plan_move(start: Start, former: Former) -> Moving:
     return Moving(former, plan, _generator(start, former))
 
 
-def _wants(start: Start, former: Former) -> list[Want]:
+def _wanted(start: Start, former: Former) -> list[RowRange]:
     """The rows of the old layout that this rank needs."""
-    rank, wants = start.session.rank, dict[Want, None]()
+    rank, wanted = start.session.rank, dict[RowRange, None]()
     for shard in start.world.shards:
         rows = range(shard.start, shard.start + shard.layout.rows)
         for column in shard.layout.columns if rows else ():
             for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
-                wants[Want(source.table, rows)] = None
+                wanted[RowRange(source.table, rows)] = None
     states = contents.states_of(former.history.world_size, rank, start.transport.world_size)
-    return [*wants, *(Want(f"rank_state/{one}", range(1)) for one in states)]
+    return [*wanted, *(RowRange(f"rank_state/{one}", range(1)) for one in states)]
 
 
 def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
@@ -193,7 +193,7 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
 
     transport.together("undo and redo", decide)
     layout, abortable = moving.former.layout, moving.former.history.abortable
-    moving.state_bytes = compare_state(moving.plan, layout, moving.memories, transport, abortable=abortable)
+    moving.state_bytes = compare_old(moving.plan, layout, moving.memories, transport, abortable=abortable)
     make_room(session, start.world.plan)
     transport.barrier("making room")
 
@@ -288,7 +288,7 @@ class _Into:
 
 
 class _Arrivals:
-    """Takes what arrives at this rank, and is then the reader of what is not rows.
+    """Takes what arrives at this rank, and then reads what is not rows.
 
     Args:
         content: what is filled.
@@ -308,8 +308,8 @@ class _Arrivals:
                     into = _Into(shard.start, values, source, *found)
                     self._into.setdefault(source.table, []).append(into)
 
-    def land(self, move: Move, words: Words) -> None:
-        """See `ecemb.recovery.relocate.Land`."""
+    def on_chunk(self, move: Move, words: Words) -> None:
+        """See `ecemb.recovery.relay.carry`."""
         records = words.view(np.uint8).reshape(len(move.rows), -1)
         prefix, _, rank = move.key.rpartition("/")
         if prefix == "rank_state" and move.key not in self._into:
@@ -331,14 +331,6 @@ class _Arrivals:
         for rank, packed in self._states.items():
             self._read[f"rank_state/{rank}"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         return self._former.stored(job, {"outline_bytes": len(front), "rank_state_bytes": sizes})
-
-    def finished(self, job: str) -> str | None:
-        """See `CheckpointReader.finished`."""
-        return None
-
-    def newest(self) -> Stored | None:
-        """See `CheckpointReader.newest`."""
-        return None
 
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader.read`."""
@@ -372,28 +364,22 @@ class MovedContent(InitialContent):
     moving: Moving
     kernels: Kernels
 
-    def read(self, stored: Stored) -> bytes:
-        """Fills rows, and restores replicated and rank state, from the old arenas. All ranks."""
-        start, memory, moving = self.start, self.memory, self.moving
-        transport, training = start.transport, start.training
-        transport.together(
-            "placing the tables", lambda: training.tables.place(memory.space.tables, fresh=False)
-        )
+    def fill_rows(self, stored: Stored) -> tuple[contents.Read, Stored]:
+        """See `InitialContent.fill_rows`: from the old arenas."""
+        moving, transport, memories = self.moving, self.start.transport, self.moving.memories
         arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
-        layout, memories = moving.former.layout, moving.memories
         moving.received_bytes += carry(
-            moving.plan, layout, memories, moving.generator, transport, self.kernels, arrivals.land
+            moving.plan,
+            moving.former.layout,
+            memories,
+            moving.generator,
+            transport,
+            self.kernels,
+            arrivals.on_chunk,
         )
-        state = gather_state(moving.plan, memories, transport, *moving.state_bytes)
+        state = gather_old(moving.plan, memories, transport, *moving.state_bytes)
         moving.received_bytes += len(state)
-        read: list[bytes] = []
-
-        def act() -> str:
-            known = arrivals.stored(start.session.job, state)
-            parts = memory.rank, transport.world_size, training.replicated, training.rank_state
-            read.append(contents.restore_state(arrivals, known, *parts))
-            training.tables.put()
-            return ""
-
-        shared(transport, "restoring what moved", act)
-        return share_scalars(transport, training.rank_state, read[0])
+        known = transport.together(
+            "reading what moved", lambda: arrivals.stored(self.start.session.job, state)
+        )
+        return arrivals.read, known

@@ -30,7 +30,7 @@ STAGES = {
     "creating an arena": (opening, "claim_or_create"),
     "joining": (opening, "join"),
     "carrying rows": (moving, "carry"),
-    "gathering replicated state": (moving, "gather_state"),
+    "gathering replicated state": (moving, "gather_old"),
     "restoring": (moving.contents, "restore_state"),
     "encoding": (execute, "_encode"),
     "going live": (create, "fill"),

@@ -21,7 +21,7 @@ from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import EcembError
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.recovery.relayout import Layout, Relayout, Shard, Want, plan_relayout
+from ecemb.recovery.relayout import Layout, Relayout, RowRange, Shard, plan_relayout
 
 from .rank import Broken
 from .rules import ALL, Rules
@@ -287,9 +287,9 @@ class MovesModel:
         table = TableLayout("rows", _ROWS, (Column("weight", "float32", 8),))
         shards = tuple((Shard("rows", table, rank * _ROWS),) for rank in range(old))
         holders = [0 if rank in plan.survivors else None for rank in range(old)]
-        wants = [[Want("rows", range(old * _ROWS))]] * new
+        wanted = [[RowRange("rows", range(old * _ROWS))]] * new
         layout = Layout(self.placements[old], max(1, self.codes[old][1]), shards)
-        return plan_relayout(plan, holders, layout, ["host"] * new, wants, [0] * new)
+        return plan_relayout(plan, holders, layout, ["host"] * new, wanted, [0] * new)
 
     def _header(self, index: int, arena: Arena) -> Header:
         n, k = self.codes[arena.size]

@@ -19,8 +19,8 @@ import ecemb
 from bench.harness.guarded_job import GuardedJob
 from bench.harness.ranks import Line
 from bench.questions.recovery.wire import WORD_BYTES, Links, seconds
+from ecemb.recovery.relay import PROCESS_BYTES
 from ecemb.recovery.relayout import Relayout
-from ecemb.recovery.relocate import PROCESS_BYTES
 from ecemb.startup import moving
 
 DIM = 64

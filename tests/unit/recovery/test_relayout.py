@@ -22,7 +22,7 @@ from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Addresses, Column, TableLayout
 from ecemb.errors import InconsistentArenas, LayoutMismatch, StateLost, TooManyErasures
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.recovery.relayout import Layout, Move, Relayout, Shard, Want, chunks, plan_relayout
+from ecemb.recovery.relayout import Layout, Move, Relayout, RowRange, Shard, chunks, plan_relayout
 
 Words = NDArray[np.uint64]
 ROWS = {"user": (23, 2), "item": (9, 3), "tiny": (1, 1)}  # rows, and words of a record
@@ -54,12 +54,12 @@ def shards(size: int) -> tuple[tuple[Shard, ...], ...]:
     return tuple(found)
 
 
-def wants(old: int, new: int) -> list[list[Want]]:
+def wants(old: int, new: int) -> list[list[RowRange]]:
     """As `shards` of the new layout."""
     return [
         [
-            *(Want(one.key, range(one.start, one.start + one.layout.rows)) for one in of_rank[:-1]),
-            *(Want(f"rank_state/{one}", range(1)) for one in states_of(old, rank, new)),
+            *(RowRange(one.key, range(one.start, one.start + one.layout.rows)) for one in of_rank[:-1]),
+            *(RowRange(f"rank_state/{one}", range(1)) for one in states_of(old, rank, new)),
         ]
         for rank, of_rank in enumerate(shards(new))
     ]
@@ -149,7 +149,7 @@ class Memory:
         return self.sum(move.sources, weights, move.words).reshape(len(move.rows), -1)
 
 
-def check(plan: Relayout, memory: Memory, wanted: Sequence[Sequence[Want]], chunk_words: int) -> None:
+def check(plan: Relayout, memory: Memory, wanted: Sequence[Sequence[RowRange]], chunk_words: int) -> None:
     """Every row that a rank wants arrives at it once, and is the right one."""
     arrived: dict[tuple[int, str, int], int] = {}
     for chunk in chunks(plan.moves, chunk_words):
@@ -266,12 +266,12 @@ def test_a_row_that_no_rank_had_is_refused() -> None:
     placement = Placement.ranks(2, 1, 2)
     recovery = decided(placement, 2, (), Code(2, 1))
     old = layout(placement, 2, 1)
-    for want, row in ((Want("user", range(20, 24)), 23), (Want("other", range(1)), 0)):
+    for want, row in ((RowRange("user", range(20, 24)), 23), (RowRange("other", range(1)), 0)):
         with pytest.raises(LayoutMismatch, match=f"of '{want.key}' are wanted, and row {row} was on no rank"):
             plan_relayout(recovery, [0, 1], old, ["a", "b"], [[want], []], [0, 0])
     holes = dataclasses.replace(old, shards=((), old.shards[1]))
     with pytest.raises(LayoutMismatch, match="rows 0 to 22 of 'user' are wanted, and row 0 was on no rank"):
-        plan_relayout(recovery, [0, 1], holes, ["a", "b"], [[Want("user", range(23))], []], [0, 0])
+        plan_relayout(recovery, [0, 1], holes, ["a", "b"], [[RowRange("user", range(23))], []], [0, 0])
 
 
 def test_an_arena_that_nobody_attaches_to_is_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ecemb.errors import InconsistentArenas, PeerFailure
-from ecemb.recovery import rebuild
+from ecemb.recovery import relay
 from support.simulation import WIDTH, Machines, job_of
 
 DONE = 2
@@ -36,7 +36,7 @@ def test_every_restarted_rank_has_all_of_it(
     seed: int,
 ) -> None:
     """Ranks that kept their memory, and replacements; in pieces of a few words."""
-    monkeypatch.setattr(rebuild, "CHUNK_WORDS", 3)
+    monkeypatch.setattr(relay, "CHUNK_WORDS", 3)
     n, k, size = shape
     machines = begun(tmp_path, shape, seed, abortable=abortable)
     value = np.float32(1)

@@ -1,0 +1,335 @@
+"""Passes blocks along chains of ranks: to rebuild what is lost, and to move rows to another number of ranks.
+
+Each rank of a chain adds the blocks that it has, times their weights, to the sum from the rank before it. The
+last rank wants the sum, and so it receives each byte once for any k. A block that is not lost is a sum of one
+source. Blocks travel in chunks. The chunks of all chains take turns, which keeps every link busy, and several
+are in flight: while one chunk is multiplied, the next ones arrive.
+
+Must not know: headers, the state of a replacement's arena, the layout of the arenas that rows move to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..coding.code import Code
+from ..coding.parity import class_words
+from ..coding.placement import Placement
+from ..coding.rows import WORD_BYTES
+from ..group.collectives import Transport
+from ..kernels.contract import Kernels, Words
+from ..local.rank_memory import Geometry, RankMemory
+from .plan import Rebuild, RecoveryPlan
+from .progress import Progress
+from .relayout import Layout, Move, Relayout, chunks
+
+Wait = Callable[[], None]
+Ready = Callable[[int, int], None]
+"""Called with words start..stop-1 of this rank's row space, once they are final."""
+
+CHUNK_WORDS = 1 << 19
+"""4 MiB: smaller chunks make gloo's work per message visible."""
+_AHEAD = 4
+"""Chunks whose receives are posted at a time, including the one in work."""
+_BUFFER_BYTES = 2 * _AHEAD * CHUNK_WORDS * WORD_BYTES
+"""The most memory of chunks on their way, in one process."""
+PROCESS_BYTES = 2 * _BUFFER_BYTES
+"""The most memory of one process for rows on their way: chunks, and the copies of those that it works on."""
+TOGETHER = 256
+"""Chunks between two barriers, so that a rank without a part does not wait beyond a deadline."""
+_SAY_S = 10.0
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+def rebuild_lost(
+    memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels, ready: Ready
+) -> int:
+    """Rebuilds the plan's lost blocks. All ranks.
+
+    Args:
+        memory: this rank's.
+        transport: the control group.
+        plan: the same on all ranks.
+        kernels: the kernels for the arithmetic.
+        ready: called for this rank's lost rows, each block's in their order.
+
+    Returns:
+        Bytes that this rank received for itself.
+
+    Raises:
+        PeerFailure: a peer died; the next start rebuilds again.
+    """
+    geometry, received = memory.geometry, 0
+    if geometry.placement is None or memory.parity is None:
+        return 0
+
+    def store(task: Rebuild, start: int, words: Words) -> None:
+        memory.write_block_(task.stripe_class, task.block, start, words)
+        bounds = memory.space.bounds
+        if task.block < len(bounds) - 1:
+            ready(bounds[task.block] + start, bounds[task.block] + start + len(words))
+
+    sizes = {task: _words_of(task, geometry, geometry.placement) for task in plan.rebuild}
+    blocks = [
+        Hop(
+            what=f"the rebuild of block {task.block} of stripe class {task.stripe_class}",
+            stripe_class=task.stripe_class,
+            words=range(size),
+            sources=task.sources,
+            weights=weights_of(geometry.generator, task.block, task.sources),
+            chain=chain,
+            place=chain.index(memory.rank),
+            on_chunk=functools.partial(store, task),
+        )
+        for task, size in sizes.items()
+        if memory.rank in (chain := [*(rank for _, rank in task.sources), task.rank])
+    ]
+    total = sum(len(block.words) for block in blocks) * WORD_BYTES
+    every = chunked(max(sizes.values(), default=0))
+    with Progress("rebuilding lost memory, this rank's part", total, shown=memory.rank == 0) as progress:
+        relay = Relay({memory.rank: memory}, transport, kernels, progress)
+        while together := list(itertools.islice(every, TOGETHER)):
+            turns = itertools.product(together, blocks)
+            hops = (block.cut(start, stop) for (start, stop), block in turns if start < len(block.words))
+            received += relay.run(hops, "the rebuild of lost blocks")
+    return received
+
+
+def carry(
+    plan: Relayout,
+    old: Layout,
+    memories: Mapping[int, RankMemory],
+    generator: NDArray[np.uint8],
+    transport: Transport,
+    kernels: Kernels,
+    on_chunk: Callable[[Move, Words], None],
+) -> int:
+    """Carries all rows of the plan to the ranks that want them, as records of the old layout. All ranks.
+
+    Args:
+        plan: the same on all ranks.
+        old: the old layout.
+        memories: old rank -> its memory, at the plan's transaction: those that this worker holds.
+        generator: uint8 [n, k], of the old code.
+        transport: of the new ranks.
+        kernels: for the arithmetic.
+        on_chunk: called with each chunk that this rank wants, and its records: uint64 [words], read.
+
+    Returns:
+        Bytes of records that this rank received, its own included.
+
+    Raises:
+        PeerFailure: a peer died; the old arenas are as they were.
+    """
+    rank, placement = transport.rank, old.placement
+    weights = functools.cache(functools.partial(weights_of, generator))
+
+    def hops(moves: Iterable[Move]) -> Iterator[Hop]:
+        for move in moves:
+            chain = [one for one, _ in itertools.groupby(plan.path(move))]
+            if rank in chain:
+                yield Hop(
+                    what=f"the move of {move.key!r}",
+                    stripe_class=-1 if placement is None else placement.stripe_class(move.rank, move.block),
+                    words=move.words,
+                    sources=move.sources,
+                    weights=weights(move.block, move.sources),
+                    chain=chain,
+                    place=chain.index(rank),
+                    on_chunk=lambda _, words, move=move: on_chunk(move, words),
+                )
+
+    total = sum(len(move.words) for move in plan.moves if rank in plan.path(move)) * WORD_BYTES
+    wanted = sum(len(move.words) for move in plan.moves if move.target == rank) * WORD_BYTES
+    every = chunks(plan.moves, CHUNK_WORDS)
+    received, said = 0, time.monotonic()
+    with Progress("moving rows, this rank's part", total, shown=rank == 0) as progress:
+        relay = Relay(memories, transport, kernels, progress)
+        while together := list(itertools.islice(every, TOGETHER)):
+            received += relay.run(hops(together), "the move of rows")
+            if rank == 0 and time.monotonic() > said + _SAY_S:
+                said = time.monotonic()
+                logger.info(
+                    "the move: %d percent of this rank's rows are there", 100 * received // max(1, wanted)
+                )
+    return received
+
+
+def weights_of(
+    generator: NDArray[np.uint8], block: int, sources: Sequence[tuple[int, int]]
+) -> NDArray[np.uint8]:
+    """The weights of sources in the sum that is a block of their stripe: uint8 [sources], new.
+
+    Args:
+        generator: uint8 [n, k], read.
+        block: number of the block in its stripe.
+        sources: pairs (block, rank): k of them, or the block itself.
+    """
+    blocks = [one for one, _ in sources]
+    if blocks == [block]:
+        return np.ones(1, np.uint8)
+    return Code(*generator.shape).decode_weights([block], blocks, generator)[0]
+
+
+def chunked(words: int) -> Iterator[tuple[int, int]]:
+    """The bounds of the chunks of a number of words."""
+    return ((start, min(start + CHUNK_WORDS, words)) for start in range(0, words, CHUNK_WORDS))
+
+
+def _words_of(task: Rebuild, geometry: Geometry, placement: Placement) -> int:
+    """The length of a lost block."""
+    if task.block < placement.k:
+        return geometry.block_words[task.rank][task.block]
+    return class_words(placement, geometry.block_words, task.stripe_class)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """Words of a block, at this rank of the chain that adds them up.
+
+    Attributes:
+        what: names the waits in errors.
+        stripe_class: of the block; not read without parity.
+        words: counted from the block's start.
+        sources: pairs (block, rank) that add up to the block; the ranks are those whose memory has them.
+        weights: of the sources in the sum, uint8 [sources].
+        chain: the ranks of the group that the sum passes through; the last one wants it.
+        place: this rank's number in the chain.
+        on_chunk: called at the chain's end with the first word's number and the sum, uint64 [words], read.
+    """
+
+    what: str
+    stripe_class: int
+    words: range
+    sources: Sequence[tuple[int, int]]
+    weights: NDArray[np.uint8]
+    chain: Sequence[int]
+    place: int
+    on_chunk: Callable[[int, Words], None]
+
+    def cut(self, start: int, stop: int) -> Hop:
+        """The same for some of the words."""
+        return dataclasses.replace(self, words=self.words[start:stop])
+
+
+class Relay:
+    """This rank's end of all chains.
+
+    All chunks of all chains have one order. Every rank begins and ends its hops in that order, so messages
+    between two ranks are posted in the same order at both ends. No cycle of waits can form. Proof: take the
+    first chunk that is not done, and the first rank in its chain that has not done its hop. The rank waits
+    for no other chunk: its earlier hops are done and received, so its buffers are free. Its predecessor has
+    posted the send, and the rank posts the receive; so it continues.
+
+    Args:
+        memories: rank -> its memory, of the ranks in `Hop.sources` whose blocks this process adds.
+        transport: the control group.
+        kernels: for the arithmetic.
+        progress: counts the chunks' bytes.
+    """
+
+    def __init__(
+        self, memories: Mapping[int, RankMemory], transport: Transport, kernels: Kernels, progress: Progress
+    ) -> None:
+        self._memories, self._transport, self._kernels = memories, transport, kernels
+        self._progress = progress
+
+    def run(self, hops: Iterator[Hop], what: str) -> int:
+        """Does this rank's hops, with at most `_AHEAD` chunks in flight. All ranks.
+
+        Args:
+            hops: of this rank, in the order of all chunks.
+            what: names the wait for all ranks at the end.
+
+        Returns:
+            Bytes of the chunks that end here.
+
+        Raises:
+            PeerFailure: a peer died.
+        """
+        # Twice as many buffers, so that the next buffer's last send has most likely ended.
+        buffers = [_Buffer() for _ in range(2 * _AHEAD)]
+        in_turn = itertools.cycle(buffers)
+        begun: deque[tuple[Hop, _Buffer, Wait]] = deque()
+        kept_bytes = 0
+        while True:
+            for hop in itertools.islice(hops, _AHEAD - len(begun)):
+                buffer = next(in_turn)
+                begun.append((hop, buffer, self._begin(hop, buffer.take(len(hop.words)))))
+            if not begun:
+                break
+            hop, buffer, arrived = begun.popleft()
+            arrived()
+            kept_bytes += self._go_on(hop, buffer)
+            self._progress.advance(buffer.words.nbytes)
+        for buffer in buffers:
+            buffer.sent()
+        self._transport.barrier(what)
+        return kept_bytes
+
+    def _begin(self, hop: Hop, words: Words) -> Wait:
+        """Starts to receive the sum so far; returns a wait for its arrival."""
+        if not hop.place:
+            return _nothing
+        return self._transport.expect(words, hop.chain[hop.place - 1], hop.what)
+
+    def _go_on(self, hop: Hop, buffer: _Buffer) -> int:
+        """Adds this process's blocks to the sum, and passes it on; returns the bytes that end here."""
+        words = self._sum(hop, buffer.words)
+        if hop.place == len(hop.chain) - 1:
+            hop.on_chunk(hop.words.start, words)
+            return words.nbytes
+        buffer.sent = self._transport.send(words, hop.chain[hop.place + 1], hop.what)
+        return 0
+
+    def _sum(self, hop: Hop, words: Words) -> Words:
+        """The sum up to here: `words`, overwritten, or the only block itself. A block may end before it."""
+        sources = zip(hop.sources, hop.weights, strict=True)
+        own = [(rank, block, int(weight)) for (block, rank), weight in sources if rank in self._memories]
+        for number, (rank, block, weight) in enumerate(own):
+            read = self._memories[rank].read_block
+            added = read(hop.stripe_class, block, hop.words.start, hop.words.stop)
+            if hop.place or number:
+                self._kernels.mul_add_block_(words[: len(added)], added, weight)
+            elif len(own) == 1 and weight == 1 and len(added) == len(words):
+                return added
+            else:
+                self._kernels.dot([added], np.full((1, 1), weight, np.uint8), [words[: len(added)]])
+                words[len(added) :] = 0
+        return words
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Buffer:
+    """Memory of one chunk on its way.
+
+    Attributes:
+        words: the chunk.
+        sent: waits until the chunk is sent on.
+    """
+
+    def __init__(self) -> None:
+        self._memory = self.words = np.empty(0, np.uint64)
+        self.sent: Wait = _nothing
+
+    def take(self, size: int) -> Words:
+        """Returns room for a chunk of `size` words, once the previous chunk is sent."""
+        self.sent()
+        self.sent = _nothing
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint64)
+        self.words = self._memory[:size]
+        return self.words
