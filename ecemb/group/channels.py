@@ -138,7 +138,8 @@ class Channels:
         if not left and len(parts) == 1:
             self._hold(to, _OUT_AT, parts[0])
         else:
-            data = b"".join([ctypes.string_at(at, left), *(part.data for part in parts)])
+            unsent = (ctypes.c_char * left).from_address(at)  # of any length; string_at takes an int
+            data = b"".join([unsent, *(part.data for part in parts)])
             self._hold(to, _OUT_AT, np.frombuffer(data, np.uint8))
 
     def expect(self, outs: Mapping[int, Array]) -> None:
