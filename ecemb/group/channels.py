@@ -138,7 +138,8 @@ class Channels:
         if not left and len(parts) == 1:
             self._hold(to, _OUT_AT, parts[0])
         else:
-            data = b"".join([ctypes.string_at(at, left), *(part.data for part in parts)])
+            unsent = (ctypes.c_char * left).from_address(at)  # of any length; string_at takes an int
+            data = b"".join([unsent, *(part.data for part in parts)])
             self._hold(to, _OUT_AT, np.frombuffer(data, np.uint8))
 
     def expect(self, outs: Mapping[int, Array]) -> None:
@@ -183,8 +184,8 @@ class Channels:
                 before, left = left, self._plan[:, [_OUT_LEFT, _IN_LEFT]].ravel().tolist()
                 if left != before:  # bytes came or went
                     last = now
-                wait_s = last + self._mesh.timeout_s - now
-                if ended == _AGAIN and wait_s > 0:
+                wait_s = last + self._mesh.timeout_s - now  # a turn after a signal's waits for less than all
+                if wait_s > 0 and (ended == _AGAIN or (ended == _LATE and before)):
                     continue
                 why = f"nothing came within {self._mesh.timeout_s:.0f} s"
                 if ended > 0:

@@ -251,6 +251,36 @@ def test_a_wait_lasts_from_the_last_byte_on_whatever_signals_come(parts: int) ->
         assert next(turns) - parts in (1, 2)
 
 
+def test_bytes_that_come_after_a_late_signal_begin_the_deadline_anew() -> None:
+    """What the signal has left of the deadline passes after them: the rank is not lost."""
+    turns = [
+        (channels._AGAIN, 0.0, 0),
+        (channels._AGAIN, 9.0, 0),
+        (channels._LATE, 1.5, 8),
+        (channels._LATE, 10.0, 0),
+    ]
+    now, waited_ms = 0.0, list[int]()
+    with mesh(2, TIMEOUT_S) as (mesh_of_0, _):
+        one = mesh_of_0.channels()
+        one.expect({1: np.zeros(100, np.uint8)})
+
+        def turn(*arguments: Any) -> int:
+            nonlocal now
+            ended, passed_s, came = turns[len(waited_ms)]
+            waited_ms.append(arguments[-1])
+            now += passed_s
+            one._plan[0, channels._IN_LEFT] -= came
+            return ended
+
+        with (
+            mock.patch.object(channels, "loop", return_value=turn),
+            mock.patch.object(channels.time, "monotonic", side_effect=lambda: now),
+            pytest.raises(PeerFailure, match=r"after 20\.5 s .* nothing came within 10 s"),
+        ):
+            one.run("a test")
+        assert waited_ms == [10000, 10000, 1000, 10000]
+
+
 # --- ranks that end ------------------------------------------------------------------------------
 
 
