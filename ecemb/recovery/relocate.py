@@ -170,8 +170,6 @@ def compare_state(
     old: Layout,
     memories: Mapping[int, RankMemory],
     transport: Transport,
-    *,
-    abortable: bool,
 ) -> tuple[int, int]:
     """Compares the replicated state that the old ranks hold. All ranks.
 
@@ -180,7 +178,6 @@ def compare_state(
         old: the old layout.
         memories: as for `carry`.
         transport: of the new ranks.
-        abortable: whether each old rank holds all of it.
 
     Returns:
         Its sizes: bytes in front of the tensors, and of the tensors' whole area.
@@ -192,7 +189,7 @@ def compare_state(
     recovery = plan.recovery
 
     def share_of(rank: int) -> Share:
-        return Share.of(old.placement, rank, abortable=abortable)
+        return Share.of(old.placement, rank)
 
     def mine() -> bytes:
         parts = {rank: described(one, recovery.transaction, every=True) for rank, one in memories.items()}

@@ -2,7 +2,7 @@
 
 Each rank's slots hold a share of it (`ecemb.coding.slices`). `copy_lost` gives replacement ranks theirs,
 before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
-in a number of rounds that grows with the logarithm of the number of ranks.
+in a number of rounds that grows with the logarithm of the number of ranks. So it does in an abort.
 
 Must not know: headers, and the content of the state.
 """
@@ -23,7 +23,7 @@ from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Words
 from ..local.rank_memory import RankMemory
-from ..local.state_slots import Savepoint, StateStore
+from ..local.state_slots import StateCopy, StateStore
 from ..state.flatten import measured
 from .plan import RecoveryPlan
 from .rebuild import Wait, chunked
@@ -130,7 +130,7 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
         waits = [transport.expect(words, source, what) for words in lower]
         _wait([*waits, *(transport.send(words, to, what) for words in upper)])
         have += more
-    return Savepoint(state)
+    return StateCopy(state)
 
 
 def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int, int]:

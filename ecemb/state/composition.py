@@ -74,19 +74,6 @@ class Composition:
         return moved
 
 
-@dataclasses.dataclass(frozen=True)
-class StepBegin:
-    """The state at the start of a step.
-
-    Attributes:
-        options: options of each parameter group of each optimizer; None if the whole state was saved.
-        moved: the changes since the last commit, as of `Composition.moved_since`.
-    """
-
-    options: list[list[dict[str, Any]]] | None
-    moved: dict[str, str]
-
-
 def record(collected: Mapping[str, Any], optimizers: Sequence[Any]) -> Composition:
     """Records the composition of the state that is collected for saving.
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import LayoutMismatch
 from ..local.state_slots import StateStore
-from .composition import Composition, StepBegin, drop_options, options, record
+from .composition import Composition, drop_options, options, record
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizer_match import check_fit, kind
 from .optimizers import others, with_inner
@@ -34,7 +34,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 _SAME = "ecemb.same"  # (this, name): a buffer that shares the tensor of that name
 _SHOWN_NAMES = 8  # in a message
 _MAX_WALKS = 8  # in a row: state that has other tensors or lists after each step is not looked at any more
-_GENERATIONS = 3  # an abort goes back by one transaction, a failed commit by two
+_GENERATIONS = 2  # an abort goes back by one transaction
 
 
 class ReplicatedState:
@@ -126,50 +126,8 @@ class ReplicatedState:
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        return self._moved(self._now())
-
-    def _moved(self, now: Composition) -> dict[str, str]:
         names = [] if self._outline is None else self._outline.names
-        return {} if self._seen is None else now.moved_since(self._seen, names)
-
-    def begin(self, savepoint: StateStore, transaction: int) -> StepBegin:
-        """Records the state for `back`, at the start of the first step after the commit of `transaction`.
-
-        If tensors and state are as saved in the slot of `transaction`, only options are recorded. Otherwise
-        the whole state is saved to `savepoint`.
-
-        Args:
-            savepoint: overwritten or unchanged.
-            transaction: the last transaction that was saved or loaded.
-        """
-        now, seen = self._now(), self._seen
-        moved = self._moved(now)
-        if seen is None or not now.is_as(seen) or self._extra:
-            self.save(savepoint, transaction)
-            return StepBegin(None, moved)
-        return StepBegin(now.options, moved)
-
-    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: StepBegin) -> None:
-        """Restores the state at `begin`.
-
-        Args:
-            slots: the slots with the state of `transaction`.
-            savepoint: the argument of `begin`.
-            transaction: the argument of `begin`.
-            began: the result of `begin`.
-
-        Raises:
-            As `load`.
-        """
-        if began.options is None:
-            self.load(savepoint, transaction)
-            return
-        self.load(slots, transaction)
-        for optimizer, groups in zip(self._optimizers, began.options, strict=True):
-            for group, then in zip(optimizer.param_groups, groups, strict=True):
-                drop_options(optimizer, group, then)
-                group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
-        self._seen = self._composition()
+        return {} if self._seen is None else self._now().moved_since(self._seen, names)
 
     def restore(
         self,

@@ -5,8 +5,8 @@ what it has folded so far to rank i + 2^j, and waits for what rank i - 2^j sends
 (`Rank.log`), under what it is (status, deltas, vote), the count of statuses before it in this life, and the
 round. A crash between two sends is a receiver that doesn't move again.
 
-A window says nothing before its end. Only windows of one step are aborted: the ranks gather dense state of the
-last commit from all slots, and undo their rows.
+A window says nothing before its end. Only windows of one step are aborted: the ranks gather dense state of
+the last commit from all slots, and undo their rows.
 
 With overlap, what follows the status runs in a thread of its own beside the next body: the same program, with
 a place, a transaction and a wave of its own. A crash stops both threads, each wherever it is.
@@ -113,7 +113,8 @@ class Rounds(Step):
         )
 
         def shown(tag: tuple[str, int, int]) -> tuple[object, ...]:
-            return tag[0] in (STATUS, VOTE), *(part if yes else None for part, yes in zip(tag, named, strict=True))
+            in_order = tag[0] in (STATUS, VOTE)
+            return in_order, *(part if yes else None for part, yes in zip(tag, named, strict=True))
 
         alike = [one for one in ranks[source].log if shown(one[0]) == shown(wanted)]
         key, taken = (source, shown(wanted)), dict(me.read)

@@ -71,8 +71,8 @@ ROUNDS = (
     Entry(
         "status_of_all",
         "The verdict is that of the last round of the status, which has something of all ranks.",
-        "After the first round: a rank that has nothing of the one that aborts goes on, and the others wait for "
-        "its slices forever.",
+        "After the first round: a rank that has nothing of the one that aborts goes on, and the others wait "
+        "for its slices forever.",
         "deadlock",
         _three(aborts=1),
     ),

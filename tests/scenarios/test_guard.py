@@ -126,7 +126,6 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
         ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
-        ({"abortable": 1}, ("abortable=", "True or False", "1")),
         ({"parity_backend": "mpi"}, ("parity_backend", "'gloo'", "'nccl'", "'mpi'")),
         ({"parity_backend": "nccl", "overlap": True}, ("overlap=True", "wait for each other", "over gloo")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
@@ -178,7 +177,7 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert (stats["job"], stats["rank"]) == ("guard", 0)
     assert (stats["next_step"], stats["steps"], stats["sent_bytes"]) == (1, 1, 0)
     assert 2 <= stats["captured_rows"] <= 9 + 1 + 1
-    phases = {"savepoint", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
+    phases = {"compare", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
     assert set(stats["seconds"]) == phases
     assert stats["bytes"]["tables"] == 9 * (12 + 12) + 1 * (24 + 24)
     assert set(stats["bytes"]) >= {"rows", "row_journal", "parity", "inbox", "slot0", "slot1"}
@@ -390,9 +389,6 @@ def write_undeclared(folder: Path, meet: Barrier, before: dict[int, Any]) -> Non
             bags(**other).protect(2, 1)
     with refused(LayoutMismatch, "code (2, 1) then and (3, 2) now"):
         bags().protect(3, 2)
-    words = ("started with abortable=True", "this is abortable=False", "another job=")
-    with refused(LayoutMismatch, "'guard'", *words):
-        bags().protect(2, 1, abortable=False)
 
     training = bags()
     guard = training.protect(2, 1)

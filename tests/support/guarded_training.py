@@ -72,7 +72,7 @@ class Training:
 
     def protect(self, n: int, k: int, **options: Any) -> ecemb.Guard:
         arguments: dict[str, Any] = {"optimizers": [self.sparse, self.dense], "tables": self.tables}
-        arguments |= {"state": self.progress, "abortable": True}
+        arguments |= {"state": self.progress}
         return ecemb.protect(self.model, code=ecemb.Code(n, k), **{**arguments, **options})
 
     def body(self) -> None:

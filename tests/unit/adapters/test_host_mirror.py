@@ -131,7 +131,7 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
 def test_after_an_undo_rows_that_may_differ_are_put_back_and_no_others(
     device: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all steps since the last commit, of which some are in the arena, and the open step's."""
+    """Those of the last transaction, which are in the arena, and the open step's."""
     monkeypatch.setattr(image_module, "_CHUNK_BYTES", chunk_bytes)
     image, table, (tensor,) = made(device, 12, (torch.float32, 3))
     images, old = Images({0: image}), tensor.clone()
@@ -142,14 +142,12 @@ def test_after_an_undo_rows_that_may_differ_are_put_back_and_no_others(
         tensor[[*rows]] += 1
 
     step(9)
-    images.take(first=True).store(Told(table))  # committed: the next `take` is of another transaction
+    images.take().store(Told(table))  # committed: the next `take` is of another transaction
     old[9] = tensor[9]
     held = [column.copy() for column in table.columns]
     step(1, 2)
-    images.take(first=True).store(Told(table))
-    step(2, 3)
-    images.take(first=False)  # set aside, and not stored
-    step(4)
+    images.take().store(Told(table))
+    step(2, 4)
     for column, before in zip(table.columns, held, strict=True):
         column[:] = before  # the undo
     tensor[7] = 5  # never marked: nothing reads or writes it
@@ -548,19 +546,19 @@ def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Pa
 
 
 def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str, Any]:
-    """Windows of 3 steps that can't be aborted; the second one is drained after its first step."""
+    """Windows of 3 steps; the second one is drained after its first step."""
     fetched: list[int] = []
     take = Images.take
 
-    def counted(self: Images, **options: bool) -> Aside:
-        aside = take(self, **options)
+    def counted(self: Images) -> Aside:
+        aside = take(self)
         fetched.append(aside.size_bytes)
         return aside
 
     with taken_for_a_device(apart), mock.patch.object(Images, "take", counted):
         initialise(folder)
         training = by_hand("cpu")
-        guard = training.protect(2, 1, window=3, abortable=False)
+        guard = training.protect(2, 1, window=3)
         began = guard.next_step
         while guard.next_step < STEPS:
             with guard.step() as step:
