@@ -183,11 +183,11 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert set(stats["bytes"]) >= {"rows", "row_journal", "parity", "inbox", "slot0", "slot1"}
     assert stats["bytes"]["rows"] > stats["bytes"]["tables"] and stats["bytes"]["parity"] == 0
 
-    before = training.snapshot()
+    before, kept = training.snapshot(), training.undone()
     with pytest.raises(Broken), guard.step():  # noqa: PT012
         training.body()
         raise Broken("two\nlines")
-    assert training.snapshot() == before
+    assert training.undone() == kept
     for call in (guard.close, lambda: guard.step().__enter__()):
         with refused(StepFailed, "step 1 failed", "Broken: two)", "from step 1"):
             call()
@@ -234,26 +234,26 @@ def fail_on_rank_1(folder: Path, meet: Barrier) -> tuple[int, dict[str, str]]:
             assert step.number == number == guard.next_step
             training.body()
     assert parity_fits(guard)
-    before = training.snapshot()
+    before, kept = training.snapshot(), training.undone()
     if rank == 1:
         with pytest.raises(Broken), guard.step():  # noqa: PT012
             training.body()
             guard.touch("c", torch.tensor([3]))
             with torch.no_grad():
                 training.weights[0][3] = -1.0
-            assert training.snapshot() != before
+            assert training.undone() != kept
             raise Broken("two\nlines")
     else:
         with refused(StepFailed, "step 2 failed on ranks [1]", "from step 2"), guard.step():
             training.body()
-    assert training.snapshot() == before
+    assert training.undone() == kept
     assert guard.next_step == 2 and guard.stats()["steps"] == 2
     for call in (lambda: guard.step().__enter__(), guard.close):
         with refused(
             StepFailed, "step 2 failed", "Broken: two)" if rank == 1 else "StepFailed", "goes on from step"
         ):
             call()
-    assert training.snapshot() == before
+    assert training.undone() == kept
     return rank, before
 
 

@@ -88,6 +88,10 @@ class Training:
         self.dense.step()
         self.progress.losses.append(loss.item())
 
+    def undone(self) -> dict[str, str]:
+        """A hash of what a failed step has not changed in the process, which is all but dense state."""
+        return {name: one for name, one in self.snapshot().items() if not name.startswith("head")}
+
     def snapshot(self) -> dict[str, str]:
         """A hash of everything that a failed step must not change, by name."""
         found: dict[str, Any] = {"progress": self.progress.losses[-4:]}
