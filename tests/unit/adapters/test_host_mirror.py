@@ -537,7 +537,7 @@ def go_on(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Path) -> None:
     expected = {aborts: launch(2, undisturbed, tmp_path, device, aborts) for aborts in (False, True)}
-    for options in ({}, {"window": 3}, {"overlap": True}):
+    for options in ({}, {"window": 3}, {"overlap": True}, {"rebuild": "background"}):
         with pytest.raises(RankFailed, match="the job has failed"):
             launch(2, fail, tmp_path, device, options)
         for one in arenas(tmp_path):
