@@ -52,7 +52,6 @@ class Guard:
             opened.rank_state,
             request.window,
             overlap=request.overlap,
-            abortable=request.abortable,
             compare_every=request.compare_every,
             whereabouts=session.whereabouts,
             images=opened.tables.images or None,
@@ -95,8 +94,8 @@ class Guard:
         `overlap=True`, it commits beside the steps that follow.
 
         Everything that changes state belongs in the body. If it raises, its changes are undone on all ranks,
-        with those of the window's earlier steps, except that dense state is undefined in the process without
-        `abortable=True`; the job needs a restart. Also a decorator, for a function whose calls are steps.
+        with those of the window's earlier steps, except that dense state is undefined in the process; the job
+        needs a restart. Also a decorator, for a function whose calls are steps.
 
         Yields:
             The step, with its number.

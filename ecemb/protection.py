@@ -37,7 +37,6 @@ def protect(
     mtbf: timedelta | None = None,
     max_replay: timedelta | float | None = None,
     overlap: bool = False,
-    abortable: bool = False,
     failure_domain: FailureDomain = "auto",
     parity_backend: ParityBackend = "gloo",
     compare_every: int = COMPARE_EVERY,
@@ -79,8 +78,6 @@ def protect(
         mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
         max_replay: most time of steps that a failure takes back, for "auto": a timedelta, or seconds.
         overlap: whether a thread commits beside the steps that follow, which may be run again as well.
-        abortable: whether `step.abort()` can take back one step: that costs a copy of all dense state in each
-            step (else of r + 1 slices of N), and an exchange in each step of a window. Fixed for a job.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
         parity_backend: what deltas go over (and rows, where parity is made or checked): "gloo", from host
@@ -146,7 +143,6 @@ def protect(
             without=listed(without_optimizer),
             window=Window(window, mtbf, max_replay),
             overlap=overlap,
-            abortable=abortable,
             failure_domain=failure_domain,
             parity_backend=parity_backend,
             compare_every=compare_every,

@@ -107,7 +107,7 @@ class Ecemb:
 
     def _costs(self) -> Costs:
         stats = self._made().stats()
-        held: dict[str, int] = stats["bytes"]  # messages and savepoints in the process among them
+        held: dict[str, int] = stats["bytes"]  # messages in the process among them
         beside = BESIDE if self._overlap else ()
         return Costs(
             stalled_s=sum(seconds for phase, seconds in stats["seconds"].items() if phase not in beside),

@@ -113,7 +113,8 @@ def find(
     sparse = SparseTables(modules, leaves)
     seen = announced(model, modules)
     for table in sparse.tables:
-        table.announces_lookups = table.name in seen
+        # Rows that arrive later would reach the image of a table, and not the table.
+        table.announces_lookups = table.name in seen and not table.is_apart
     engines: list[Engine] = [sparse]
     check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:

@@ -4,8 +4,8 @@ Owns the copies between a table's tensors and its image, and the marks of rows t
 image was brought up to date. A step marks rows on the device before it changes them, and reads nothing back.
 When the transaction ends, `Images.take` copies them aside on the device, and the next steps may change them.
 The commit journals the image's rows, which still have the values from before, and `Aside.store` overwrites
-them. (If single steps can be aborted, both follow each step.) From then on the image serves like rows in host
-memory: deltas are taken from it, an undo writes to it, recovery rebuilds it; then it is copied back.
+them. From then on the image serves like rows in host memory: deltas are taken from it, an undo writes to it,
+recovery rebuilds it; then it is copied back.
 
 Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
 journalled, and a row that the transaction has not changed is the same in both at any time.
@@ -260,7 +260,7 @@ class Images:
             by_device.setdefault(image.device, {})[table] = image
         self._marks = [_Marks(device, of_device) for device, of_device in by_device.items()]
         self._of = {table: marks for marks in self._marks for table in marks.first}
-        self._taken: list[list[tuple[Image, Ids]]] = []
+        self._taken: list[tuple[Image, Ids]] = []
         self._is_taking = (
             False  # also after an interrupted `take`, when it is unknown which rows have changed
         )
@@ -284,28 +284,26 @@ class Images:
         """
         self._of[table].mark(table, rows)
 
-    def take(self, *, first: bool = True) -> Aside:
+    def take(self) -> Aside:
         """Sets marked rows aside, as they are when all work on their devices is done, and clears marks.
 
-        Args:
-            first: whether it is the first time in its transaction: those before are decided.
+        Once in a transaction; those before are decided.
         """
         self._is_taking = True
         aside = Aside([(marks, marks.take()) for marks in self._marks])
-        taken = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
-        self._taken = [taken] if first else [*self._taken, taken]
+        self._taken = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
         self._is_taking = False
         return aside
 
     def take_back(self) -> None:
         """Copies the rows that `take` found last, which were undone, from their images to the tensors."""
-        for image, ids in self._taken[-1] if self._taken else []:
+        for image, ids in self._taken:
             image.put_rows(ids)
 
     def put_back(self) -> None:
         """Copies all rows that may differ from their images to the tensors, after an undo, and clears marks.
 
-        They are those that are marked, and those that were taken since the last commit. They are few: a copy
+        They are those that are marked, and those that were taken last. They are few: a copy
         of all rows would keep the error of a step for as long as a device's memory takes.
 
         Raises:
@@ -314,7 +312,7 @@ class Images:
         failed: list[Exception] = []
         for image in self._images.values() if self._is_taking else ():
             _attempt(failed, image.put)
-        for image, ids in (one for taken in self._taken for one in taken):
+        for image, ids in self._taken:
             _attempt(failed, partial(image.put_rows, ids))
         for marks in self._marks:
             _attempt(failed, marks.put_back)

@@ -32,7 +32,7 @@ from typing import Any
 from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
 MAGIC = b"ecembARN"
-FORMAT = 5
+FORMAT = 6
 NONE = -1
 """What a word says that has no value yet: no transaction, no generation."""
 
@@ -168,8 +168,6 @@ class Constants(Identity):
         layout: JSON text that describes this rank's tables.
         block_words: [N][k] length of every rank's blocks in 8-byte words.
         regions: (name, capacity in bytes) in the order of the file.
-        abortable: whether the slots hold all of the replicated state, as single steps can be aborted; if not,
-            they hold some slices of it.
 
     Raises:
         ConfigurationError: a value breaks one of these rules.
@@ -182,7 +180,6 @@ class Constants(Identity):
     layout: str
     block_words: tuple[tuple[int, ...], ...]
     regions: tuple[tuple[str, int], ...]
-    abortable: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -441,7 +438,6 @@ def _constants(fields: dict[str, Any]) -> Constants:
     texts = [constants.job, constants.layout_hash, constants.layout, *constants.domains]
     _require_type(int, [*numbers, *constants.positions, *lengths, *(size for _, size in constants.regions)])
     _require_type(str, [*texts, *(name for name, _ in constants.regions)])
-    _require_type(bool, [constants.abortable])
     return constants
 
 

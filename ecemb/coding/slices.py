@@ -29,15 +29,14 @@ class Share:
     held: tuple[int, ...]
 
     @classmethod
-    def of(cls, placement: Placement | None, rank: int, *, abortable: bool) -> Share:
+    def of(cls, placement: Placement | None, rank: int) -> Share:
         """The share of a rank: r + 1 of N slices, or the whole.
 
         Args:
             placement: Of the job; None for one rank, which holds the whole.
             rank: The rank.
-            abortable: Whether single steps can be aborted, which takes the whole state in each rank's slots.
         """
-        if placement is None or abortable:
+        if placement is None:
             return WHOLE
         return cls(placement.world_size, placement.held_slices(rank))
 

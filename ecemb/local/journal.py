@@ -9,7 +9,6 @@ Must not know: the network, the decision.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -41,22 +40,6 @@ def _words(arena: Arena, region: str, word: Word) -> Words:
     """The words of a region that are in use, without a partial last word."""
     used = arena.filled(region, word)
     return used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
-
-
-@dataclasses.dataclass
-class _Savepoint:
-    """The start of a step that is not the first of its transaction.
-
-    Attributes:
-        bytes: bytes of the journal in use at that point.
-        chunks: number of chunks at that point.
-        again: rows that both earlier steps and this step change, as they were at its start. They are in the
-            process's own memory, since only an abort restores them.
-    """
-
-    bytes: int
-    chunks: int
-    again: list[Chunk] = dataclasses.field(default_factory=list[Chunk])
 
 
 class RowJournal:
@@ -92,8 +75,6 @@ class RowJournal:
         self._ids = Scratch()
         self._chunks: list[Chunk] = []
         self._seen: dict[int, RowSet] = {}
-        self._seen_in_step: dict[int, RowSet] = {}
-        self._savepoint: _Savepoint | None = None
         self._capturing = False  # also after an interrupted capture, when it is unknown which rows are saved
 
     @property
@@ -133,24 +114,19 @@ class RowJournal:
             likely_bytes: what it is expected to need.
         """
         with self._lock:
-            self._end_step()
             self._arena.set(self._bytes, 0)
             self._arena.set(self._label, transaction)
-            self._drop(0)
+            self._drop()
         self._steps_left, self._ends = steps, []
         if self._ahead is not None:
             self._ahead.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
-    def extend(self, transaction: int, *, savepoint: bool) -> None:
+    def extend(self, transaction: int) -> None:
         """Adds a step to the transaction, under a new, higher label.
 
         Args:
             transaction: its number from here on.
-            savepoint: whether rows are also saved as they are now: `undo_step` goes back to here.
         """
-        self._end_step()
-        if savepoint:
-            self._savepoint = _Savepoint(self._arena.get(self._bytes), len(self._chunks))
         self._arena.set(self._label, transaction)
         self._ask_ahead()
 
@@ -166,28 +142,18 @@ class RowJournal:
         ):
             self._ahead.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
 
-    def _end_step(self) -> None:
-        if self._savepoint is not None:
-            for table, ids, _ in (*self._savepoint.again, *self._chunks[self._savepoint.chunks :]):
-                self._kernels.forget_(self._seen_in_step[table], ids)
-            self._savepoint = None
-
-    def _drop(self, first: int) -> None:
-        """Drops the chunks from number `first` on."""
+    def _drop(self) -> None:
+        """Drops all chunks."""
         rows: dict[int, int] = {}
-        for table, ids, _ in self._chunks[first:]:
+        for table, ids, _ in self._chunks:
             rows[table] = rows.get(table, 0) + len(ids)
-        cleared = {
-            table
-            for table, count in rows.items()
-            if first == 0 and count * _CLEAR_WORDS >= len(self._seen[table].seen)
-        }
+        cleared = {t for t, count in rows.items() if count * _CLEAR_WORDS >= len(self._seen[t].seen)}
         for table in cleared:
             self._seen[table].clear_()
-        for table, ids, _ in self._chunks[first:]:
+        for table, ids, _ in self._chunks:
             if table not in cleared:
                 self._kernels.forget_(self._seen[table], ids)
-        del self._chunks[first:]
+        self._chunks.clear()
 
     def capture(self, table: int, ids: Ids) -> int:
         """Saves rows before they change.
@@ -215,42 +181,25 @@ class RowJournal:
 
     def _capture(self, table: int, ids: Ids) -> int:
         self._capturing = True
-        savepoint = self._savepoint
-        touched = ids
-        if savepoint is not None:
-            touched = self._new(self._seen_in_step, table, ids).copy()
-        fresh = self._new(self._seen, table, touched)
+        fresh = self._new(table, ids)
         try:
-            if savepoint is not None:
-                again = np.ones(len(touched), np.bool_)
-                again[np.searchsorted(touched, fresh)] = False
-                savepoint.again += self._copied(table, touched[again])
             if len(fresh):
                 self._chunks.append(self._save(table, fresh))
         except NotEnoughSpace:
             self._kernels.forget_(self._seen[table], fresh)
-            if savepoint is not None:
-                self._kernels.forget_(self._seen_in_step[table], touched)
             self._capturing = False
             raise
         self._capturing = False
         return len(fresh)
 
-    def _new(self, sets: dict[int, RowSet], table: int, ids: Ids) -> Ids:
+    def _new(self, table: int, ids: Ids) -> Ids:
         """Adds rows to a table's set. Returns the new ones, ascending; they are valid until the next call."""
-        if table not in sets:
-            sets[table] = RowSet(self._space.named[table].table.layout.rows)
+        if table not in self._seen:
+            self._seen[table] = RowSet(self._space.named[table].table.layout.rows)
         if len(ids) == 1:
-            return ids if sets[table].add_(int(ids[0])) else ids[:0]
+            return ids if self._seen[table].add_(int(ids[0])) else ids[:0]
         out = self._ids.room(len(ids)).view(np.int64)
-        return out[: self._kernels.distinct(ids, sets[table], out)]
-
-    def _copied(self, table: int, ids: Ids) -> list[Chunk]:
-        if not len(ids):
-            return []
-        records = np.empty((len(ids), self._space.named[table].table.layout.record_words), np.uint64)
-        self._space.named[table].table.gather(ids, records)
-        return [(table, ids, records)]
+        return out[: self._kernels.distinct(ids, self._seen[table], out)]
 
     def _save(self, table: int, ids: Ids) -> Chunk:
         """Writes the chunk, then the count; returns the chunk as views of the arena."""
@@ -304,21 +253,13 @@ class RowJournal:
             self._arena.set(self._label, NONE)
         return rows
 
-    def undo_step(self) -> None:
-        """Restores the rows to the start of the transaction's last step, which is then empty."""
+    def empty(self) -> None:
+        """Copies the saved records back; the transaction goes on without them."""
         with self._lock:
-            self._undo_step()
-
-    def _undo_step(self) -> None:
-        savepoint = self._savepoint
-        began = savepoint or _Savepoint(0, 0)
-        for table, ids, records in (*began.again, *self._chunks[began.chunks :]):
-            self._space.named[table].table.scatter_(ids, records)
-        self._arena.set(self._bytes, began.bytes)
-        self._end_step()
-        self._drop(began.chunks)
-        if savepoint is not None:
-            self._savepoint = _Savepoint(began.bytes, began.chunks)
+            for table, ids, records in self._chunks:
+                self._space.named[table].table.scatter_(ids, records)
+            self._arena.set(self._bytes, 0)
+            self._drop()
 
     def _stored(self) -> Iterator[Chunk]:
         words = _words(self._arena, self._region, self._bytes)

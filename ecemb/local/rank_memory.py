@@ -139,7 +139,7 @@ class RankMemory:
 
     def share_of(self, rank: int) -> Share:
         """The part of the replicated state that a rank's slots hold."""
-        return Share.of(self.geometry.placement, rank, abortable=self.arena.constants.abortable)
+        return Share.of(self.geometry.placement, rank)
 
     def join(self, generation: int, generation_id: int) -> None:
         """Says that this arena is a member of a generation (docs/protocol.md, 2).

@@ -1,7 +1,7 @@
 """Where replicated state is kept: two slots of the arena, and this process's memory.
 
-The slots hold the last two transactions, each a share of the whole: some of its slices, unless steps can be
-aborted. A restarted rank gets the other slices from other ranks (`ecemb.recovery.state_slices`).
+The slots hold the last two transactions, each a share of the whole: some of its slices. A rank gets the other
+slices from other ranks, at a restart and in an abort (`ecemb.recovery.state_slices`).
 
 Invariant: the slot of the last committed transaction is never written. Must not know: the content of
 replicated state.
@@ -96,8 +96,8 @@ class Slots:
         return others[-1] if others else next(iter(_SLOTS))  # a new arena has committed nothing
 
 
-class Savepoint:
-    """Replicated state in this process's memory, whole: at the start of a step, for an abort; or gathered.
+class StateCopy:
+    """Replicated state in this process's memory, whole.
 
     Args:
         memory: a saved state; none by default.
@@ -107,11 +107,6 @@ class Savepoint:
 
     def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
         self._memory = np.empty(0, np.uint8) if memory is None else memory
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the saved state."""
-        return len(self._memory)
 
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
         """See `StateStore.open`."""

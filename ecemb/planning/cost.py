@@ -236,8 +236,7 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
 
     - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
       times; they reserve up to `SPARE` times that; two copies of r + 1
-      slices of replicated state, of as many as there are ranks (`abortable=True`, with two copies of all of
-      it on each rank, is not considered).
+      slices of replicated state, of as many as there are ranks.
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
       rows and 3 times the bytes that keepers receive; and `message_rounds` messages, one after the other.

@@ -148,8 +148,6 @@ def plan_relayout(
     members: Sequence[str],
     wanted: Sequence[Sequence[RowRange]],
     arena_bytes: Sequence[int],
-    *,
-    abortable: bool = False,
 ) -> Relayout:
     """Decides how the new ranks get what the old ones held. The same on every rank.
 
@@ -160,7 +158,6 @@ def plan_relayout(
         members: new rank -> its host.
         wanted: new rank -> the rows that it needs.
         arena_bytes: new rank -> bytes of its new arena, and of its buffers during the move.
-        abortable: whether each old rank holds all of the replicated state.
 
     Raises:
         InconsistentArenas: no new rank attaches to the arena of a survivor.
@@ -181,7 +178,7 @@ def plan_relayout(
     needed = dict.fromkeys(sorted(members), 0)
     for host, size in zip(members, arena_bytes, strict=True):
         needed[host] += size
-    return Relayout(recovery, tuple(holders), _slices(recovery, old, abortable), tuple(moves), needed)
+    return Relayout(recovery, tuple(holders), _slices(recovery, old), tuple(moves), needed)
 
 
 def chunks(moves: Iterable[Move], chunk_words: int) -> Iterator[Move]:
@@ -229,9 +226,9 @@ def _chain(
     return tuple(sorted(sources, key=place))
 
 
-def _slices(recovery: RecoveryPlan, old: Layout, abortable: bool) -> tuple[int, ...]:
+def _slices(recovery: RecoveryPlan, old: Layout) -> tuple[int, ...]:
     """A survivor for each slice: with any losses that parity tolerates, each has one."""
-    if old.placement is None or abortable:
+    if old.placement is None:
         return (recovery.donor,)
     alive = set(recovery.survivors)
     sent = dict.fromkeys(recovery.survivors, 0)

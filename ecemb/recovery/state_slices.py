@@ -2,8 +2,8 @@
 
 Each rank's slots hold a share of it (`ecemb.coding.slices`). `copy_lost` gives replacement ranks theirs,
 before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
-in a number of rounds that grows with the logarithm of the number of ranks. `compare_old` and `gather_old` do
-so in a move to another number of ranks, with the slots of the old ones.
+in a number of rounds that grows with the logarithm of the number of ranks; so it does in an abort.
+`compare_old` and `gather_old` do so in a move to another number of ranks, with the slots of the old ones.
 
 Must not know: headers, and the content of the state.
 """
@@ -24,7 +24,7 @@ from ..errors import InconsistentArenas, PeerFailure
 from ..group.collectives import Transport
 from ..kernels.contract import Words
 from ..local.rank_memory import RankMemory
-from ..local.state_slots import Savepoint, StateStore
+from ..local.state_slots import StateCopy, StateStore
 from ..state.flatten import measured
 from .plan import RecoveryPlan
 from .relay import Wait, chunked
@@ -133,16 +133,11 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
         waits = [transport.expect(words, source, what) for words in lower]
         _wait([*waits, *(transport.send(words, to, what) for words in upper)])
         have += more
-    return Savepoint(state)
+    return StateCopy(state)
 
 
 def compare_old(
-    plan: Relayout,
-    old: Layout,
-    memories: Mapping[int, RankMemory],
-    transport: Transport,
-    *,
-    abortable: bool,
+    plan: Relayout, old: Layout, memories: Mapping[int, RankMemory], transport: Transport
 ) -> tuple[int, int]:
     """Compares the replicated state that the old ranks hold. All ranks.
 
@@ -151,7 +146,6 @@ def compare_old(
         old: the old layout.
         memories: old rank -> its memory, at the plan's transaction: those that this worker holds.
         transport: of the new ranks.
-        abortable: whether each old rank holds all of it.
 
     Returns:
         Its sizes: bytes in front of the tensors, and of the tensors' whole area.
@@ -163,7 +157,7 @@ def compare_old(
     recovery = plan.recovery
 
     def share_of(rank: int) -> Share:
-        return Share.of(old.placement, rank, abortable=abortable)
+        return Share.of(old.placement, rank)
 
     def mine() -> bytes:
         parts = {rank: described(one, recovery.transaction, every=True) for rank, one in memories.items()}

@@ -214,7 +214,7 @@ def _sizes(
             words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
         inbox += (placement.n - 1) * (2 + placement.r * (1 + placement.r)) * WORD_BYTES
-    share = Share.of(geometry.placement, session.rank, abortable=world.constants.abortable)
+    share = Share.of(geometry.placement, session.rank)
     dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
     reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}

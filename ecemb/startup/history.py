@@ -40,7 +40,6 @@ class History:
         layout_hash: of all ranks' tables.
         lineage: see `World`; empty in arenas that older versions made.
         rank_state_bytes: room for every rank's packed state.
-        abortable: whether their slots hold all of the replicated state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
         everyone: where the rows of each rank stand, packed by `ecemb.startup.places`; "" if the job was not
             elastic when the arenas were made.
@@ -53,7 +52,6 @@ class History:
     layout_hash: str
     lineage: str
     rank_state_bytes: int
-    abortable: bool
     slot_bytes: int
     everyone: str = ""
 
@@ -79,7 +77,6 @@ class History:
             layout_hash=constants.layout_hash,
             lineage=layout.get("lineage", ""),
             rank_state_bytes=layout["rank_state_bytes"],
-            abortable=constants.abortable,
             slot_bytes=dict(constants.regions)["slot0"],
             everyone=layout.get("everyone", ""),
         )

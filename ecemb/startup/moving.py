@@ -106,7 +106,6 @@ def plan_move(start: Start, former: Former) -> Moving:
         session.hosts,
         [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in told],
         [size for _, size in told],
-        abortable=former.history.abortable,
     )
     if len(set(transport.gather(plan.digest(), "comparing moves"))) > 1:
         raise InconsistentArenas(
@@ -192,8 +191,7 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
             moving.redone |= redone
 
     transport.together("undo and redo", decide)
-    layout, abortable = moving.former.layout, moving.former.history.abortable
-    moving.state_bytes = compare_old(moving.plan, layout, moving.memories, transport, abortable=abortable)
+    moving.state_bytes = compare_old(moving.plan, moving.former.layout, moving.memories, transport)
     make_room(session, start.world.plan)
     transport.barrier("making room")
 
@@ -228,7 +226,7 @@ def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> 
     buffers = Counter(session.hosts)
     needed = dict(moving.plan.needed_bytes)
     for rank, host in enumerate(session.hosts):
-        share = Share.of(world.placement, rank, abortable=start.request.abortable)
+        share = Share.of(world.placement, rank)
         needed[host] += page_aligned(front_bytes + share.size_bytes(area_bytes))
     process_bytes = PROCESS_BYTES + front_bytes + area_bytes
     before = counted(moving.former.history.world_size, "rank")

@@ -202,7 +202,6 @@ def negotiate(
         layout=json.dumps({**own, "lineage": lineage, **({"everyone": everyone} if everyone else {})}),
         block_words=block_words,
         regions=(),
-        abortable=request.abortable,
         fill=generation if plan.begins else session.roster.judgement.survivors[0].constants.fill,
     )
     return World(
@@ -245,7 +244,6 @@ def _exchange_proposals(
         "mtbf": mtbf,
         "max_replay": max_replay,
         "overlap": request.overlap,
-        "abortable": request.abortable,
         "failure_domain": request.failure_domain,
         "parity_backend": request.parity_backend,
         "compare_every": request.compare_every,
@@ -292,14 +290,6 @@ def _placement_of(
         return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))
-    if history.abortable != request.abortable:
-        held = "all of the dense state" if history.abortable else "some slices of the dense state"
-        raise LayoutMismatch(
-            f"job {session.job!r} was started with abortable={history.abortable}, so that each arena holds "
-            f"{held}, and this is abortable={request.abortable}: go on with "
-            f"ecemb.protect(..., abortable={history.abortable}). To change it, begin from a checkpoint: "
-            f"guard.save(path), then ecemb.protect(..., resume=path) under another job="
-        )
     return history.placement
 
 

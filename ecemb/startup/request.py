@@ -59,7 +59,6 @@ class Request:
         reader: finds a checkpoint; None without `resume=`.
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
-        abortable: whether one step can be taken back.
         resume_required: whether a start without memory needs a checkpoint.
         renamed: key of a table -> its key in the checkpoint, where the two differ.
         transfer: tables that a fresh start takes from another training.
@@ -85,7 +84,6 @@ class Request:
     reader: CheckpointReader | None = None
     without: Sequence[nn.Module | nn.Parameter] = ()
     compare_every: int = COMPARE_EVERY
-    abortable: bool = False
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     transfer: Transfer | None = None
     elastic: bool = False
@@ -99,7 +97,7 @@ class Request:
             raise ConfigurationError(
                 f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
             )
-        for name in ("overlap", "abortable", "elastic", "resume_required"):
+        for name in ("overlap", "elastic", "resume_required"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
         if type(self.compare_every) is not int or self.compare_every < 1:

@@ -162,7 +162,7 @@ def survey(
         The same on all ranks.
     """
     kept, dense = replicated.kept
-    share = Share.of(world.placement, session.rank, abortable=request.abortable)
+    share = Share.of(world.placement, session.rank)
     parity = 0
     if world.placement is not None:
         parity = parity_words(world.placement, world.block_words, session.rank) * WORD_BYTES

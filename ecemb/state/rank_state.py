@@ -15,7 +15,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -59,16 +59,6 @@ class Position(Stateful, Protocol):
     """
 
     name: str
-
-
-class Taken(NamedTuple):
-    """The state of one rank except positions, in this process's memory."""
-
-    generators: dict[str, Any]
-    cuda: list[Any]
-    scalars: Any
-    stateful: list[Any]
-    metrics: list[dict[str, Any]]
 
 
 def objects_of(given: Any) -> dict[str | int, Stateful]:
@@ -261,41 +251,16 @@ class RankState:
             rng.set_cuda_states(*saved["cuda"])
         self._note()
 
-    def take(self) -> Taken:
-        """A copy of the current state except positions, for `put`."""
-        states, cuda, scalars = self._look()
-        stateful = [
-            with_scalars(plain(item.state_dict(), _clone, f"{_described(key, item)}.state_dict()"))
-            for key, item in self._objects.items()
-        ]
-        kept = with_scalars(plain(scalars, _clone, "the tables' scalars"))
-        metrics = [with_scalars(plain(one, _clone)) for one in self._states_of_metrics()]
-        return Taken(states, cuda, kept, stateful, metrics)
-
-    def put(self, taken: Taken) -> None:
-        """Restores the result of `take`; positions are unchanged."""
-        self._set_scalars(taken.scalars)
-        for item, state in zip(self._objects.values(), taken.stateful, strict=True):
-            item.load_state_dict(state)
-        self._put_metrics(taken.metrics)
-        rng.set_process_states(taken.generators)
-        if taken.cuda:
-            rng.set_cuda_states(*taken.cuda)
-
     def _put_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
         for held, state in zip((*self._metrics, self._in_model), states, strict=True):
             held.put(state)
 
-    def moved(self, taken: Taken | None = None) -> dict[str, str]:
-        """Generators and scalars that have changed since the last `pack` or `unpack` -> the change.
-
-        Args:
-            taken: the current state, if it was taken.
-        """
+    def moved(self) -> dict[str, str]:
+        """Generators and scalars that have changed since the last `pack` or `unpack` -> the change."""
         if self._last is None:
             return {}
         then, cuda_then, packed = self._last
-        states, cuda, scalars = self._look() if taken is None else taken[:3]
+        states, cuda, scalars = self._look()
         drawn = [] if states is then else [one for one in states if not rng.same({one: states[one]}, then)]
         names = [f"{name}'s random generator" for name in drawn]
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
@@ -467,10 +432,6 @@ def read(record: NDArray[np.uint8]) -> bytes:
             f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 def _kind(one: object) -> str:

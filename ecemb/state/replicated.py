@@ -8,7 +8,6 @@ Must not know: the network, protected rows, the storage of the state.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,25 +24,12 @@ from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizers import drop_options, options, others, with_inner
 from .partitioned import check_modules, check_optimizers, check_whole
 from .serialize import like, replaced
-from .walk import REPLICATED, SAME, CachedWalk, Fingerprint, TensorSlots, buffers, has_room, with_extra_state
+from .walk import SAME, CachedWalk, Fingerprint, TensorSlots, buffers, has_room, with_extra_state
 
 _SHOWN_NAMES = 8  # in a message
 _AGAIN = "run the script that started it, or use another job="
 _NONE = "none of the model's"
-_GENERATIONS = 3  # an abort goes back by one transaction, a failed commit by two
-
-
-@dataclasses.dataclass(frozen=True)
-class StepBegin:
-    """The state at the start of a step.
-
-    Attributes:
-        options: options of each parameter group of each optimizer; None if the whole state was saved.
-        moved: the changes since the last commit, as of `Fingerprint.moved_since`.
-    """
-
-    options: list[list[dict[str, Any]]] | None
-    moved: dict[str, str]
+_GENERATIONS = 2  # an abort goes back by one transaction
 
 
 class ReplicatedState:
@@ -127,50 +113,8 @@ class ReplicatedState:
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        return self._moved(self._now().fingerprint)
-
-    def _moved(self, now: Fingerprint) -> dict[str, str]:
         names = [] if self._outline is None else self._outline.names
-        return {} if self._seen is None else now.moved_since(self._seen, names)
-
-    def begin(self, savepoint: StateStore, transaction: int) -> StepBegin:
-        """Records the state for `back`, at the start of the first step after the commit of `transaction`.
-
-        If tensors and state are as saved in the slot of `transaction`, only options are recorded. Otherwise
-        the whole state is saved to `savepoint`.
-
-        Args:
-            savepoint: overwritten or unchanged.
-            transaction: the last transaction that was saved or loaded.
-        """
-        walk = self._now()
-        moved = self._moved(walk.fingerprint)
-        if self._seen is None or REPLICATED in moved or walk.slots.extra:
-            self.save(savepoint, transaction)
-            return StepBegin(None, moved)
-        return StepBegin(walk.fingerprint.options, moved)
-
-    def back(self, slots: StateStore, savepoint: StateStore, transaction: int, began: StepBegin) -> None:
-        """Restores the state at `begin`.
-
-        Args:
-            slots: the slots with the state of `transaction`.
-            savepoint: the argument of `begin`.
-            transaction: the argument of `begin`.
-            began: the result of `begin`.
-
-        Raises:
-            As `load`.
-        """
-        if began.options is None:
-            self.load(savepoint, transaction)
-            return
-        self.load(slots, transaction)
-        for optimizer, groups in zip(self._optimizers, began.options, strict=True):
-            for group, then in zip(optimizer.param_groups, groups, strict=True):
-                drop_options(optimizer, group, then)
-                group.update({key: one for key, one in then.items() if not isinstance(one, torch.Tensor)})
-        self._seen = self._now().fingerprint
+        return {} if self._seen is None else self._now().fingerprint.moved_since(self._seen, names)
 
     def restore(
         self,

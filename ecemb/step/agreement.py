@@ -13,8 +13,8 @@ Must not know what a step does, and what a rank restores when it has failed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..coding.placement import Placement
-from ..errors import InconsistentArenas, PeerFailure, StepFailed, UsageError
+from ..errors import InconsistentArenas, PeerFailure, StepFailed
 from ..group.channels import Channels
 from ..group.collectives import Kind, Transport
 from ..group.dissemination import Rounds, say
@@ -57,16 +57,16 @@ class Turn:
 
     Attributes:
         number: statuses before it since the start.
-        votes: the vote's rounds; None if there is no vote.
-        voted: whether this rank has begun to vote, or there is no vote.
+        votes: the vote's rounds.
+        voted: whether this rank has begun to vote, or all ranks fail.
         heads: the first words of each rank's deltas, once they are asked for.
         swap: the deltas on their way.
         is_resting: whether the rest of each rank's deltas is asked for.
-        swapped: whether all deltas are sent and received, or there are none.
+        swapped: whether all deltas are sent and received, or all ranks fail.
     """
 
     number: int
-    votes: Rounds | None = None
+    votes: Rounds
     voted: bool = False
     heads: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
     swap: Channels | None = None
@@ -117,7 +117,6 @@ class Agreement:
         transaction: int,
         flag: int,
         *,
-        whole: bool,
         window: int,
         digest: int,
         committed: int,
@@ -129,7 +128,6 @@ class Agreement:
         Args:
             transaction: The one in flight.
             flag: FINE or ABORTED.
-            whole: Whether the transaction ends with this step.
             window: Steps that this rank can take in the next window.
             digest: Of the replicated state; 0 if it is not compared this time.
             committed: The last transaction that this rank committed.
@@ -141,11 +139,9 @@ class Agreement:
                 state differs.
             PeerFailure: A rank died.
         """
-        step, turn = transaction - 1, Turn(self._number, voted=not whole, swapped=not whole)
-        status = self._status_rounds(self._number)
-        if whole:
-            tag = self._tag(Kind.VOTE, turn)
-            turn.votes = Rounds(self._transport, tag, np.minimum, lambda told: int(told[0]) == _NO)
+        step, tag = transaction - 1, self._transport.tag(Kind.VOTE, self._number)
+        votes = Rounds(self._transport, tag, np.minimum, lambda told: int(told[0]) == _NO)
+        status, turn = self._status_rounds(self._number), Turn(self._number, votes)
         self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
@@ -171,6 +167,13 @@ class Agreement:
         if not self._is_between:
             failed = self._status(transaction, FAILED, 0, 0)
             say(self._transport, self._tag(Kind.STATUS), failed)
+
+    @contextmanager
+    def gathering(self, turn: Turn) -> Generator[None]:
+        """While ranks wait for each other's slices, before deltas: who fails there waits for no deltas."""
+        turn.swapped = True
+        yield
+        turn.swapped = False
 
     def exchange(self, turn: Turn, messages: Mapping[int, Words], what: str) -> None:
         """Sends deltas to the keepers, and receives those that are kept here.
@@ -241,8 +244,6 @@ class Agreement:
             StepFailed: A rank has failed before it prepared.
             PeerFailure: A rank died.
         """
-        if turn.votes is None:
-            raise UsageError("a vote follows the status with which a transaction ends")
         turn.voted = True
         turn.votes.run(np.array([_YES], np.int64), what)
         if int(turn.votes.value[0]) == _NO:

@@ -55,25 +55,29 @@ class Apart:
         """What rows that are set aside will take in the journal."""
         return self._aside.size_bytes if self._aside is not None else 0
 
-    def take(self, journal: RowJournal, *, first: bool, at_once: bool) -> None:
+    def take(self, journal: RowJournal) -> None:
         """Sets changed rows aside where they are; the transaction before is decided.
+
+        Those for which the device has no room are stored here.
 
         Args:
             journal: of the transaction that has changed them.
-            first: it is the first time in that transaction.
-            at_once: store them here; so are those for which the device has no room.
         """
         if self.images is None:
             return
         with self._phase("image"):
-            self._aside = aside = self.images.take(first=first)
-        if at_once or not aside.is_held:
+            self._aside = aside = self.images.take()
+        if not aside.is_held:
             self.store(self.hand_over(journal))
 
     def hand_over(self, journal: RowJournal) -> Changed:
         """The rows that a transaction has changed, for the thread that commits it."""
         changed, self._aside = Changed(journal, self._aside), None
         return changed
+
+    def drop(self) -> None:
+        """Forgets rows that are set aside: their transaction is undone."""
+        self._aside = None
 
     def store(self, changed: Changed) -> None:
         """Brings rows into the arena, journalled first; in any thread.

@@ -1,6 +1,6 @@
-"""Warns once of each change between two steps, because a failure would lose it.
+"""Warns once of each change between two steps, because a failure or an abort would lose it.
 
-A restart continues from the last committed step. Code in front of a step (`lr = f(step)` at the top of the
+Both continue from the last committed step. Code in front of a step (`lr = f(step)` at the top of the
 loop) then runs again and makes the same change. Code behind a step does not run again, and code between
 `ecemb.protect` and the loop runs on another state. So a thing that changes before the first step and again
 before the second one is set in front of every step, which is safe. Every other change gets a warning.
@@ -51,9 +51,9 @@ class Between:
         self._known.add(thing)
         logger.log(
             self._level,
-            "%s changed %s (%s): after a failure the job continues from the last committed step, this change "
-            "is not made again, and training ends with other bits. Move it into `with guard.step():`, "
-            "or in front of ecemb.protect(). This is said once",
+            "%s changed %s (%s): after a failure or an abort the job continues from the last committed step, "
+            "this change is not made again, and training ends with other bits. Move it into "
+            "`with guard.step():`, or in front of ecemb.protect(). This is said once",
             thing,
             when,
             how,

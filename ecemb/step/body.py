@@ -28,14 +28,16 @@ class Step:
         """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
 
         When the body ends, all ranks undo the step: rows, dense parameters, optimizer state, generators and
-        `state=` objects are as before the step. Positions of `guard.batches` and the step's number advance
-        all the same. The body still runs to its end here, because other ranks may wait in its collectives.
+        `state=` objects are as after the last commit, so what changed in front of the step is undone as well.
+        Positions of `guard.batches` and the step's number advance all the same. The body still runs to its
+        end here, because other ranks may wait in its collectives.
 
         Args:
             reason: Text for the log.
 
         Raises:
-            UsageError: the step has ended, or the guard is not one of `ecemb.protect(..., abortable=True)`.
+            UsageError: the step has ended; or `window=` of `ecemb.protect` is not 1, so that good steps would
+                be undone with this one.
         """
         if self._transactions.in_flight != self.number + 1:
             raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")

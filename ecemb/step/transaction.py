@@ -6,7 +6,8 @@ The order is that of docs/protocol.md, 1.1 and 1.6, which is normative. A rank m
 - after `prepared`, nothing is undone locally: the process ends, and recovery decides from the survivors;
 - a rank that returns from the agreement knows that every rank has prepared;
 - a rank that aborts says so in its status. The verdict has something of the status of all ranks, so every
-  rank knows of the abort. All undo, and commit the transaction empty. A rank prepares after its own undo.
+  rank knows of the abort. All gather dense state of the last commit, undo, and commit the transaction empty.
+  A rank prepares after its own undo.
 - a rank that fails tells all that may wait for it, once: in the place of its status; or, after the verdict,
   in the place of its deltas and of its vote.
 
@@ -38,10 +39,10 @@ from ..group.error_file import cause_of
 from ..group.interruptions import to_the_end
 from ..group.whereabouts import Whereabouts
 from ..local.rank_memory import RankMemory
-from ..local.state_slots import Savepoint
 from ..recovery.background import Background
-from ..state.rank_state import RankState, Taken, front, read
-from ..state.replicated import ReplicatedState, StepBegin
+from ..recovery.state_slices import gathered
+from ..state.rank_state import RankState, front, read
+from ..state.replicated import ReplicatedState
 from . import replica_check, undecided
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
 from .apart import Apart, Changed
@@ -69,8 +70,6 @@ class Transactions:
         rank_state: The state that differs by rank.
         window: Steps of a transaction, or the object that chooses their number.
         overlap: Whether to exchange, prepare and apply beside the next step's body.
-        abortable: Whether `abort` can take back one step. Without it, a step inside a window saves only the
-            old records of rows that the window has not changed yet, and exchanges nothing.
         compare_every: Commits between two comparisons of replicated state among the ranks.
         whereabouts: Updated at the begin and the end of each step.
         images: Of tables that are apart from the arena; None if there are none.
@@ -86,7 +85,6 @@ class Transactions:
         window: Window | None = None,
         *,
         overlap: bool = False,
-        abortable: bool = False,
         compare_every: int = COMPARE_EVERY,
         whereabouts: Whereabouts | None = None,
         images: Images | None = None,
@@ -101,11 +99,7 @@ class Transactions:
         self._whereabouts = whereabouts or Whereabouts()
         self.in_flight: int | None = None
         self.aborting: bool = False
-        self._abortable = abortable
         self._steps = 0  # steps of the transaction that have ended
-        self._savepoint = Savepoint()
-        self._taken: Taken | None = None  # rank state at the step's begin
-        self._began = StepBegin(None, {})
         self._background = background or Background()
         self._apart = Apart(images, self._background, self.phase)
         self._between = Between(speaks=transport.rank == 0)
@@ -143,7 +137,6 @@ class Transactions:
         arena, fabric = self._memory.arena, self._transport.fabric
         held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
         held["messages"] = self._memory.message_bytes
-        held["savepoint"] = self._savepoint.size_bytes
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:
@@ -160,30 +153,16 @@ class Transactions:
         self._window.begin()
         self.in_flight = transaction = self.next_step + 1
         self._whereabouts.place = f"in the body of step {transaction - 1}"
-        if self._steps == 0:
-            self._memory.arm(transaction, self._window.size)
+        if self._steps > 0:
+            self._memory.journal.extend(transaction)
         else:
-            self._memory.journal.extend(transaction, savepoint=self._abortable)
-        with self.phase("savepoint"):
-            self._keep(transaction)
+            self._memory.arm(transaction, self._window.size)
+            with self.phase("compare"):
+                moved = {**self._replicated.moved(), **self._rank_state.moved()}
+                self._between.check(transaction - 1, moved)
         if transaction % _NAMED_EVERY == 0 and not self._memory.arena.is_named():
             logger.warning("%s", lost_name(self._memory.arena.path))
         return transaction
-
-    def _keep(self, transaction: int) -> None:
-        """Keeps the state before the step for an abort, and warns of changes since the last commit."""
-        if self._steps == 0:
-            if self._abortable:
-                self._taken = self._rank_state.take()
-                self._began = self._replicated.begin(self._savepoint, transaction - 1)
-                moved = self._began.moved
-            else:
-                moved = self._replicated.moved()
-            self._between.check(transaction - 1, {**moved, **self._rank_state.moved(self._taken)})
-        elif self._abortable:
-            self._taken = self._rank_state.take()
-            self._replicated.save(self._savepoint, transaction - 1)
-            self._began = StepBegin(None, {})
 
     def capture(self, table: int, ids: NDArray[np.int64]) -> None:
         """Saves rows before they change.
@@ -200,22 +179,22 @@ class Transactions:
         """Votes against the step in flight: `commit` then undoes it on all ranks and commits it empty.
 
         Raises:
-            UsageError: No step is open, or steps can't be aborted.
+            UsageError: No step is open, or steps are committed together.
         """
-        transaction = self._open()
-        if not self._abortable:
+        transaction, window = self._open(), self._window.asked[0]
+        if window != 1:
             raise UsageError(
-                f"step {transaction - 1} can't be aborted, because the guard keeps nothing to take back one "
-                f"step: ask for it with ecemb.protect(..., abortable=True)"
+                f"step {transaction - 1} can't be aborted with window={window!r}: an abort undoes all steps "
+                f"since the last commit, also the good ones before this. Call ecemb.protect(..., window=1)"
             )
         self.aborting = True
 
     def commit(self) -> list[int]:
         """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
 
-        All ranks. A step inside a window ends on each rank alone, unless steps can be aborted. With `overlap`
-        the call returns after the exchange of status. The call that ends the next transaction, or `drain`,
-        waits for the rest, and raises its errors.
+        All ranks. A step inside a window ends on each rank alone. With `overlap` the call returns after the
+        exchange of status. The call that ends the next transaction, or `drain`, waits for the rest, and
+        raises its errors.
 
         Returns:
             The ranks that aborted the step, usually none. If there are any, the step is undone on all ranks.
@@ -228,36 +207,16 @@ class Transactions:
         transaction, began = self._open(), time.perf_counter()
         self._whereabouts.place = f"at the end of step {transaction - 1}"
         whole = self._steps + 1 >= self._window.size
-        if self._must_settle:
+        if whole or self._pending is None or self._pending.done():
             self.settle()
-        if whole or self._abortable:
-            self._take()
         aborted: list[int] = []
         if whole:
             aborted = self._end_window(transaction, began)
         else:
-            if self._abortable and (aborted := self._conclude(transaction, whole=False).aborted):
-                self._restore_step(transaction)
             self._steps += 1
         self.in_flight = None
         self._whereabouts.place = f"before step {transaction}"
         return aborted
-
-    def _take(self) -> None:
-        """Sets rows aside that have changed apart from the arena; the transaction before is decided."""
-        first = self._steps == 0 or not self._abortable  # without aborts, a transaction does it once
-        self._apart.take(self._memory.journal, first=first, at_once=self._abortable)
-
-    @property
-    def _must_settle(self) -> bool:
-        """Whether the end of a step waits for the transaction before.
-
-        The end of a transaction does, and the end of each step that can be aborted.
-        """
-        pending = self._pending
-        if pending is None or pending.done():
-            return True
-        return self._abortable or self._steps + 1 >= self._window.size
 
     def drain(self) -> None:
         """Commits the steps of an open window and waits for a pending commit. All ranks, between steps.
@@ -269,7 +228,6 @@ class Transactions:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._take()
                 self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None
@@ -300,13 +258,14 @@ class Transactions:
         """Ends a transaction: its status now; the rest now, or in the thread. All ranks.
 
         Returns:
-            The ranks that aborted its last step, which is then undone.
+            The ranks that aborted it: it is then undone, and empty.
         """
+        self._apart.take(self._memory.journal)
         if not self.aborting:
             self._write(transaction)
-        verdict = self._conclude(transaction, whole=True)
+        verdict = self._conclude(transaction)
         if verdict.aborted:
-            self._restore_step(transaction)
+            self._undo_all(verdict.turn)
             self._write(transaction)
         self._steps = 0
         self._window.agree(verdict.window)
@@ -330,17 +289,16 @@ class Transactions:
             self._memory.write_rank_state(front(self._memory.rank_state, self._rank_state.pack()))
             self._replicated.save(self._memory.slots, transaction)
 
-    def _conclude(self, transaction: int, *, whole: bool) -> Verdict:
-        """Agrees with all ranks on how the step ended, with which the window ends if it is `whole`."""
+    def _conclude(self, transaction: int) -> Verdict:
+        """Agrees with all ranks on how the transaction ended."""
         flag, digest = ABORTED if self.aborting else FINE, 0
-        if whole and flag == FINE and self._commits % self._compare_every == 0:
+        if flag == FINE and self._commits % self._compare_every == 0:
             digest = self._replicated.digest()
         with self.phase("status"):
             return self._agreement.conclude(
                 transaction,
                 flag,
-                whole=whole,
-                window=self._window.wish(self._apart.owed_bytes) if whole else self._window.size,
+                window=self._window.wish(self._apart.owed_bytes),
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
@@ -388,9 +346,9 @@ class Transactions:
     def undo(self, error: BaseException) -> None:
         """Takes the transaction in flight back on this rank, and announces the failure to the others.
 
-        Rows and rank state are as when the transaction began, at the first step of its window. So is
-        replicated state if steps can be aborted; if not, it is undefined in this process. The other ranks
-        notice at the transaction's end. The job needs a restart, as this rank may have left collectives.
+        Rows and rank state are as when the transaction began, at the first step of its window. Replicated
+        state is undefined in this process. The other ranks notice at the transaction's end. The job needs a
+        restart, as this rank may have left collectives.
 
         A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). A transaction before
         it that is still being decided comes first: it commits, or is undone like this one.
@@ -401,9 +359,11 @@ class Transactions:
         transaction = self._open()
         level = logging.ERROR if cause_of(error) is None else logging.INFO  # that rank logs the cause itself
         text = short(f"{type(error).__name__}: {error}", 110)
-        dense = "" if self._abortable else "; dense state stays undefined in this process, not in the arenas"
         logger.log(
-            level, "rank %d: step %d failed (%s); undoing it%s", self.rank, transaction - 1, text, dense
+            level,
+            "rank %d: step %d failed (%s); undoing it; dense state stays undefined in this process, not in "
+            "the arenas",
+            *(self.rank, transaction - 1, text),
         )
         pending, self._pending = self._pending, None
         self._pace.hurry()
@@ -417,26 +377,21 @@ class Transactions:
             try:
                 self._agreement.leave(transaction)
             finally:
-                self._restore()
+                self._memory.undo(self._memory.committed)
+                self._rank_state.unpack(read(self._memory.rank_state))
         finally:
             self.in_flight, self._steps = None, 0
             self.aborting = False
             self._background.resume()
 
-    def _restore(self) -> None:
-        """Restores rows and rank state, and replicated state if all of it is in this rank's arena."""
-        committed = self._memory.committed
-        self._memory.undo(committed)
-        if self._abortable:
-            self._replicated.load(self._memory.slots, committed)
-        self._rank_state.unpack(read(self._memory.rank_state))
-
-    def _restore_step(self, transaction: int) -> None:
-        """Restores this rank's rows and states to the step's begin, except positions in the data."""
-        self._memory.journal.undo_step()
-        self._replicated.back(self._memory.slots, self._savepoint, transaction - 1, self._began)
-        if self._taken is not None:
-            self._rank_state.put(self._taken)
+    def _undo_all(self, turn: Turn) -> None:
+        """Takes an aborted transaction back to the last commit, except positions in the data. All ranks."""
+        with self._agreement.gathering(turn):
+            dense = gathered(self._memory, self._transport)
+        self._apart.drop()
+        self._memory.journal.empty()
+        self._replicated.load(dense, self._memory.committed)
+        self._rank_state.unpack(read(self._memory.rank_state), positions=False)
         self.aborting = False
 
     @property

@@ -52,7 +52,7 @@ METRICS = {
     "bytes_sent_per_step": {PROTECTED},
     "touched_rows_per_step": {PROTECTED},
 }
-PHASES = {"capture", "savepoint", "state", "delta", "status", "exchange", "agree", "apply"}
+PHASES = {"capture", "compare", "state", "delta", "status", "exchange", "agree", "apply"}
 
 
 def methods_of(rows: Sequence[Row], metric: str) -> set[Any]:

@@ -188,7 +188,6 @@ def header(rank: int) -> Header:
         layout="{}",
         block_words=((10, 11, 12),) * 4,
         regions=(),
-        abortable=False,
         fill=1,
     )
     return Header(constants, State.LIVE, joined=1, generation_id=1, opened=1, committed=5, prepared=5)

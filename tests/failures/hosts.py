@@ -727,7 +727,6 @@ def _bury(memory: Path, rank: int, setting: Setting) -> Path:
         "layout": "{}",
         "block_words": ((1,) * setting.k,) * setting.ranks,
         "regions": (),
-        "abortable": False,
         "fill": 5,
     }
     constants = Constants(**{name: value for name, value in values.items() if name in fields})

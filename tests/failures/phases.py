@@ -69,7 +69,7 @@ _PARTS = {
     "agree": "agreement",
     "image": "state",
     "store": "delta",
-    "savepoint": "in the body",
+    "compare": "in the body",
     "wait": "status",
 }  # ecemb's own names of a step's parts, where they differ
 
@@ -484,7 +484,7 @@ def _watch_steps(worker: Worker) -> None:
     _wrap(transaction.Transactions, "_decide_beside", decided)
     _wrap(transaction.Transactions, "phase", part)
     around(transaction.Transactions, "undo", "undoing a failed step")
-    around(transaction.Transactions, "_restore_step", {"commit": "aborting"})
+    around(transaction.Transactions, "_undo_all", {"commit": "aborting"})
     around(rank_memory.RankMemory, "prepare", "prepare")
     around(rank_memory.RankMemory, "apply", {"deciding": "redoing"})
     _wrap(guard.Guard, "close", closed)

@@ -33,7 +33,7 @@ class Setting:
         overlap: whether it is decided beside the next one's first step.
         apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
         fabric: whether deltas go through a device's memory, over a group of their own.
-        abortable: whether steps can be aborted; then some are, which changes what is trained.
+        aborts: whether some steps are aborted, which changes what is trained; needs windows of one step.
         background: training goes on while lost memory is rebuilt. Rows then come when they are looked up, and
             the rest after this number of steps at most; 0: training waits.
     """
@@ -49,7 +49,7 @@ class Setting:
     overlap: bool = False
     apart: bool = False
     fabric: bool = False
-    abortable: bool = True
+    aborts: bool = True
     background: int = 0
 
     @property
@@ -78,7 +78,6 @@ class Setting:
         options += ", images" if self.apart else ""
         options += ", fabric" if self.fabric else ""
         options += ", background" if self.background else ""
-        options += "" if self.abortable else ", not abortable"
         return f"code ({self.n}, {self.k}){options}" + (f", {self.device}" if self.device != "cpu" else "")
 
 

@@ -28,7 +28,7 @@ from failures.driver import Job, Outcome, differences, follow, run
 from failures.plan import Plan, Setting, Timed, Victim
 
 SOAKED = Setting(6, 6, 4, "Adagrad", steps=10**7)
-IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True, abortable=False)
+IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True, aborts=False)
 """With fewer exchanges; a failure takes back steps."""
 WHOLE_STEPS = 25
 """A rebuild beside training is over after this number of steps, at most."""

@@ -188,7 +188,7 @@ def test_no_plan_takes_memory_that_a_rank_may_not_have(seed: int) -> None:
                     gone = gone | {victim.rank for victim in event.victims if victim.lost}
 
 
-@pytest.mark.parametrize(("settings", "phase"), [("*not abortable*", "aborting"), ("*images*", "capture")])
+@pytest.mark.parametrize(("settings", "phase"), [("*window*", "aborting"), ("*images*", "capture")])
 def test_nothing_is_to_die_in_a_phase_that_a_setting_does_not_have(
     settings: str, phase: str, seed: int
 ) -> None:

@@ -153,7 +153,6 @@ def train(
         state=[schedule, progress],
         window=setting.window,
         overlap=setting.overlap,
-        abortable=setting.abortable,
         failure_domain=failure_domain,
         parity_backend="nccl" if setting.fabric else "gloo",
         resume=checkpoints,
@@ -196,7 +195,7 @@ def train(
             schedule.step()
             progress.add(loss.item(), negatives.sum().item())
             turn, due = divmod(step.number, ABORT_EVERY)
-            if setting.abortable and due == ABORT_EVERY - 1 and rank == turn % ranks:
+            if setting.aborts and due == ABORT_EVERY - 1 and rank == turn % ranks:
                 step.abort()
         say(guard, step.number)
         if checkpoints is not None and (step.number + 1) % saves == 0:

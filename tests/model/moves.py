@@ -306,7 +306,6 @@ class MovesModel:
             layout="",
             block_words=((1,) * (k or 1),) * arena.size,
             regions=(),
-            abortable=False,
             fill=arena.fill,
         )
         words = {name: getattr(arena, name) for name in ("joined", "opened", "committed", "prepared")}

@@ -5,8 +5,8 @@ what it has folded so far to rank i + 2^j, and waits for what rank i - 2^j sends
 (`Rank.log`), under what it is (status, deltas, vote), the count of statuses before it in this life, and the
 round. A crash between two sends is a receiver that doesn't move again.
 
-Both modes are here: `abortable`, with a status in each step, savepoints, and the whole of dense state in each
-rank's slots; and without, where a window says nothing before its end, and a slot holds the rank's slices.
+A window says nothing before its end. Only windows of one step are aborted: the ranks gather dense state of
+the last commit from all slots, and undo their rows.
 
 With overlap, what follows the status runs in a thread of its own beside the next body: the same program, with
 a place, a transaction and a wave of its own. A crash stops both threads, each wherever it is.
@@ -29,7 +29,7 @@ MARK = (TORN,)
 LAYS_OUT = "sizes"
 """The place of a thread that lays out deltas next, and sends them."""
 
-STATUS, DELTAS, VOTE = "status", "deltas", "vote"
+STATUS, SLICES, DELTAS, VOTE = "status", "slices", "deltas", "vote"
 BODY = (
     "arm",
     "arm_end",
@@ -45,6 +45,7 @@ BODY = (
 )
 """Where a thread is before the first round of the next status."""
 ABORTING = ("abort_undo", "abort_undo_end", "empty", "empty_slot", "empty_end")
+"""What an aborted step takes after the gather."""
 AFTER_FINE = ("sizes", "receive", "late_slot", "late_slot_end", "prepare")
 RECEIVES = {True: "receives", False: "receives_alone"}
 """Where a rank that has failed after the verdict takes deltas for nothing: beside another thread or not."""
@@ -102,7 +103,7 @@ class Rounds(Step):
     ) -> tuple[Rank, Any]:
         """What another rank has sent here, and this rank after it has taken it; None: nothing yet."""
         wanted = kind, number if self.rules.count_not_label else me.t, turn
-        if not self._in_order or kind == DELTAS:
+        if not self._in_order or kind not in (STATUS, VOTE):
             return me, next((value for tag, value in ranks[source].log if tag == wanted), None)
         rules = self.rules
         named = (
@@ -112,7 +113,8 @@ class Rounds(Step):
         )
 
         def shown(tag: tuple[str, int, int]) -> tuple[object, ...]:
-            return tag[0] != DELTAS, *(part if yes else None for part, yes in zip(tag, named, strict=True))
+            in_order = tag[0] in (STATUS, VOTE)
+            return in_order, *(part if yes else None for part, yes in zip(tag, named, strict=True))
 
         alike = [one for one in ranks[source].log if shown(one[0]) == shown(wanted)]
         key, taken = (source, shown(wanted)), dict(me.read)
@@ -153,12 +155,11 @@ class Rounds(Step):
             return [Move("sees that the step before failed, says FAILED", 0, None, self._failing(me))]
         if me.behind.pc:
             return [] if self.rules.settled_before_inbox else self._begins_status(me, FINE, "says FINE")
-        whole = self._is_whole(me)
-        if whole and self.rules.settled_before_slots and self.rules.slices_before_prepared and self._own_slot:
+        if self.rules.settled_before_slots and self.rules.slices_before_prepared and self._own_slot:
             found = [Move("has settled", 0, None, me._replace(pc="slot"))]
         else:
             found = self._begins_status(me, FINE, "has settled, says FINE")
-        if self.config.aborts:
+        if self.config.aborts and self.config.window == 1:
             found += self._begins_status(me, ABORTED, "has settled, votes to abort", "abort")
         return found
 
@@ -234,16 +235,13 @@ class Rounds(Step):
         settled = self.rules.settled_before_inbox and self.rules.count_not_label and not self._in_order
         if settled:  # whoever is at this status has read all before
             kept = tuple(one for one in kept if one[0][1] >= number)
-        whole = self._is_whole(me)
         me = me._replace(number=number + 1, log=kept, wave=None)
         wave = Wave(number, 0, YES)
-        if not whole:
-            return me._replace(pc="abort_undo" if flag == ABORTED else "extend")
         me = me._replace(window=room if self.rules.window_in_fold else me.said[0][1])
         if flag == FINE:
             return self._decides(me, wave)
         if self.rules.undo_before_prepared:
-            return me._replace(pc="abort_undo", wave=wave)
+            return me._replace(pc="slices", wave=wave)
         delta = me.began[0] ^ change(me.t, 2) ^ me.old
         return me._replace(pc="sizes", said=((ABORTED, delta),), wave=wave)
 
@@ -301,19 +299,41 @@ class Rounds(Step):
 
     # --- an aborted step ---
 
+    def do_slices(self, me: Rank, i: int, life: Life) -> list[Move]:
+        assert me.wave is not None
+        slot = self._whole_slot(me, me.committed)
+        new = self._say(me, SLICES, me.wave.number, (0,), slot)._replace(pc="gather")
+        return [Move(f"sends its slices of step {me.committed}", 0, None, new)]
+
+    def do_gather(self, me: Rank, i: int, life: Life) -> list[Move]:
+        wave = me.wave
+        assert wave is not None
+
+        def new(ranks: Sequence[Rank]) -> Rank | None:
+            told = [self._hear(me, ranks, p, SLICES, wave.number)[1] for p in range(len(ranks))]
+            if MARK in told:  # all hear it, so that none waits for this rank
+                return self._says_no(me)._replace(pc="failed", wave=None)
+            if None in told:
+                return None
+            gathers = self.rules.abort_gathers or self._holds_all(i)
+            dense = told[i] if gathers and len({*told}) == 1 else TORN
+            return me._replace(dense=dense, pc="abort_undo")
+
+        return [Move("has all slices", 0, None, new)]
+
     def do_abort_undo(self, me: Rank, i: int, life: Life) -> list[Move]:
-        torn = me.rows | change(me.t, 3)
+        torn = me.journals[me.armed].over(me.rows, half=True)
         return [Move("undoes half of the step", 0, None, me._replace(rows=torn, pc="abort_undo_end"))]
 
     def do_abort_undo_end(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(rows=me.began[0], dense=me.began[1], pc="empty")
+        new = me._replace(rows=me.journals[me.armed].over(me.rows), pc="empty")
         return [Move("undoes the step", 0, None, new)]
 
     def do_empty(self, me: Rank, i: int, life: Life) -> list[Move]:
         bits = change(me.t, 2)
-        new = me._replace(rows=me.rows ^ bits, dense=me.dense ^ bits)
-        text = f"rank state of the aborted step {me.t}"
-        return [Move(text, 0, None, new._replace(pc="extend" if me.wave is None else "empty_slot"))]
+        dense = me.dense if me.dense == TORN else me.dense ^ bits
+        new = me._replace(rows=me.rows ^ bits, dense=dense, pc="empty_slot")
+        return [Move(f"rank state of the aborted step {me.t}", 0, None, new)]
 
     def do_empty_slot(self, me: Rank, i: int, life: Life) -> list[Move]:
         return [Move("a slot is void", 0, None, self._slotted(me, None)._replace(pc="empty_end"))]
@@ -443,10 +463,12 @@ class Rounds(Step):
         """What an exception does, in either thread, by how far the step has come."""
         if me.sent < READY:
             return []
-        if me.pc in ABORTING and me.wave is not None:
+        if me.pc == "slices":
+            return [Move("fails before the gather, says so", 0, None, self._fails_to_gather(me), "fail")]
+        if me.pc in ABORTING:
             me = self._fails_after_fine(me, beside=False)
             return [Move("fails after the status, says NO", 0, None, me, "fail")]
-        if me.pc in BODY or me.pc in ABORTING:
+        if me.pc in BODY:
             return [Move("fails, says FAILED", 0, None, self._failing(me), "fail")]
         if me.pc == "status":
             return [Move("fails after its first round", 0, None, self._fails_in_status(me), "fail")]
@@ -482,12 +504,23 @@ class Rounds(Step):
         number = me.wave.number
         if self.rules.mark_for_sizes and not any(name[:2] == (DELTAS, number) for name, _ in me.log):
             me = self._say(me, DELTAS, number, (0,), MARK)
-        turns = range(self.rounds if self.rules.no_to_all_rounds else 1)
-        me = self._say(me, VOTE, number, turns, NO)
+        me = self._says_no(me)
         if self.rules.failed_receives:
             return me._replace(pc=RECEIVES[beside])
         me = self._say(me, DELTAS, number, (SHUT,), MARK)
         return self._raises(me) if beside else me._replace(pc="failed", wave=None)
+
+    def _says_no(self, me: Rank) -> Rank:
+        assert me.wave is not None
+        turns = range(self.rounds if self.rules.no_to_all_rounds else 1)
+        return self._say(me, VOTE, me.wave.number, turns, NO)
+
+    def _fails_to_gather(self, me: Rank) -> Rank:
+        """It says so in the place of its slices, to all."""
+        assert me.wave is not None
+        if self.rules.failure_for_slices:
+            me = self._say(me, SLICES, me.wave.number, (0,), MARK)
+        return self._says_no(me)._replace(pc="failed", wave=None)
 
     def do_receives(self, me: Rank, i: int, life: Life, *, beside: bool = True) -> list[Move]:
         """It has failed after the verdict: takes what others send it, until its own is taken."""
@@ -532,11 +565,8 @@ class Rounds(Step):
 
     def _rebuilt(self, me: Rank, i: int, life: Life, ranks: Sequence[Rank]) -> Rank:
         new = super()._rebuilt(me, i, life, ranks)
-        if self.config.abortable:
-            own = self._whole_slot(ranks[life.plan.donor], life.plan.transaction)
-        else:
-            own = self._slices(life.plan.transaction, life.plan.survivors, ranks)
-        kept = self.rules.slices_before_live or self.config.abortable
+        own = self._slices(life.plan.transaction, life.plan.survivors, ranks)
+        kept = self.rules.slices_before_live
         return new._replace(slots=((life.plan.transaction, own), None) if kept else (None, None))
 
     def do_mark(self, me: Rank, i: int, life: Life) -> list[Move]:
@@ -547,20 +577,20 @@ class Rounds(Step):
         assert isinstance(first, Rank)
 
         def new(ranks: Sequence[Rank]) -> Rank:
-            if self.config.abortable:
-                dense = self._whole_slot(me, t)
-            elif self.rules.all_fetch_slices or i in life.plan.lost:
+            if self.rules.all_fetch_slices or i in life.plan.lost:
                 everybody = range(self.placement.world_size)
                 dense = self._slices(
                     t, everybody if life.plan.kind == "fresh" else life.plan.survivors, ranks
                 )
             else:
-                held = [c for c, holders in enumerate(self.holders) if i in holders]
-                dense = self._whole_slot(me, t) if len(held) == len(self.holders) else TORN
+                dense = self._whole_slot(me, t) if self._holds_all(i) else TORN
             rooms = [rank.room for rank in ranks if rank.room]
             return first._replace(dense=dense, window=min([self.config.window, *rooms]))
 
         return [found[0]._replace(new=new)]
+
+    def _holds_all(self, i: int) -> bool:
+        return all(i in holders for holders in self.holders)
 
     def _whole_slot(self, rank: Rank, t: int) -> int:
         found = [slot for slot in rank.slots if slot and slot[0] == t]

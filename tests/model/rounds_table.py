@@ -31,8 +31,8 @@ ROUNDS_QUICK = (
     _two(steps=2, window=2, crashes=2, shortages=1, choices=1),
     _two(steps=2, crashes=1, losses=1, fails=1, overlap=True),
     _two(steps=3, window=2, crashes=2, losses=1, overlap=True, saves=(1,)),
-    _two(steps=2, crashes=1, losses=1, aborts=1, fails=1, abortable=True),
-    _three(steps=3, window=2, aborts=1, fails=1, overlap=True, abortable=True),
+    _two(steps=2, crashes=1, losses=1, aborts=2, fails=1),
+    _three(steps=2, aborts=2, fails=1, overlap=True),
     _four(steps=2, fails=2, overlap=True),
     _job(5, 2, 1, steps=2, fails=1, overlap=True),
 )
@@ -43,9 +43,11 @@ ROUNDS_FULL = (
     # windows and overlap together
     _two(steps=4, window=2, crashes=1, losses=1, fails=1, overlap=True),
     _two(steps=4, window=2, crashes=1, shortages=2, choices=1, overlap=True),
-    _two(steps=3, window=2, crashes=1, losses=1, aborts=1, fails=1, overlap=True, abortable=True),
     _three(steps=4, window=2, crashes=1, losses=1, overlap=True),
-    _three(steps=3, window=2, aborts=1, fails=2, overlap=True, abortable=True),
+    # aborts, of two steps in a row as well
+    _two(steps=3, crashes=1, losses=1, aborts=2, fails=1, overlap=True),
+    _three(steps=2, crashes=1, losses=1, aborts=2),
+    _three(steps=2, aborts=2, fails=2, overlap=True),
     # losses
     _three(steps=2, crashes=1, losses=1, fails=1, overlap=True),
     _job(4, 4, 2, crashes=1, losses=2),
@@ -54,8 +56,8 @@ ROUNDS_FULL = (
     _job(5, 2, 1, crashes=1, losses=1),
     # exceptions alone, among more ranks
     _job(4, 3, 2, steps=2, fails=3, overlap=True),
-    _job(4, 3, 2, steps=2, aborts=1, fails=2, overlap=True, abortable=True),
-    _job(5, 2, 1, aborts=1, fails=2, abortable=True),
+    _job(4, 3, 2, steps=2, aborts=1, fails=2, overlap=True),
+    _job(5, 2, 1, aborts=1, fails=2),
     _job(5, 2, 1, steps=2, fails=2, overlap=True),
     _job(6, 2, 1, fails=2),
     # from the fresh start to the close; hosts that come back
@@ -69,10 +71,10 @@ ROUNDS = (
     Entry(
         "status_of_all",
         "The verdict is that of the last round of the status, which has something of all ranks.",
-        "After the first round: a rank that has nothing of the one that aborts commits the step as trained, "
-        "and the others commit it empty.",
-        "parity",
-        _three(aborts=1, abortable=True),
+        "After the first round: a rank that has nothing of the one that aborts goes on, and the others wait "
+        "for its slices forever.",
+        "deadlock",
+        _three(aborts=1),
     ),
     Entry(
         "failed_before_first_round",
@@ -191,7 +193,21 @@ ROUNDS = (
         "A rank stores `prepared` for the empty step after it has undone the aborted one.",
         "All have prepared the empty step and die: it is decided, and rows still hold the aborted one.",
         "parity",
-        _two(crashes=1, aborts=1, abortable=True),
+        _two(crashes=1, aborts=1),
+    ),
+    Entry(
+        "abort_gathers",
+        "An abort brings all slices of the last committed transaction to all ranks.",
+        "A rank has its own slices only, and trains with the rest as the aborted step has made it.",
+        "dense state",
+        _three(aborts=1),
+    ),
+    Entry(
+        "failure_for_slices",
+        "A rank that fails after an abort's status, before it has sent its slices, tells all in their place.",
+        "The others wait for its slices forever.",
+        "deadlock",
+        _two(aborts=1, fails=1),
     ),
     # windows
     Entry(

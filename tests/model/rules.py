@@ -81,6 +81,8 @@ class Rules:
     no_to_all_rounds: bool = True
     no_sent_on: bool = True
     undo_before_prepared: bool = True
+    abort_gathers: bool = True
+    failure_for_slices: bool = True
     no_ends_undecided: bool = True
     count_not_label: bool = True
     kind_in_messages: bool = True
@@ -157,14 +159,13 @@ class Config:
         crashes: how often the job's processes die, any of them at any moment each time.
         losses: ranks whose memory goes, in all.
         cuts: hosts that are cut off in all; each may come back at any later start, with what it had.
-        aborts: votes to abort, in all.
+        aborts: votes to abort, in all, in windows of one step.
         relaunches: how often the job is launched again, with a new store.
         overlap: whether a step is decided beside the next one's body.
         apart: whether rows change apart from the arena, and come there beside the next one's body.
         close: whether the job is closed after the last step.
         fresh: whether the search begins before the fresh start, or with all ranks LIVE at transaction 0.
         skew: whether a start's leader may have a clock that is behind all earlier leaders'.
-        abortable: whether each step has a status, and each rank all of dense state; else slices.
         window: steps of a transaction at most.
         saves: steps after which all ranks drain an open window.
         fails: exceptions, in all, but for those that follow from another.
@@ -186,7 +187,6 @@ class Config:
     close: bool = False
     fresh: bool = False
     skew: bool = False
-    abortable: bool = False
     window: int = 1
     saves: tuple[int, ...] = ()
     fails: int = 0
@@ -199,7 +199,6 @@ class Config:
         if self.window > 1:
             job += f", windows of {self.window}"
         options = (
-            ("abortable", "abortable"),
             ("overlap", "overlap"),
             ("apart", "rows apart"),
             ("saves", "saves"),

@@ -20,7 +20,7 @@ TWICE = ((3, 3, 1), (4, 4, 2))
 
 QUICK = (
     Config(steps=1, crashes=1, losses=1, fails=1),
-    Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, aborts=1, fails=2, abortable=True),
+    Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, aborts=1, fails=2),
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, relaunches=1, fails=1, close=True, fresh=True),
     Config(crashes=1, overlap=True),
     Config(n=2, k=1, size=2, crashes=1, losses=1, fails=1, overlap=True, apart=True),
@@ -44,10 +44,10 @@ FULL = (
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=2, cuts=1),
     Config(n=2, k=1, size=2, steps=1, crashes=2, losses=1, cuts=1, skew=True),
     Config(steps=1, crashes=2, losses=1, relaunches=1, close=True, fresh=True),
-    Config(crashes=1, losses=1, aborts=1, abortable=True),
-    Config(n=2, k=1, size=2, crashes=2, losses=1, aborts=1, fails=1, overlap=True, abortable=True),
+    Config(crashes=1, losses=1, aborts=1),
+    Config(n=2, k=1, size=2, crashes=2, losses=1, aborts=1, fails=1, overlap=True),
     Config(n=2, k=1, size=2, steps=3, crashes=2, losses=1, fails=1, overlap=True),
-    Config(crashes=1, losses=1, aborts=1, overlap=True, abortable=True),
+    Config(crashes=1, losses=1, aborts=1, overlap=True),
     Config(n=2, k=1, size=4, crashes=1, overlap=True),
     Config(crashes=2, losses=1, overlap=True),
     Config(n=2, k=1, size=2, crashes=2, losses=1, overlap=True, apart=True),

@@ -338,7 +338,6 @@ class StartsModel:
             layout="",
             block_words=((1,) * c.k,) * c.size,
             regions=(),
-            abortable=False,
             fill=arena.fill,
         )
         words = {name: getattr(arena, name) for name in ("joined", "opened", "committed", "prepared")}

@@ -81,8 +81,7 @@ class Step(Start):
 
     def _trained(self, me: Rank) -> Rank:
         """The body is over."""
-        whole = self._is_whole(me)
-        if not (whole or self.config.abortable):
+        if not self._is_whole(me):
             return me._replace(pc="extend")
         return (me if self.rules.settled_before_slots else self._slot(me))._replace(pc="settle")
 

@@ -370,7 +370,6 @@ class Model:
             layout="",
             block_words=((1,) * c.k,) * self.size,
             regions=(),
-            abortable=False,
             fill=arena.fill,
         )
         joined, gid, opened, committed, prepared = arena[1:6]

@@ -152,8 +152,8 @@ def any_number_of_ranks_takes_over_from_any_other(place: Place) -> None:
 
 
 def other_arguments_may_come_with_the_move(place: Place) -> None:
-    """Windows, overlap and aborts are those of the start."""
-    arguments: dict[str, Any] = {"abortable": True, "window": 2}
+    """Windows and overlap are those of the start."""
+    arguments: dict[str, Any] = {"window": 2}
 
     def unfinished() -> Whole:
         training = Training()

@@ -519,9 +519,7 @@ def test_there_is_room_for_every_row_changed_alone(
                 lengths[keeper][memory.rank] = len(message)
         for memory, incoming in zip(memories, lengths, strict=True):
             session: Any = SimpleNamespace(world_size=size, rank=memory.rank)
-            world: Any = SimpleNamespace(
-                layouts=job.layouts(memory.rank), slot_bytes=0, constants=SimpleNamespace(abortable=False)
-            )
+            world: Any = SimpleNamespace(layouts=job.layouts(memory.rank), slot_bytes=0)
             dense: Any = SimpleNamespace(size_bytes=0)
             _, most = create._sizes(session, world, job.geometry, dense)
             assert memory.arena.get("rows_bytes") <= most["row_journal"]

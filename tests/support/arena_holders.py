@@ -40,7 +40,6 @@ def constants(**changes: Any) -> Constants:
         "block_words": ((1, 2, 3),) * 4,
         "regions": (("generator", 12), ("rows", ROWS_BYTES), ("journal", 1 << 33), ("none", 0)),
         "fill": 1,
-        "abortable": False,
     }
     return Constants(**{**fields, **changes})
 

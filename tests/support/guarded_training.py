@@ -72,7 +72,7 @@ class Training:
 
     def protect(self, n: int, k: int, **options: Any) -> ecemb.Guard:
         arguments: dict[str, Any] = {"optimizers": [self.sparse, self.dense], "tables": self.tables}
-        arguments |= {"state": self.progress, "abortable": True}
+        arguments |= {"state": self.progress}
         return ecemb.protect(self.model, code=ecemb.Code(n, k), **{**arguments, **options})
 
     def body(self) -> None:
@@ -87,6 +87,10 @@ class Training:
         self.sparse.step()
         self.dense.step()
         self.progress.losses.append(loss.item())
+
+    def undone(self) -> dict[str, str]:
+        """A hash of what a failed step has not changed in the process, which is all but dense state."""
+        return {name: one for name, one in self.snapshot().items() if not name.startswith("head")}
 
     def snapshot(self) -> dict[str, str]:
         """A hash of everything that a failed step must not change, by name."""

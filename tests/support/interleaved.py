@@ -142,10 +142,10 @@ class Ranks:
                 if step == last - job.window + 1:
                     memory.arm(step, job.window)
                 else:
-                    memory.journal.extend(step, savepoint=True)
+                    memory.journal.extend(step)
                 yield from self.body(i, step)
             if any(step == last for step, _ in job.aborts):
-                memory.journal.undo_step()
+                memory.journal.empty()
                 yield always
             parts = np.arange(memory.space.named[-1].table.layout.rows)
             yield from self._ensure(i, len(memory.space.tables) - 1, parts)

@@ -317,7 +317,6 @@ class Job:
         aborts: (step, rank): the rank aborts the step, whenever it is run.
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next step's body.
-        abortable: whether steps can be aborted; the same in all lives of a job.
     """
 
     placement: Placement
@@ -326,7 +325,6 @@ class Job:
     aborts: frozenset[tuple[int, int]] = frozenset()
     window: int = 1
     overlap: bool = False
-    abortable: bool = False
 
     @property
     def size(self) -> int:
@@ -418,13 +416,7 @@ class Position:
     def unpack(self, data: bytes, *, positions: bool = True) -> None:
         self.value = int.from_bytes(data, "little")
 
-    def take(self, *, objects: bool = True) -> int:
-        return self.value
-
-    def put(self, taken: int) -> None:
-        self.value = taken
-
-    def moved(self, taken: int) -> dict[str, str]:
+    def moved(self) -> dict[str, str]:
         return {}
 
 
@@ -452,7 +444,6 @@ class Rank:
             self.position,  # pyright: ignore
             Window(job.window),
             overlap=job.overlap,
-            abortable=job.abortable,
         )
         if job.overlap:
             named = (f"{BESIDE + memory.rank}",)
@@ -527,8 +518,6 @@ def create(
     geometry: Geometry,
     state: State = State.INIT,
     fill: int = 1,
-    *,
-    abortable: bool = False,
 ) -> Arena:
     """A new arena, with room for a step that changes every row."""
     placement, size = geometry.placement, len(geometry.block_words)
@@ -557,7 +546,6 @@ def create(
         block_words=geometry.block_words,
         regions=tuple({**fixed, **growing, "slot0": 1 << 14, "slot1": 1 << 14}.items()),
         fill=fill,
-        abortable=abortable,
     )
     return Arena.create(directory, constants, fixed, state=state)
 
@@ -573,16 +561,14 @@ def alone(root: Path, layouts: Sequence[TableLayout], kernel: str = "reference")
         arena.close()
 
 
-def begun(
-    memory: RankMemory, wires: Wires, *, overlap: bool = False, abortable: bool = False
-) -> Transactions:
+def begun(memory: RankMemory, wires: Wires, *, overlap: bool = False) -> Transactions:
     """The transactions of a rank that is `alone`, at its fresh start."""
     replicated, position = ReplicatedState(torch.nn.Linear(1, 1), [], []), Position(0)
     replicated.save(memory.slots, 0)
     rank_state.write_(memory.rank_state, position.pack())
     memory.arena.set("prepared", 0)
     memory.commit(0)
-    return Transactions(memory, wires, replicated, position, overlap=overlap, abortable=abortable)  # pyright: ignore
+    return Transactions(memory, wires, replicated, position, overlap=overlap)  # pyright: ignore
 
 
 class Machines:
@@ -723,7 +709,7 @@ class Machines:
         state = State.INIT if plan.begins else State.REBUILDING
         fill = self.generation if plan.begins else judged.survivors[0].constants.fill
         layouts, geometry = self.job.layouts(rank), self.job.geometry
-        return create(directory, rank, layouts, geometry, state, fill, abortable=self.job.abortable)
+        return create(directory, rank, layouts, geometry, state, fill)
 
     # --- is everything as it would be without any failure? ---
 

@@ -18,7 +18,7 @@ from bench.workloads.table_training import TableJob, TableTraining
 
 WINDOW = 2
 """Steps of a transaction: the first one has nothing to agree on."""
-SILENT = {"capture", "savepoint", "state", "delta", "apply", "image", "store"}
+SILENT = {"capture", "compare", "state", "delta", "apply", "image", "store"}
 """Phases that say nothing to other ranks."""
 IDLE_S = 2.0
 """Seconds for which the network's thread is watched while no rank trains."""

@@ -34,7 +34,7 @@ MIB = 1 << 20
 CODES = (Code(4, 3), Code(6, 4), Code(10, 8))
 """Each is measured on n ranks."""
 STEP_BUFFERS = ("row_journal", "inbox", "parity_journal")
-ELSEWHERE = ("tables", "messages", "savepoint")
+ELSEWHERE = ("tables", "messages")
 """What a guard tells of that is no region of the arena."""
 PARTS = {"rows": ("rows",), "parity": ("parity",), "slots": ("slot0", "slot1")}
 """Part of an arena -> its regions."""

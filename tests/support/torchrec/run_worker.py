@@ -309,7 +309,6 @@ def main() -> None:
             optimizers=training.optimizer,
             code=ecemb.Code(n=n, k=k),
             failure_domain="rank",
-            abortable=bool(setting["aborts"]),
             resume=setting["resume"] or None,
             rebuild=setting["rebuild"],
         )

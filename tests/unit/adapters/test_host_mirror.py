@@ -131,7 +131,7 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
 def test_after_an_undo_rows_that_may_differ_are_put_back_and_no_others(
     device: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all steps since the last commit, of which some are in the arena, and the open step's."""
+    """Those of the last transaction, which are in the arena, and the open step's."""
     monkeypatch.setattr(image_module, "_CHUNK_BYTES", chunk_bytes)
     image, table, (tensor,) = made(device, 12, (torch.float32, 3))
     images, old = Images({0: image}), tensor.clone()
@@ -142,14 +142,12 @@ def test_after_an_undo_rows_that_may_differ_are_put_back_and_no_others(
         tensor[[*rows]] += 1
 
     step(9)
-    images.take(first=True).store(Told(table))  # committed: the next `take` is of another transaction
+    images.take().store(Told(table))  # committed: the next `take` is of another transaction
     old[9] = tensor[9]
     held = [column.copy() for column in table.columns]
     step(1, 2)
-    images.take(first=True).store(Told(table))
-    step(2, 3)
-    images.take(first=False)  # set aside, and not stored
-    step(4)
+    images.take().store(Told(table))
+    step(2, 4)
     for column, before in zip(table.columns, held, strict=True):
         column[:] = before  # the undo
     tensor[7] = 5  # never marked: nothing reads or writes it
@@ -477,21 +475,21 @@ def image_fits(guard: ecemb.Guard, training: Training) -> bool:
     )
 
 
-def steps(guard: ecemb.Guard, training: Training, last: int) -> Iterator[int]:
-    """Trains up to a step; step 2 is aborted by rank 1."""
+def steps(guard: ecemb.Guard, training: Training, last: int, *, aborts: bool = True) -> Iterator[int]:
+    """Trains up to a step; step 2 is aborted by rank 1, if any is."""
     while guard.next_step < last:
         with guard.step() as step:
             training.body()
-            if step.number == 2 and dist.get_rank() == 1:
+            if aborts and step.number == 2 and dist.get_rank() == 1:
                 step.abort("to try it")
         yield step.number
 
 
-def undisturbed(folder: Path, meet: Barrier, device: str) -> dict[str, str]:
+def undisturbed(folder: Path, meet: Barrier, device: str, aborts: bool) -> dict[str, str]:
     initialise(folder)
     training = by_hand(device)
     guard = training.protect(2, 1)
-    list(steps(guard, training, STEPS))
+    list(steps(guard, training, STEPS, aborts=aborts))
     guard.close()
     return training.snapshot()
 
@@ -504,18 +502,19 @@ def fail(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> N
         weights = [weight.data_ptr() for weight in training.weights]
         guard = training.protect(2, 1, **options)
         assert weights == [weight.data_ptr() for weight in training.weights]
-        before = training.snapshot()
-        for _ in steps(guard, training, 4):
-            assert image_fits(guard, training)
-            if not guard._transactions._steps:  # a window has ended: this is what a failure goes back to
-                before = training.snapshot()
+        before = training.undone()
+        for _ in steps(guard, training, 4, aborts="window" not in options):
+            if guard._transactions.is_between:  # a window has ended: this is what a failure goes back to
+                guard._transactions.settle()
+                assert image_fits(guard, training)
+                before = training.undone()
         try:
             with guard.step():
                 training.body()
                 if dist.get_rank() == 0:
                     raise KeyboardInterrupt
         except (KeyboardInterrupt, ecemb.errors.EcembError):
-            assert training.snapshot() == before
+            assert training.undone() == before
             assert image_fits(guard, training)
         meet.wait(DEADLINE_S)
         raise RuntimeError("the job has failed")
@@ -528,7 +527,8 @@ def go_on(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> 
         guard = training.protect(2, 1, **options)
         assert guard.recovery.lost == (1,)
         assert image_fits(guard, training)
-        list(steps(guard, training, STEPS))
+        list(steps(guard, training, STEPS, aborts="window" not in options))
+        guard._transactions.drain()
         assert image_fits(guard, training)
         guard.close()
         return training.snapshot()
@@ -536,31 +536,31 @@ def go_on(folder: Path, meet: Barrier, device: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_on_images_ends_as_one_in_the_arena(device: str, tmp_path: Path) -> None:
-    expected = launch(2, undisturbed, tmp_path, device)
-    for options in ({}, {"window": 3}, {"overlap": True}):
+    expected = {aborts: launch(2, undisturbed, tmp_path, device, aborts) for aborts in (False, True)}
+    for options in ({}, {"window": 3}, {"overlap": True}, {"rebuild": "background"}):
         with pytest.raises(RankFailed, match="the job has failed"):
             launch(2, fail, tmp_path, device, options)
         for one in arenas(tmp_path):
             if one.header is not None and one.header.constants.rank == 1:
                 one.path.unlink()
-        assert launch(2, go_on, tmp_path, device, options) == expected
+        assert launch(2, go_on, tmp_path, device, options) == expected["window" not in options]
         assert headers(tmp_path) == {}
 
 
 def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str, Any]:
-    """Windows of 3 steps that can't be aborted; the second one is drained after its first step."""
+    """Windows of 3 steps; the second one is drained after its first step."""
     fetched: list[int] = []
     take = Images.take
 
-    def counted(self: Images, **options: bool) -> Aside:
-        aside = take(self, **options)
+    def counted(self: Images) -> Aside:
+        aside = take(self)
         fetched.append(aside.size_bytes)
         return aside
 
     with taken_for_a_device(apart), mock.patch.object(Images, "take", counted):
         initialise(folder)
         training = by_hand("cpu")
-        guard = training.protect(2, 1, window=3, abortable=False)
+        guard = training.protect(2, 1, window=3)
         began = guard.next_step
         while guard.next_step < STEPS:
             with guard.step() as step:

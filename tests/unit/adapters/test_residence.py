@@ -385,7 +385,7 @@ def share_dense(folder: Path, meet: Barrier) -> dict[str, str]:
     """Dense parameters and their optimizer's state are copied from where they are: they may move."""
     initialise(folder)
     training = bags()
-    guard = training.protect(2, 1, window=2)
+    guard = training.protect(2, 1)
     while guard.next_step < STEPS:
         with guard.step() as step:
             if step.number == 1:

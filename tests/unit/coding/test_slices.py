@@ -33,7 +33,7 @@ def test_neighbouring_slices_are_one_run() -> None:
 def test_every_slice_is_held_by_r_and_1_ranks(n: int, k: int, size: int, seed: int) -> None:
     positions = tuple(random.Random(seed).sample(range(size), size))
     placement = Placement(n, k, positions)
-    shares = [Share.of(placement, rank, abortable=False) for rank in range(size)]
+    shares = [Share.of(placement, rank) for rank in range(size)]
     for c in range(size):
         holders = {rank for rank, share in enumerate(shares) if c in share.held}
         assert holders == set(placement.slice_holders(c)) and len(holders) == n - k + 1
@@ -42,8 +42,6 @@ def test_every_slice_is_held_by_r_and_1_ranks(n: int, k: int, size: int, seed: i
     assert sum(share.size_bytes(area_bytes) for share in shares) == (n - k + 1) * area_bytes
 
 
-def test_one_rank_and_one_with_aborts_hold_the_whole() -> None:
-    assert (
-        Share.of(None, 0, abortable=False) == Share.of(Placement.ranks(2, 1, 4), 3, abortable=True) == WHOLE
-    )
+def test_one_rank_holds_the_whole() -> None:
+    assert Share.of(None, 0) == WHOLE
     assert WHOLE.is_whole and WHOLE.runs(640) == [range(640)] and WHOLE.size_bytes(640) == 640

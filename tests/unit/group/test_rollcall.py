@@ -336,7 +336,6 @@ class Cluster:
             layout=json.dumps({"tables": tables, "rank_state_bytes": 16384, "lineage": "ab" * 8}),
             block_words=((123_456_789,) * 8,) * ranks,
             regions=(("rows", 1 << 33),),
-            abortable=False,
             fill=1,
         )
         random.seed(self.starts)

@@ -103,7 +103,7 @@ def test_a_window_asks_for_its_next_steps_before_it_needs_them(memory: RankMemor
     grown: list[int] = []
     for step in range(steps):
         if step:
-            memory.journal.extend(1 + step, savepoint=False)
+            memory.journal.extend(1 + step)
             memory._ahead.wait()
             assert memory._ahead.ready("row_journal") >= memory.journal.used_bytes + per_step * ROW_BYTES
         grown.append(memory.arena.reserved("row_journal"))

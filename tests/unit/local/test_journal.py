@@ -171,47 +171,39 @@ def test_without_captures_there_are_no_changes(memory: RankMemory) -> None:
     assert memory.journal.undo() == 0
 
 
-def test_a_step_of_a_window_is_undone_alone_and_the_window_as_a_whole(memory: RankMemory, seed: int) -> None:
+def test_a_window_is_undone_as_a_whole(memory: RankMemory, seed: int) -> None:
     rng = random.Random(seed)
-    journal, states = memory.journal, [everything(memory.space)]
+    journal, before = memory.journal, everything(memory.space)
     journal.arm(1)
     for label in (2, 3, 4):
         for table in (0, 2, 0):
             rows = rng.choices(range(LAYOUTS[table].rows), k=6)
             journal.capture(table, ids(*rows))
             scribble(memory.space, table, sorted(set(rows)), rng)
-        states.append(everything(memory.space))
         if label < 4:
-            journal.extend(label, savepoint=True)
+            journal.extend(label)
             assert journal.label == label
-    for _ in range(3):  # the last step is undone, and done again otherwise
-        journal.undo_step()
-        assert np.array_equal(everything(memory.space), states[2])
-        for table in (0, 2, 0):
-            rows = rng.choices(range(LAYOUTS[table].rows), k=6)
-            journal.capture(table, ids(*rows))
-            scribble(memory.space, table, sorted(set(rows)), rng)
     words, edges = changes(journal)
-    got = np.zeros_like(states[0])
+    got = np.zeros_like(before)
     for block, (a, b) in enumerate(itertools.pairwise(edges)):
         for one in unpack(words[a:b]):
             for offset, part in zip(one.offsets.tolist(), one.words, strict=True):
                 at = memory.space.bounds[block] + offset
                 assert not got[at : at + len(part)].any(), "each row once, whatever the steps that changed it"
                 got[at : at + len(part)] = part
-    assert np.array_equal(got, everything(memory.space) ^ states[0])
+    assert np.array_equal(got, everything(memory.space) ^ before)
     another_process(memory).undo()
-    assert np.array_equal(everything(memory.space), states[0])
+    assert np.array_equal(everything(memory.space), before)
     journal.arm(5)
     assert journal.capture(0, ids(*range(12))) == 12  # nothing is left of the window before
 
 
-def test_the_first_step_of_a_window_is_undone_to_where_it_was_armed(memory: RankMemory, seed: int) -> None:
+def test_an_emptied_journal_takes_the_same_rows_again(memory: RankMemory, seed: int) -> None:
     before = everything(memory.space)
     memory.journal.arm(1)
     memory.journal.capture(0, ids(3, 1, 3))
     scribble(memory.space, 0, (1, 3), random.Random(seed))
-    memory.journal.undo_step()
+    memory.journal.empty()
     assert np.array_equal(everything(memory.space), before)
     assert memory.arena.get("rows_bytes") == 0
     assert memory.journal.capture(0, ids(3)) == 1
@@ -272,12 +264,12 @@ def test_too_little_room_saves_nothing(memory: RankMemory) -> None:
     assert memory.journal.capture(0, ids(2, 3)) == 2  # they count as not yet saved
 
 
-@pytest.mark.parametrize("where", ["RowJournal._save", "RowJournal._copied", "Scratch.room"])
+@pytest.mark.parametrize("where", ["RowJournal._save", "Scratch.room"])
 def test_a_capture_that_an_exception_cuts_off_is_the_last(memory: RankMemory, where: str) -> None:
     """A signal's, say, that the script takes for its own: no row may seem to be saved that isn't."""
     memory.journal.arm(1)
     memory.journal.capture(0, ids(1))
-    memory.journal.extend(2, savepoint=True)
+    memory.journal.extend(2)
     with mock.patch(f"ecemb.local.journal.{where}", side_effect=TimeoutError), pytest.raises(TimeoutError):
         memory.journal.capture(0, ids(1, 2))
     for _ in range(2):

@@ -98,7 +98,7 @@ def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:
     memory.arm(1, 3)
     for step, rows in enumerate((10, 4, 0)):
         if step:
-            memory.journal.extend(1 + step, savepoint=False)
+            memory.journal.extend(1 + step)
         memory.journal.capture(0, np.arange(100 * step, 100 * step + rows))
     first, second, third = memory.journal.used_by_step
     assert 0 < first < second == third == memory.journal.used_bytes

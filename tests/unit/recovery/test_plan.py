@@ -55,13 +55,12 @@ def constants(rank: int, placement: Placement, arena_id: str | None = None) -> C
         layout="",
         block_words=((1,) * placement.k,) * size,
         regions=(),
-        abortable=False,
         fill=FILL,
     )
 
 
 def lone_constants() -> Constants:
-    return Constants("job", "00000000", 0, 1, ("a",), FILL, 2, 1, (0,), "", "", ((1,),), (), abortable=False)
+    return Constants("job", "00000000", 0, 1, ("a",), FILL, 2, 1, (0,), "", "", ((1,),), ())
 
 
 def header(said: Said, fixed: Constants) -> Header:

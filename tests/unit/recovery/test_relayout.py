@@ -75,7 +75,7 @@ def decided(placement: Placement | None, size: int, lost: Iterable[int], code: C
         Header(
             Constants(
                 "job", f"{rank:08x}", rank, size, tuple("abcdefgh"[:size]), 1, code.n, code.k, positions, "",
-                "", ((1,) * code.k,) * size, (), abortable=False,
+                "", ((1,) * code.k,) * size, (),
             ),
             State.LIVE, joined=1, generation_id=1, opened=1, committed=5, prepared=5,
         )
@@ -251,7 +251,6 @@ def test_all_slices_of_replicated_state_have_a_sender_that_holds_them() -> None:
         for c, rank in enumerate(plan.slices):
             assert rank in placement.slice_holders(c)
             assert rank not in lost
-        assert plan_relayout(*given, abortable=True).slices == (recovery.donor,)
 
 
 def test_targets_take_turns() -> None:

@@ -254,7 +254,7 @@ def test_rows_are_undone_under_the_lock(tmp_path: Path, seed: int) -> None:
             scatter(self, *arguments)
 
         with mock.patch.object(Table, "scatter_", noting):
-            for undo in (memory.journal.undo_step, lambda: memory.undo(0)):
+            for undo in (memory.journal.empty, lambda: memory.undo(0)):
                 memory.arm(1)
                 memory.capture_rank_state()
                 list(ranks.body(0, 1))

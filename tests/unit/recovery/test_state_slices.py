@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -17,20 +16,17 @@ DONE = 2
 SHAPES = [(2, 1, 2), (2, 1, 5), (3, 2, 3), (4, 2, 7), (3, 1, 4), (4, 3, 9)]
 
 
-def begun(root: Path, shape: tuple[int, int, int], seed: int, *, abortable: bool = False) -> Machines:
+def begun(root: Path, shape: tuple[int, int, int], seed: int) -> Machines:
     """A job that has done two steps."""
-    job = dataclasses.replace(job_of(*shape, random.Random(seed), rows=3), abortable=abortable)
-    machines = Machines(root / "base", job)
+    machines = Machines(root / "base", job_of(*shape, random.Random(seed), rows=3))
     assert not machines.run(DONE).failures
     machines.check(DONE)
     return machines
 
 
-@pytest.mark.parametrize("abortable", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_restarted_rank_has_all_of_it(
     shape: tuple[int, int, int],
-    abortable: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
@@ -38,7 +34,7 @@ def test_every_restarted_rank_has_all_of_it(
     """Ranks that kept their memory, and replacements; in pieces of a few words."""
     monkeypatch.setattr(relay, "CHUNK_WORDS", 3)
     n, k, size = shape
-    machines = begun(tmp_path, shape, seed, abortable=abortable)
+    machines = begun(tmp_path, shape, seed)
     value = np.float32(1)
     for step in range(DONE):
         value = value * np.float32(1.5) + np.float32(step)

@@ -139,10 +139,10 @@ def test_an_abort_takes_updates_back(make: Any) -> None:
     state = rank(metric=metric)
     for count in range(2):
         expected = bits(metric), result(metric) if count else None
-        data, taken = state.pack(), state.take()
+        data = state.pack()
         update(metric, 8)
         result(metric)
-        state.put(taken)
+        state.unpack(data, positions=False)
         assert (bits(metric), result(metric) if count else None) == expected
         assert state.pack() == data
         update(metric, count)

@@ -75,7 +75,7 @@ def forgotten(folder: Path, meet: Barrier) -> dict[str, Any]:
     with refused(UnsupportedOptimizer, "['users', 'items']", "pass their optimizer", "guard.touch"):
         ecemb.protect(model, optimizers=[dense], **given)
 
-    guard = ecemb.protect(model, optimizers=[sparse, dense], abortable=True, **given)
+    guard = ecemb.protect(model, optimizers=[sparse, dense], **given)
     for factor in (1.0, float("nan"), 1.0):
         with guard.step() as step:
             train(model, [sparse, dense], step, factor)

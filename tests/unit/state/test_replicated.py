@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, NotEnoughSpace
-from ecemb.local.state_slots import Savepoint, Slots
+from ecemb.local.state_slots import Slots
 from ecemb.state import rank_state, serialize
 from ecemb.state.flatten import Outline, unpacked
 from ecemb.state.replicated import ReplicatedState
@@ -219,27 +219,24 @@ def test_a_schedule_does_not_lay_a_slot_out_anew(slots: Slots) -> None:
     optimizer = OPTIMIZERS["adam"](list(model.parameters()))
     train(model, optimizer, range(1))
     optimizer.state[model.scale]["seen"] = 0
-    state, savepoint = ReplicatedState(model, [optimizer], []), Savepoint()
+    state = ReplicatedState(model, [optimizer], [])
     with (
         mock.patch("ecemb.state.flatten.dump", side_effect=serialize.dump) as packed,
         mock.patch.object(Outline, "lay_out", autospec=True, side_effect=Outline.lay_out) as laid_out,
     ):
         for step in range(1, 8):
-            began = state.begin(savepoint, step - 1) if step > 1 else None
             train(model, optimizer, range(step, step + 1))
             rates = {"lr": 0.5**step, "betas": (0.9 - step / 100, 0.999)}
             optimizer.param_groups[0].update(rates)
             optimizer.state[model.scale]["seen"] = step
             save(state, slots, step)
-            assert began is None or began.options is not None
     assert packed.call_count == 1 and laid_out.call_count == 2  # a slot each
 
     expected = everything(model, optimizer)
-    began = state.begin(savepoint, 7)
     train(model, optimizer, range(8, 9))
     optimizer.param_groups[0].update(lr=9.0, betas=(0.0, 0.0))
     optimizer.state[model.scale]["seen"] = 9
-    state.back(slots, savepoint, 7, began)
+    state.load(slots, 7)  # an abort
     assert everything(model, optimizer) == expected
 
     model = Net(2)

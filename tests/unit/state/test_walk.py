@@ -15,7 +15,7 @@ from torch import nn
 
 from ecemb.coding.slices import Share
 from ecemb.errors import ConfigurationError
-from ecemb.local.state_slots import Savepoint
+from ecemb.local.state_slots import StateCopy
 from ecemb.state import walk
 from ecemb.state.flatten import same, separated
 from ecemb.state.replicated import ReplicatedState
@@ -285,11 +285,11 @@ class Pair:
         optimizers, table = [self.training.adam, self.training.inner], [self.training.model.table.weight]
         self.looks = ReplicatedState(self.training.model, optimizers, table)
         self.walks = Walking(self.training.model, optimizers, table)
-        self.stores = Savepoint(), Savepoint()
+        self.stores = StateCopy(), StateCopy()
         for store in self.stores:
             store.share = share
 
-    def both(self, act: Callable[[ReplicatedState, Savepoint], object]) -> object:
+    def both(self, act: Callable[[ReplicatedState, StateCopy], object]) -> object:
         """What comes of it is equal."""
         results: list[object] = []
         for state, store in zip((self.looks, self.walks), self.stores, strict=True):
@@ -373,24 +373,6 @@ def test_a_part_of_the_state_is_saved_by_a_look_as_by_a_walk() -> None:
         assert pair.moved() == {}
 
 
-def test_a_step_goes_back_to_what_a_look_found_at_its_begin(pair: Pair) -> None:
-    """Its options, changed since the commit, are those of the begin."""
-    pair.training.group.update(lr=0.5, betas=(0.25, 0.5))
-    kept = separated(pair.walks._collect(pair.walks._slots_now()))[1]
-    kept = [tensor.clone() for tensor in kept]
-    for state, store in ((pair.looks, pair.stores[0]),):
-        began = state.begin(Savepoint(), 0)
-        assert began.options is not None and "lr of group 0 was 0.25 and is 0.5" in str(began.moved)
-        pair.training.step()
-        pair.training.group.update(lr=7.0, betas=(7.0, 7.0), late=1)
-        state.back(store, Savepoint(), 0, began)
-    assert (pair.training.group["lr"], pair.training.group["betas"]) == (0.5, (0.25, 0.5))
-    assert "late" not in pair.training.group
-    now = separated(pair.walks._collect(pair.walks._slots_now()))[1]
-    assert all(torch.equal(one, then) for one, then in zip(now, kept, strict=True))
-    assert pair.looks.moved() == {}
-
-
 def test_the_state_after_a_load_is_walked_through(pair: Pair) -> None:
     pair.training.step()
     for state, store in zip((pair.looks, pair.walks), pair.stores, strict=True):
@@ -424,7 +406,7 @@ class Ways(nn.Linear):
 def looks(model: nn.Module, groups: Any, change: Callable[[Any], object]) -> tuple[int, int]:
     """How often state was walked through in 12 steps with a change each, and how often a look was enough."""
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    state, store = ReplicatedState(model, [optimizer], []), Savepoint()
+    state, store = ReplicatedState(model, [optimizer], []), StateCopy()
     found: list[bool] = []
 
     def refresh(self: CachedWalk, *, forms: bool) -> bool:
@@ -477,7 +459,7 @@ def test_extra_state_is_asked_for_in_each_step() -> None:
 
 
 def test_extra_state_that_changes_is_saved() -> None:
-    model, store = Ways(1, 1), Savepoint()
+    model, store = Ways(1, 1), StateCopy()
     state = ReplicatedState(model, [], [])
     for _ in range(3):
         state.save(store, 0)

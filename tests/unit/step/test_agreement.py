@@ -109,7 +109,7 @@ def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
 
 
 def conclude(agreement: Agreement, transaction: int, **more: Any) -> Any:
-    given = {"whole": True, "window": 1, "digest": 0, "committed": 0, "differs": str, **more}
+    given = {"window": 1, "digest": 0, "committed": 0, "differs": str, **more}
     return agreement.conclude(transaction, given.pop("flag", FINE), **given)
 
 
@@ -139,13 +139,13 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
 
 
 def test_ranks_out_of_step_wait_for_no_deltas_of_each_other() -> None:
-    """One of them ends a window, and the other is inside one: it has none to send."""
+    """All of them fail: none sends any."""
     hub, placement, found = Hub(2), Placement.ranks(2, 1, 2), list[int]()
 
     def run(rank: int) -> None:
         agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
         with pytest.raises(StepFailed, match="not in the same step"):
-            conclude(agreement, 2 + rank, whole=rank == 0)
+            conclude(agreement, 2 + rank)
         agreement.leave(2 + rank)
         found.append(rank)
 

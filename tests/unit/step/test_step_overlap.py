@@ -97,20 +97,6 @@ def test_a_window_is_committed_beside_all_steps_of_the_next_one(
     assert memory.committed == transactions.next_step == 4
 
 
-def test_a_step_inside_a_window_waits_if_it_can_be_aborted(
-    transactions: Transactions, memory: RankMemory, wires: Held
-) -> None:
-    """Its end then concerns other ranks."""
-    transactions.begin()
-    transactions.commit()
-    transactions._window.agree(5)
-    transactions._abortable = True
-    transactions.begin()
-    threading.Timer(0.05, wires.go.set).start()
-    transactions.commit()
-    assert memory.committed == 1
-
-
 class Elsewhere:
     """Stands in for images: notes the step in which rows are set aside, and stored."""
 
@@ -119,7 +105,7 @@ class Elsewhere:
         self.taken: list[int] = []
         self.stored: list[tuple[int, bool]] = []
 
-    def take(self, *, first: bool = True) -> Rows:
+    def take(self) -> Rows:
         self.taken.append(self._transactions.next_step)
         return Rows(self, self.taken[-1])
 
@@ -144,24 +130,36 @@ class Rows:
 def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
-    """Once, also when it is drained, by the thread that commits; after each step if it can be aborted."""
+    """Once, also when it is drained, by the thread that commits."""
     brought: Any = Elsewhere(transactions)
     transactions._apart.images = brought
     transactions._window = Window(3)
     wires.go.set()
     for value in range(7):
-        if value == 6:
-            transactions.settle()
-            assert brought.stored == [(2, True), (5, True)]
-            transactions._abortable = True
         transactions.begin()
         change(transactions, memory, value)
         transactions.commit()
-    assert brought.taken == [2, 5, 6]
-    assert brought.stored[2:] == [(6, False)]
+    assert brought.taken == [2, 5]
     transactions.drain()
     transactions.drain()
-    assert brought.taken == [2, 5, 6, 7]
+    assert brought.taken == [2, 5, 7]
+    assert brought.stored == [(2, True), (5, True), (7, True)]
+
+
+def test_rows_that_lie_elsewhere_are_dropped_when_their_step_is_aborted(
+    transactions: Transactions, memory: RankMemory, wires: Held
+) -> None:
+    brought: Any = Elsewhere(transactions)
+    transactions._apart.images = brought
+    wires.go.set()
+    for aborts in (False, True, False):
+        transactions.begin()
+        change(transactions, memory, 1)
+        if aborts:
+            transactions.abort()
+        assert transactions.commit() == [0] * aborts
+    transactions.drain()
+    assert brought.taken == [0, 1, 2] and brought.stored == [(0, True), (2, True)]
 
 
 def test_rows_that_can_t_be_set_aside_are_brought_at_once(

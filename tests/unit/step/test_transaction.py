@@ -11,26 +11,35 @@ import logging
 import os
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from ecemb.errors import ConfigurationError, NotEnoughSpace, PeerFailure, StepFailed, UsageError
+from ecemb.errors import (
+    ConfigurationError,
+    InconsistentArenas,
+    NotEnoughSpace,
+    PeerFailure,
+    StepFailed,
+    UsageError,
+)
 from ecemb.group.failure_detector import EXIT_UNDECIDED
 from ecemb.local.inbox import Inbox
 from ecemb.local.rank_memory import RankMemory
 from ecemb.local.state_slots import Slots
+from ecemb.recovery import state_slices
+from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
 from support.simulation import (
     SMALL,
-    WIDTH,
     Hub,
     Killed,
     Life,
@@ -46,22 +55,12 @@ from support.simulation import (
 DONE = 2
 
 
-def started(root: Path, seed: int, *, abortable: bool) -> Machines:
-    """A job of four ranks that has done two steps."""
-    job = dataclasses.replace(job_of(4, 2, 4, random.Random(seed)), abortable=abortable)
-    machines = Machines(root, job)
-    assert not machines.run(DONE).failures
-    return machines
-
-
 @pytest.fixture
 def machines(tmp_path: Path, seed: int) -> Machines:
-    return started(tmp_path / "job", seed, abortable=False)
-
-
-@pytest.fixture
-def abortable(tmp_path: Path, seed: int) -> Machines:
-    return started(tmp_path / "abortable", seed, abortable=True)
+    """A job of four ranks that has done two steps."""
+    machines = Machines(tmp_path / "job", job_of(4, 2, 4, random.Random(seed)))
+    assert not machines.run(DONE).failures
+    return machines
 
 
 def goes_on(machines: Machines) -> Life:
@@ -141,15 +140,6 @@ def test_ranks_that_failed_are_named(machines: Machines) -> None:
     life = machines.run(DONE + 1, body=body)
     assert re.search(r"failed on ranks \[[023]\]", str(life.failures[1]))
     goes_on(machines)
-
-
-def test_dense_state_is_taken_back_where_steps_can_be_aborted(abortable: Machines) -> None:
-    life = abortable.run(DONE + 1, body=raising(0, ValueError()))
-    weights = {one.model.weight.detach().numpy().tobytes() for one in life.ranks.values()}
-    expected = torch.tensor(1.0)
-    for step in range(DONE):
-        expected = expected * 1.5 + step
-    assert weights == {expected.expand(1, WIDTH).contiguous().numpy().tobytes()}
 
 
 def test_dense_state_of_a_failed_process_is_said_to_be_undefined(
@@ -268,7 +258,7 @@ def memory(tmp_path: Path) -> Iterator[RankMemory]:
 
 @pytest.fixture
 def transactions(memory: RankMemory) -> Transactions:
-    return begun(memory, Wires(Hub(1), 0, 1), abortable=True)
+    return begun(memory, Wires(Hub(1), 0, 1))
 
 
 def ids(*rows: int) -> np.ndarray:
@@ -288,7 +278,7 @@ def test_transactions_count_up_and_alternate_the_slots(
         for kept in (expected - 1, expected):
             assert len(Slots(memory.arena).read(kept))
     assert transactions.captured_rows == 8
-    phases = {"savepoint", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
+    phases = {"compare", "capture", "state", "delta", "status", "exchange", "agree", "apply"}
     assert set(transactions.seconds) == phases
 
 
@@ -306,16 +296,22 @@ def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory
     assert memory.committed == 0
 
 
-def test_a_step_that_cannot_be_aborted_says_how(memory: RankMemory) -> None:
-    transactions = begun(memory, Wires(Hub(1), 0, 1))
+@pytest.mark.parametrize("window", [2, "auto"])
+def test_a_step_of_a_window_cannot_be_aborted(
+    transactions: Transactions, memory: RankMemory, window: Literal[2, "auto"]
+) -> None:
+    """Whatever the window's size is at the moment: "auto" measures steps first, and 2 may have no room."""
+    transactions._window = Window(window)
+    transactions._window.agree(1)
     transactions.begin()
-    with pytest.raises(UsageError, match=r"step 0 can't be aborted.*abortable=True"):
+    with pytest.raises(UsageError, match=rf"step 0 can't be aborted with window={window!r}.*window=1"):
         transactions.abort()
+    assert not transactions.aborting
     assert transactions.commit() == []
     assert memory.committed == 1
 
 
-def test_a_window_without_aborts_exchanges_and_copies_nothing_before_its_end(memory: RankMemory) -> None:
+def test_a_window_exchanges_and_copies_nothing_before_its_end(memory: RankMemory) -> None:
     wires = Wires(Hub(1), 0, 1)
     transactions = begun(memory, wires)
     transactions._window = Window(3)
@@ -325,7 +321,7 @@ def test_a_window_without_aborts_exchanges_and_copies_nothing_before_its_end(mem
             transactions.capture(0, ids(0, step + 1))
             memory.space.tables[0].columns[0][[0, step + 1]] += 1
             assert transactions.commit() == []
-    assert transactions.captured_rows == 3 and transactions._savepoint.size_bytes == 0
+    assert transactions.captured_rows == 3
     assert (memory.committed, transactions.next_step) == (0, 2)
     transactions.begin()
     assert transactions.commit() == []
@@ -359,8 +355,7 @@ def test_an_aborted_step_that_raises_fails(transactions: Transactions, memory: R
     assert not transactions.aborting
 
 
-def test_all_ranks_learn_who_aborted(abortable: Machines) -> None:
-    machines = abortable
+def test_all_ranks_learn_who_aborted(machines: Machines) -> None:
     machines.job = dataclasses.replace(machines.job, aborts=frozenset([(DONE, 1), (DONE, 3)]))
     told: dict[int, list[int]] = {}
     commit = Transactions.commit
@@ -375,6 +370,67 @@ def test_all_ranks_learn_who_aborted(abortable: Machines) -> None:
     machines.check(DONE + 1)
     assert not machines.run(DONE + 3).failures
     machines.check(DONE + 3)
+
+
+def aborting(machines: Machines, *steps: int, overlap: bool = False) -> Machines:
+    """Rank 1 aborts these steps."""
+    aborts = frozenset((step, 1) for step in steps)
+    machines.job = dataclasses.replace(machines.job, aborts=aborts, overlap=overlap)
+    return machines
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_aborts_in_a_row_go_back_to_the_last_commit(machines: Machines, overlap: bool) -> None:
+    """Of each of them, which is empty; and all that an aborted step has changed is gone, on all ranks."""
+    assert not aborting(machines, DONE, DONE + 1, DONE + 3, overlap=overlap).run(DONE + 5).failures
+    machines.check(DONE + 5)
+
+
+def test_a_rank_that_has_no_slices_for_an_abort_tells_all(machines: Machines) -> None:
+    def damaged(memory: RankMemory, transaction: int) -> Any:
+        if memory.rank == 2:
+            raise InconsistentArenas("no slot has it")
+        return read(memory, transaction)
+
+    read = state_slices._read
+    with mock.patch.object(state_slices, "_read", damaged):
+        life = aborting(machines, DONE).run(DONE + 1)
+    assert {type(error) for error in life.failures.values()} == {InconsistentArenas, PeerFailure}
+    assert all("no slot has it" in str(error) for error in life.failures.values())
+    assert life.committed == DONE
+    machines.job = dataclasses.replace(machines.job, aborts=frozenset())
+    goes_on(machines)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (state_slices, "_chunks_of", PeerFailure("rank 0 is gone")),  # in the gather
+        (ReplicatedState, "load", MemoryError()),
+        (ReplicatedState, "load", KeyboardInterrupt()),
+    ],
+)
+def test_a_rank_that_fails_in_an_abort_keeps_nobody_waiting(
+    machines: Machines, owner: Any, name: str, error: BaseException
+) -> None:
+    """Nor waits for others: in the gather they notice its end."""
+    method, training = getattr(owner, name), set[str]()
+
+    def failing(*arguments: Any) -> Any:
+        if threading.current_thread().name == "2" and "2" in training:
+            raise error
+        return method(*arguments)
+
+    def body(rank: Rank, step: int) -> None:
+        training.add(str(rank.memory.rank))
+
+    with mock.patch.object(owner, name, failing):
+        life = aborting(machines, DONE).run(DONE + 1, body=body)
+    assert life.failures[2] is error
+    assert {type(one) for one in life.failures.values()} <= {type(error), PeerFailure, StepFailed}
+    assert set(life.failures) == set(range(4)) and life.committed == DONE
+    machines.job = dataclasses.replace(machines.job, aborts=frozenset())
+    goes_on(machines)
 
 
 def test_undo_gives_rows_and_states_back(transactions: Transactions, memory: RankMemory) -> None:

@@ -1,4 +1,4 @@
-"""Several steps in one transaction: the same bits as one at a time, whatever aborts, drains or kills them."""
+"""Several steps in one transaction: the same bits as one at a time, whatever drains or kills them."""
 
 from __future__ import annotations
 
@@ -25,37 +25,27 @@ from support.processes import RankFailed, launch
 from support.refusals import refused
 from support.simulation import SMALL, alone
 
-ABORTED, SCRUBBED, KILLED, STEPS = 5, 6, 9, 13
+SCRUBBED, KILLED, STEPS = 6, 9, 13
 
 
 def train(
-    folder: Path,
-    meet: Barrier,
-    steps: int,
-    overlap: bool = False,
-    killed: int | None = None,
-    abortable: bool = True,
+    folder: Path, meet: Barrier, steps: int, overlap: bool = False, killed: int | None = None
 ) -> dict[str, Any]:
-    """Windows of `steps` steps: one is aborted in the middle of its window, one ends early in a scrub."""
+    """Windows of `steps` steps, of which one ends early in a scrub."""
     initialise(folder)
     training = bags(users=12)
     with refused(ConfigurationError, "different arguments", "'window': "):
         training.protect(4, 2, window=1 + dist.get_rank())
     with refused(ConfigurationError, "different arguments", "'overlap': "):
         training.protect(4, 2, overlap=dist.get_rank() == 0)
-    with refused(ConfigurationError, "different arguments", "'abortable': "):
-        training.protect(4, 2, abortable=dist.get_rank() == 0)
-    guard = training.protect(4, 2, window=steps, overlap=overlap, abortable=abortable)
+    guard = training.protect(4, 2, window=steps, overlap=overlap)
     began = guard.next_step
     while guard.next_step < STEPS:
         with guard.step() as step:
             training.body()
-            if abortable and step.number == ABORTED and dist.get_rank() == 1:
-                step.abort("to see what happens")
             if step.number == killed:
                 meet.wait(TIMEOUT_S)
                 os.kill(os.getpid(), signal.SIGKILL)
-        assert step.aborted == (abortable and step.number == ABORTED)
         if step.number == SCRUBBED:
             assert guard.scrub().wrong_words == 0
     assert guard.scrub().wrong_words == 0
@@ -65,25 +55,24 @@ def train(
     return result
 
 
-@pytest.mark.parametrize("abortable", [True, False])
-def test_windows_change_no_bit_whatever_happens_in_them(tmp_path: Path, abortable: bool) -> None:
+def test_windows_change_no_bit_whatever_happens_in_them(tmp_path: Path) -> None:
     ends: dict[int, list[dict[str, Any]]] = {}
     for steps in (1, 4):
         folder = tmp_path / str(steps)
         folder.mkdir()
-        ends[steps] = launch(4, train, folder, steps, False, None, abortable)
+        ends[steps] = launch(4, train, folder, steps)
     assert ends[1] == ends[4]
 
     folder = tmp_path / "killed"
     folder.mkdir()
     with pytest.raises(RankFailed, match="died"):
-        launch(4, train, folder, 2, True, KILLED, abortable)
+        launch(4, train, folder, 2, True, KILLED)
     committed = {header.committed for header in headers(folder).values()}
     assert committed <= {SCRUBBED + 1, SCRUBBED + 3}  # the window before may not be decided yet
     for one in arenas(folder):
         if one.header is not None and one.header.constants.rank == 2:
             one.path.unlink()
-    again = launch(4, train, folder, 2, True, None, abortable)
+    again = launch(4, train, folder, 2, True)
     (began,) = {end.pop("began") for end in again}
     assert max(committed) <= began <= SCRUBBED + 3
     for end in ends[1]:
