@@ -246,7 +246,7 @@ class CachedWalk:
         Args:
             forms: whether types, shapes and devices of tensors also have to be as they were.
         """
-        if not self.slots.refresh() or self._roots_now() != self._roots:
+        if not self.slots.refresh() or not all(map(is_, self._roots_now(), self._roots)):
             return False
         if (changed := self._containers.changed()) is None:
             return False
@@ -280,8 +280,8 @@ class CachedWalk:
             rest[index] = now
         return True
 
-    def _roots_now(self) -> list[tuple[object, ...]]:
-        return [(type(one), id(one.param_groups), id(one.state)) for one in self._optimizers]
+    def _roots_now(self) -> list[object]:
+        return [part for one in self._optimizers for part in (type(one), one.param_groups, one.state)]
 
     def _optimizer(self, optimizer: Any, collected: Mapping[str, Any]) -> dict[str, Any]:
         watch = self._containers.watch
