@@ -159,8 +159,8 @@ class TensorSlots:
         if changed:
             if self._containers.count_distinct() != self._distinct:
                 return False  # one of them is in another place as well
-            self._containers.note()
             self.tensors = self.tensors | {self._replaceable[at]: now for at, _, now in changed}
+            self._containers.note()
         if not self._has_hidden:
             return True
         found = _found(self._model, *self._left_out)
@@ -242,6 +242,8 @@ class CachedWalk:
 
     def refresh(self, *, forms: bool) -> bool:
         """Whether certainly only numbers and tensors have changed in their places; then they are taken over.
+
+        Otherwise the walk is of no use any more.
 
         Args:
             forms: whether types, shapes and devices of tensors also have to be as they were.

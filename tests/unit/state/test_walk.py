@@ -364,6 +364,18 @@ def follow(pair: Pair, change: Change) -> None:
     pair.save()
 
 
+def test_numbers_beside_a_refused_value_are_not_kept(pair: Pair) -> None:
+    """The step that set them is undone: they are the objects that they were."""
+    group = pair.training.group
+    group.update(last=3, refused=None)
+    pair.save()
+    group.update(last=4, refused={1})
+    assert "set" in repr(pair.save())
+    group.update(last=3, refused=None)
+    assert pair.save() is None
+    assert pair.moved() == {}
+
+
 class Around(torch.optim.Optimizer):
     """Has no state of its own: it makes a new dict of the inner optimizers' each time."""
 
