@@ -180,10 +180,11 @@ class ReplicatedState:
 
     def _now(self, *, forms: bool = False) -> CachedWalk:
         """The state now, except extra state; without `forms`, those of tensors may be older."""
-        walk = self._walk
+        walk, self._walk = self._walk, None  # a refresh that fails may leave it half taken over
         if walk is None or not walk.refresh(forms=forms):
             slots = self._slots_now()
-            walk = self._walk = CachedWalk(slots, self._collect(slots), self._optimizers)
+            walk = CachedWalk(slots, self._collect(slots), self._optimizers)
+        self._walk = walk
         return walk
 
     def _slots_now(self) -> TensorSlots:

@@ -159,8 +159,8 @@ class TensorSlots:
         if changed:
             if self._containers.count_distinct() != self._distinct:
                 return False  # one of them is in another place as well
-            self._containers.note()
             self.tensors = self.tensors | {self._replaceable[at]: now for at, _, now in changed}
+            self._containers.note()
         if not self._has_hidden:
             return True
         found = _found(self._model, *self._left_out)
@@ -243,10 +243,12 @@ class CachedWalk:
     def refresh(self, *, forms: bool) -> bool:
         """Whether certainly only numbers and tensors have changed in their places; then they are taken over.
 
+        Otherwise the walk is of no use any more.
+
         Args:
             forms: whether types, shapes and devices of tensors also have to be as they were.
         """
-        if not self.slots.refresh() or self._roots_now() != self._roots:
+        if not self.slots.refresh() or not all(map(is_, self._roots_now(), self._roots)):
             return False
         if (changed := self._containers.changed()) is None:
             return False
@@ -280,8 +282,8 @@ class CachedWalk:
             rest[index] = now
         return True
 
-    def _roots_now(self) -> list[tuple[object, ...]]:
-        return [(type(one), id(one.param_groups), id(one.state)) for one in self._optimizers]
+    def _roots_now(self) -> list[object]:
+        return [part for one in self._optimizers for part in (type(one), one.param_groups, one.state)]
 
     def _optimizer(self, optimizer: Any, collected: Mapping[str, Any]) -> dict[str, Any]:
         watch = self._containers.watch

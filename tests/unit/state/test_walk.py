@@ -364,6 +364,50 @@ def follow(pair: Pair, change: Change) -> None:
     pair.save()
 
 
+def test_numbers_beside_a_refused_value_are_not_kept(pair: Pair) -> None:
+    """The step that set them is undone: they are the objects that they were."""
+    group = pair.training.group
+    group.update(last=3, refused=None)
+    pair.save()
+    group.update(last=4, refused={1})
+    assert "set" in repr(pair.save())
+    group.update(last=3, refused=None)
+    assert pair.save() is None
+    assert pair.moved() == {}
+
+
+class Around(torch.optim.Optimizer):
+    """Has no state of its own: it makes a new dict of the inner optimizers' each time."""
+
+    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner[0].param_groups
+
+    @property
+    def state(self) -> Any:
+        return OrderedDict(self.inner[0].state)
+
+
+def test_state_that_an_optimizer_makes_anew_is_found_each_time() -> None:
+    """Another dict may have the address of one that is gone."""
+    model = nn.Linear(1, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, store = ReplicatedState(model, [Around([inner])], []), Savepoint()
+    found: list[int] = []
+    for _ in range(100):
+        inner.state[model.weight] = {"count": torch.zeros(1)}
+        state.save(store, 0)
+        state.moved()
+        found.append(len(state._last[0]))
+        inner.state.clear()
+        state.save(store, 0)
+        found.append(len(state._last[0]))
+    assert found == [2, 1] * 100
+
+
 def test_a_part_of_the_state_is_saved_by_a_look_as_by_a_walk() -> None:
     pair = Pair(Share(4, (1, 3)))
     pair.save()
