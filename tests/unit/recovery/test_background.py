@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -324,6 +325,47 @@ def read_for_long(folder: Path, job: Job) -> list[bool]:
 def test_a_socket_lasts_as_long_as_the_thread_that_may_use_it(tmp_path: Path, seed: int) -> None:
     """The next connection, which may be another part's, would get its number."""
     assert run_ranks(2, read_for_long, tmp_path, two(seed)) == [[], [True, True]]
+
+
+def end_while_it_asks(folder: Path, job: Job, is_paused: bool) -> list[bool]:
+    """Rank 0 ends while an answer is not read yet, or while it waits for `resume`; a thread waits for all."""
+    begun, may_end, read = threading.Event(), threading.Event(), Snapshot.read
+
+    def reads(self: Snapshot, *arguments: Any) -> bool:
+        begun.set()
+        assert is_paused or may_end.wait(DEADLINE_S)
+        return read(self, *arguments)
+
+    with mock.patch.object(Snapshot, "read", reads):
+        with mock.patch.object(Requester, "start"):
+            worker = Worker(folder, job, (0,))
+        if (requester := worker.requester) is None:
+            assert worker.server is not None and begun.wait(DEADLINE_S)
+            worker.control.barrier("rank 0 has asked")
+            worker.control.barrier("rank 0 has ended")
+            may_end.set()
+            return [worker.server.stop(DEADLINE_S)]
+        if is_paused:
+            requester.pause()
+        requester.start()
+        worker.control.barrier("rank 0 has asked")
+        with ThreadPoolExecutor(1) as threads:
+            awaited = threads.submit(requester.ensure_all)
+            with requester._changed:
+                assert requester._changed.wait_for(
+                    lambda: requester._demands_of_all and (requester._waits_for_resume or not is_paused),
+                    DEADLINE_S,
+                )
+            requester.end()
+            is_told = isinstance(awaited.exception(DEADLINE_S), PeerFailure)
+        is_closed = all(one.fileno() < 0 for one in worker.requests._sockets.values())
+        worker.control.barrier("rank 0 has ended")
+        return [is_told, is_closed, requester.is_lacking]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_who_waits_for_rows_hears_of_the_end_of_this_rank(tmp_path: Path, seed: int, is_paused: bool) -> None:
+    assert run_ranks(2, end_while_it_asks, tmp_path, two(seed), is_paused) == [[True] * 3, [True]]
 
 
 Meddle = Callable[[Requester, Words | None], Words | None]
