@@ -24,7 +24,7 @@ from ..coding.code import Code
 from ..coding.parity import parity_words
 from ..coding.rows import WORD_BYTES, arrange, split
 from ..coding.slices import ALIGN_BYTES, Share
-from ..errors import ConfigurationError, EcembError, InconsistentArenas
+from ..errors import ConfigurationError, InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..local.journal import ROW_JOURNALS
@@ -93,7 +93,7 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
 
     try:
         arena, backing = start.transport.together("opening the arenas", open_or_create)
-    except EcembError:
+    except Exception:
         _give_up(start)
         raise
     if own is None:
@@ -124,7 +124,7 @@ def begin(start: Start, memory: RankMemory, content: InitialContent | None = Non
                 lambda: session.directory.check_alone(session.roster.generation),
             )
         return fill(memory, transport, start.world.plan, content.write, start.watch)
-    except EcembError:
+    except Exception:
         if memory.prepared < 0:
             _give_up(start)
         raise

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
+from ecemb.adapters.discover import Tables
 from ecemb.arena import leave_request
 from ecemb.checkpoint import contents
 from ecemb.checkpoint.folder_store import CheckpointFolder
@@ -576,6 +577,10 @@ def a_start_that_fails_while_it_reads_is_begun_again(place: Place) -> None:
             dist.barrier()
             if place.index == 0:
                 file.write_bytes(content)
+        with life(place), mock.patch.object(Tables, "place", side_effect=MemoryError("no memory for tables")):
+            with pytest.raises((MemoryError, CheckpointFailed), match="no memory for tables"):
+                Training().protect(resume=place.checkpoints)
+            assert place.arenas() == survivors
         with life(place):
             training = Training()
             guard = training.protect(resume=place.checkpoints)
