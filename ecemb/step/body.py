@@ -42,6 +42,6 @@ class Step:
         if self._transactions.in_flight != self.number + 1:
             raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
         level = logging.DEBUG if self._transactions.aborting else logging.WARNING  # not for each micro-batch
+        self._transactions.abort()
         why = f": {short(reason)}" if reason else ""
         logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self.number, why)
-        self._transactions.abort()

@@ -1,7 +1,7 @@
 """Rows that change apart from the arena, as those of a GPU do: the thread behind brings them there.
 
-It journals them after the status, and before it lays out the deltas. The jobs have overlap, windows of one
-step, and no abort.
+It journals them after the status, and before it lays out the deltas. Those of an aborted step never come: in
+the arena only rank state changes. The jobs have overlap, and windows of one step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ class Apart(Rounds):
         return [Move(f"changes rows elsewhere in step {me.t}", 0, None, new)]
 
     def _decides(self, me: Rank, wave: Wave) -> Rank:
-        return self._onward(me._replace(behind=Thread("capture", me.t, READY, (), TORN, wave)))
+        is_aborted = me.journals[me.armed].count > 0
+        pc, old = (LAYS_OUT, me.old) if is_aborted else ("capture", TORN)
+        return self._onward(me._replace(behind=Thread(pc, me.t, READY, (), old, wave)))
+
+    def do_abort_undo(self, me: Rank, i: int, life: Life) -> list[Move]:
+        new = me.journalled(me.armed, entry=me.rows, first=me.t)
+        return [Move("saves the old rank state", 0, None, new._replace(old=me.rows, pc="abort_undo_end"))]
+
+    def do_abort_undo_end(self, me: Rank, i: int, life: Life) -> list[Move]:
+        return [Move("journal count := 1", 0, None, me.journalled(me.armed, count=1)._replace(pc="empty"))]
 
     def do_capture(self, me: Rank, i: int, life: Life) -> list[Move]:
         new = me.journalled(self._own(me), entry=me.rows, first=me.t)._replace(old=me.rows, pc="count")

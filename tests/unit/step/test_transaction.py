@@ -36,6 +36,7 @@ from ecemb.local.state_slots import Slots
 from ecemb.recovery import state_slices
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
+from ecemb.step.body import Step
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
 from support.simulation import (
@@ -298,15 +299,21 @@ def test_calls_in_the_wrong_order(transactions: Transactions, memory: RankMemory
 
 @pytest.mark.parametrize("window", [2, "auto"])
 def test_a_step_of_a_window_cannot_be_aborted(
-    transactions: Transactions, memory: RankMemory, window: Literal[2, "auto"]
+    transactions: Transactions,
+    memory: RankMemory,
+    window: Literal[2, "auto"],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever the window's size is at the moment: "auto" measures steps first, and 2 may have no room."""
+    """Whatever the window's size is at the moment: "auto" measures steps first, and 2 may have no room.
+
+    Nor does the log say that it is.
+    """
     transactions._window = Window(window)
     transactions._window.agree(1)
     transactions.begin()
     with pytest.raises(UsageError, match=rf"step 0 can't be aborted with window={window!r}.*window=1"):
-        transactions.abort()
-    assert not transactions.aborting
+        Step(0, transactions).abort()
+    assert not transactions.aborting and "aborts step" not in caplog.text
     assert transactions.commit() == []
     assert memory.committed == 1
 
