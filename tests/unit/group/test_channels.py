@@ -251,7 +251,7 @@ def test_a_wait_lasts_from_the_last_byte_on_whatever_signals_come(parts: int) ->
         assert next(turns) - parts in (1, 2)
 
 
-def test_bytes_that_come_after_a_late_signal_begin_the_deadline_anew() -> None:
+def test_bytes_that_come_after_a_late_signal_begin_a_new_deadline() -> None:
     """What the signal has left of the deadline passes after them: the rank is not lost."""
     turns = [
         (channels._AGAIN, 0.0, 0),
