@@ -395,7 +395,7 @@ def test_state_that_an_optimizer_makes_anew_is_found_each_time() -> None:
     """Another dict may have the address of one that is gone."""
     model = nn.Linear(1, 1, bias=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    state, store = ReplicatedState(model, [Around([inner])], []), Savepoint()
+    state, store = ReplicatedState(model, [Around([inner])], []), StateCopy()
     found: list[int] = []
     for _ in range(100):
         inner.state[model.weight] = {"count": torch.zeros(1)}
