@@ -201,7 +201,7 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
         request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
         world = negotiate(session, request, transport, tables, training.state_bytes, history, folder.sees)
     if session.check is not None:
-        raise Surveyed(survey(session, request, transport, tables, training.replicated, world))
+        raise Surveyed(survey(session, request, transport, training, world))
     return Start(session, request, transport, training, world, watch, earlier=session.arena)
 
 
@@ -390,7 +390,7 @@ def _warn_of_lost(state: RankState) -> None:
         logger.warning(
             "%s: a metric of the model that lists all samples begins empty after a failure: use its binned "
             "form (thresholds=), or give it in state= and reset it often, since its room is fixed",
-            ", ".join(state.growing),
+            ", ".join(f"{name} ({type(metric).__name__})" for name, metric in state.growing.items()),
         )
 
 

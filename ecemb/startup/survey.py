@@ -14,7 +14,7 @@ import json
 import os
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
@@ -32,11 +32,11 @@ from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..coding.slices import ALIGN_BYTES, Share
 from ..group.collectives import Transport
 from ..session import CHECKED, Session
-from ..state.metric_states import found_in, is_growing, is_metric, states_of
+from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
-from ..state.replicated import ReplicatedState
 from .negotiate import World
 from .request import Request
+from .training import Training
 
 _DEEP = 6  # attributes and items from an object that the script names
 _MOST_ITEMS = 256  # of a container: more are data
@@ -144,8 +144,7 @@ def survey(
     session: Session,
     request: Request,
     transport: Transport,
-    tables: Tables,
-    replicated: ReplicatedState,
+    training: Training,
     world: World,
 ) -> Survey:
     """Looks at what a start would protect. All ranks.
@@ -154,14 +153,14 @@ def survey(
         session: this process's.
         request: what the user asked for.
         transport: the control group.
-        tables: this rank's tables.
-        replicated: what is the same on all ranks.
+        training: as this rank finds it.
         world: what the ranks agreed on.
 
     Returns:
         The same on all ranks.
     """
-    kept, dense = replicated.kept
+    tables, replicated = training.tables, training.replicated
+    _, dense = replicated.kept
     share = Share.of(world.placement, session.rank)
     parity = 0
     if world.placement is not None:
@@ -175,7 +174,7 @@ def survey(
             "dense": share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES),
             "rank_state": own.words * WORD_BYTES,
         },
-        "unknown": [asdict(one) for one in unknown(request, tables, kept, dense)],
+        "unknown": [asdict(one) for one in unknown(request, training)],
     }
     texts = transport.gather(json.dumps(mine).encode(), "comparing surveys")
     told = [json.loads(text) for text in texts]
@@ -196,14 +195,17 @@ def survey(
         hosts=session.hosts,
         code=(request.code.n, request.code.k),
         tables=rows,
-        replicated={name: _described(tensor) for name, tensor in kept.items()},
+        replicated={name: _described(tensor) for name, tensor in replicated.kept[0].items()},
         optimizers=[f"{type(one).__name__} of {_count(one, tables)}" for one in dense],
         generators=["torch", "numpy", "python", *(["cuda"] if torch.cuda.is_initialized() else [])],
         state=[
             f"{key} ({type(item).__name__})" if isinstance(key, str) else type(item).__name__
             for key, item in objects_of(request.state).items()
         ],
-        metrics=metrics(request),
+        metrics={
+            name: (type(metric).__name__, states_of(metric))
+            for name, metric in training.rank_state.metrics.items()
+        },
         unknown=list(missed.values()),
         bytes=[rank["bytes"] for rank in told],
         survives=survives(world.placement, session.hosts),
@@ -233,33 +235,14 @@ def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
     return f"{crashes}; {ranks} may be lost at once, or any one host, but not any {r} hosts"
 
 
-def metrics(request: Request) -> dict[str, tuple[str, list[str]]]:
-    """The metrics whose states ecemb keeps, as in `Survey`."""
-    given = [(f"state[{key!r}]", item) for key, item in objects_of(request.state).items()]
-    seen: set[int] = set()
-    found: dict[str, tuple[str, list[str]]] = {}
-    for name, root in (*given, ("model", request.model)):
-        for path, metric in found_in(root).items():
-            if id(metric) not in seen and not (root is request.model and is_growing(metric)):
-                seen.add(id(metric))
-                found[f"{name}.{path}" if path else name] = type(metric).__name__, states_of(metric)
-    return found
-
-
-def unknown(
-    request: Request,
-    tables: Tables,
-    kept: Mapping[str, torch.Tensor],
-    dense: Sequence[torch.optim.Optimizer],
-) -> list[Unknown]:
+def unknown(request: Request, training: Training) -> list[Unknown]:
     """Objects with state that the script has in reach, and that come back with nothing.
 
     Args:
         request: what the user asked for.
-        tables: the protected tables.
-        kept: the replicated parameters and buffers of the model.
-        dense: the optimizers of dense parameters.
+        training: what comes back of it.
     """
+    tables, (kept, dense) = training.tables, training.replicated.kept
     held, given = _Found(), list(objects_of(request.state).values())
     _walk(held, (("", item) for item in (*given, *request.optimizers, *dense)))
     held.seen.update((id(module), module) for module in request.model.modules())
@@ -286,13 +269,12 @@ def unknown(
                 held.seen.update((id(module), module) for module in one.modules())
     found += [
         Unknown(
-            f"model.{path}",
+            name,
             type(metric).__name__,
             "a metric that lists all samples begins empty: use its binned form (thresholds=), or give it in "
             "state= and reset it often",
         )
-        for path, metric in found_in(request.model).items()
-        if is_growing(metric) and not any(metric is one for item in given for one in found_in(item).values())
+        for name, metric in training.rank_state.growing.items()
     ]
     return [*found, *_loose_tensors(request.model, tables, parameters)]
 

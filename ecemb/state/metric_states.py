@@ -15,11 +15,7 @@ from ..errors import LayoutMismatch
 from .serialize import plain, replaced
 
 _ELSEWHERE = "ecemb.state.metric_states: a tensor of the metric's device"
-_KNOWN = (
-    "_update_count",
-    "_computed",
-    "_forward_cache",
-)  # numbers and tensors that are no attributes to keep
+_RESTORED = "_update_count", "_computed", "_forward_cache"  # by `put`, apart from other attributes
 _OF_A_COLLECTION = ("_groups", "_groups_checked", "_state_is_copy")
 _MISSING = object()
 
@@ -84,8 +80,8 @@ class MetricStates:
 
     @property
     def metrics(self) -> dict[str, nn.Module]:
-        """The metrics, by their paths in the object."""
-        return {path: kept.metric for path, kept in self._kept.items()}
+        """The metrics, by their names."""
+        return {self._full(path): kept.metric for path, kept in self._kept.items()}
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -219,12 +215,8 @@ def _others(metric: nn.Module) -> Iterator[tuple[str, Any]]:
     states = vars(metric)["_defaults"]
     for key, value in list(vars(metric).items()):
         if type(value) in (int, float) or isinstance(value, torch.Tensor):
-            if key not in states and key not in _KNOWN:
+            if key not in states and key not in _RESTORED:
                 yield key, value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _copied(value: Any) -> Any:
@@ -232,12 +224,11 @@ def _copied(value: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
     if isinstance(one, torch.Tensor):
-        places = [
-            (type(tensor), tensor.dtype, tensor.device) for tensor in (one, other) if _is_tensor(tensor)
-        ]
-        return len(places) == 2 and places[0] == places[1] and torch.equal(one, other)
-    return type(one) is type(other) and one == other
+        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+    return one == other
 
 
 def _on_cpu(tensor: torch.Tensor) -> object:

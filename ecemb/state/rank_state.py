@@ -107,7 +107,7 @@ class RankState:
         model: its metrics are kept as well, but those in `given`, and those that list all samples.
 
     Attributes:
-        growing: the latter, for messages.
+        growing: the latter, by name.
         empty: objects whose state_dict() has nothing, and which are no metrics, for messages.
         positions: the bound positions, in order.
         room_bytes: the largest size of `pack`'s result; None without a limit.
@@ -128,11 +128,11 @@ class RankState:
         self._metrics = [MetricStates(item, _named(key)) for key, item in self._objects.items()]
         given_ones = {id(one) for held in self._metrics for one in held.metrics.values()}
         self._in_model = MetricStates(model, "model", given_ones, growing=False)
-        self.growing: list[str] = [
-            f"model.{path} ({type(metric).__name__})"
+        self.growing: dict[str, nn.Module] = {
+            f"model.{path}": metric
             for path, metric in found_in(model).items()
             if id(metric) not in given_ones and is_growing(metric)
-        ]
+        }
         self._scalars = scalars
         self._set_scalars = set_scalars
         self.positions: list[Position] = []
@@ -152,6 +152,11 @@ class RankState:
             if not (state or held or _is_off(item)):
                 self.empty.append(_described(key, item))
         load(dump(self._in_model.state()))
+
+    @property
+    def metrics(self) -> dict[str, nn.Module]:
+        """The metrics that are kept, by name."""
+        return {name: one for held in (*self._metrics, self._in_model) for name, one in held.metrics.items()}
 
     def bind(self, position: Position) -> None:
         """Adds a position, and restores its packed state if there is one; called outside of a step.
