@@ -178,9 +178,9 @@ class LayoutMismatch(ArenaError):
     """The model's tables differ from those in the arena.
 
     Run the script that started the job, with the same model, code, optimizers and number of ranks; or use
-    another `job=` for the new model. To change the number of ranks, use `protect(elastic=True)` from the
-    job's first launch on, or start from a checkpoint: `protect(resume=)`. To begin again under the
-    same name, remove what the job holds: `python -m ecemb arenas rm --job JOB`.
+    another `job=` for the new model. To change the number of ranks, use `protect(elastic=True)`, or start
+    from a checkpoint: `protect(resume=)`. To begin again under the same name, remove what the job holds:
+    `python -m ecemb arenas rm --job JOB`.
     """
 
 

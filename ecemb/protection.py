@@ -94,9 +94,8 @@ def protect(
             is the table's path in the model, without a range of columns.
         transfer: tables of another training that this one takes at step 0, where it begins.
         elastic: whether the job goes on with another number of ranks, from memory: rows, their optimizer's
-            state and dense state exactly, the rest as from a checkpoint. Has to be True when the arenas are
-            made as well. Hosts need room for old and new arenas at once. Tables sharded by hand need
-            `shards`.
+            state and dense state exactly, the rest as from a checkpoint. Hosts need room for old and new
+            arenas at once. Tables sharded by hand need `shards`, also in the launch before.
         shards: where this rank's rows of a table that is sharded by hand stand, by its key in `tables`: the
             whole table's row at which they begin, and its number of rows. With it, another number of ranks
             can go on with the table, by `resume` or `elastic`.
@@ -113,10 +112,8 @@ def protect(
             an optimizer used gradients from before the last commit.
         ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
             PlacementError.
-        LayoutMismatch: the job was started with another model or code, or, without `elastic`, with another
-            number of ranks.
-        RendezvousError: it was started with `elastic` and another number of ranks, and now `elastic` is not
-            set.
+        LayoutMismatch: the job was started with another model or code.
+        RendezvousError: it was started with another number of ranks, and `elastic` is not set.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
         CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the

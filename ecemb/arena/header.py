@@ -200,7 +200,7 @@ class Constants(Identity):
         payload = _canonical(dataclasses.asdict(self)).encode("ascii")
         if (size := len(payload)) > MAX_CONSTANTS_BYTES:
             what = f"the tables' description takes {size} bytes of at most {MAX_CONSTANTS_BYTES}"
-            raise ConfigurationError(f"{what}: protect fewer tables, or leave elastic=True out")
+            raise ConfigurationError(f"{what}: protect fewer tables, or fewer shards of them")
         return payload
 
     @classmethod

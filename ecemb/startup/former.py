@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.contents import FORMAT
 from ..checkpoint.interface import Stored
-from ..errors import LayoutMismatch, RendezvousError
+from ..errors import RendezvousError
 from ..recovery import relayout
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
@@ -85,18 +85,10 @@ def check(session: Session, request: Request, history: History) -> None:
     """Refuses another number of ranks, unless the job is elastic.
 
     Raises:
-        LayoutMismatch: the start that made the arenas was not.
-        RendezvousError: this start is not.
+        RendezvousError: it is not.
     """
     before, now = history.world_size, session.world_size
     launch = f"launch {before} (torchrun --nnodes x --nproc-per-node)"
-    if not history.everyone:
-        raise LayoutMismatch(
-            f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch, and "
-            f"its arenas were made without elastic=True, so they don't say where the rows of each rank "
-            f"stand: {launch}; to go on with {now}, guard.save(path) there, and begin from it with "
-            f"ecemb.protect(..., resume=path, elastic=True) under another job="
-        )
     if not request.elastic:
         raise RendezvousError(
             f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch: "

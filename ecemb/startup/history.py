@@ -41,8 +41,7 @@ class History:
         lineage: see `World`; empty in arenas that older versions made.
         rank_state_bytes: room for every rank's packed state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
-        everyone: where the rows of each rank stand, packed by `ecemb.startup.places`; "" if the job was not
-            elastic when the arenas were made.
+        everyone: where the rows of each rank stand, packed by `ecemb.startup.places`.
     """
 
     n: int
@@ -53,7 +52,7 @@ class History:
     lineage: str
     rank_state_bytes: int
     slot_bytes: int
-    everyone: str = ""
+    everyone: str
 
     @property
     def world_size(self) -> int:
@@ -78,7 +77,7 @@ class History:
             lineage=layout.get("lineage", ""),
             rank_state_bytes=layout["rank_state_bytes"],
             slot_bytes=dict(constants.regions)["slot0"],
-            everyone=layout.get("everyone", ""),
+            everyone=layout["everyone"],
         )
 
 

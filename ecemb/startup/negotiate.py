@@ -185,9 +185,9 @@ def negotiate(
     _compare_plans(transport, [plan, recovery], placement)
     lineage = _lineage(history, stored, proposals)
     own = _with_room(proposals[session.rank], room_bytes)
-    everyone = "" if history is None else history.everyone
-    if plan.begins:
-        everyone = packed([one.shards() for one in proposals]) if request.elastic else ""
+    everyone = packed([one.shards() for one in proposals])
+    if history is not None and not plan.begins:
+        everyone = history.everyone
     generation = session.roster.generation + (former is not None)
     constants = Constants(
         job=session.job,
@@ -199,7 +199,7 @@ def negotiate(
         positions=tuple(range(session.world_size)) if placement is None else placement.positions,
         domains=session.hosts if plan.begins or history is None else history.domains,
         layout_hash=_hash(proposals, room_bytes),
-        layout=json.dumps({**own, "lineage": lineage, **({"everyone": everyone} if everyone else {})}),
+        layout=json.dumps({**own, "lineage": lineage, "everyone": everyone}),
         block_words=block_words,
         regions=(),
         fill=generation if plan.begins else session.roster.judgement.survivors[0].constants.fill,
@@ -282,8 +282,7 @@ def _placement_of(
 
     Raises:
         RendezvousError: another number of ranks made them, and this start is not elastic.
-        LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state,
-            or another number of ranks made them without elastic=True.
+        LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
     if is_former(history, session):
         formers.check(session, request, history)

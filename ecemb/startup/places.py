@@ -1,7 +1,7 @@
 """Where the rows of every rank stand in the whole tables, as one text for the arenas' constants.
 
-An arena describes the tables of its own rank. A job that is `elastic` needs those of lost ranks as well, when
-another number of ranks goes on with it. The text is compact: tables that ranks share are in it once.
+An arena describes the tables of its own rank. Another number of ranks that goes on with the job needs those
+of lost ranks as well. The text is compact: tables that ranks share are in it once.
 
 Must not know: arenas, other ranks' memory.
 """

@@ -30,7 +30,6 @@ from ecemb.arena import capacity
 from ecemb.errors import (
     CheckpointMismatch,
     ConfigurationError,
-    LayoutMismatch,
     NotEnoughSpace,
     PlacementError,
     RendezvousError,
@@ -288,15 +287,15 @@ def what_cannot_move_is_refused_and_nothing_is_lost(place: Place) -> None:
     same(before, live(place, "ab", moved))
 
 
-def arenas_that_do_not_say_where_rows_stand_do_not_move(place: Place) -> None:
+def a_job_moves_that_was_not_elastic_before(place: Place) -> None:
     before = live(place, "abc", lambda: trained(2, elastic=False))
 
     def refused() -> None:
-        with matching(LayoutMismatch, "had 3 ranks", "made without elastic=True", "launch 3 .*guard.save"):
-            Training().protect()
+        with matching(RendezvousError, "had 3 ranks", "launch 3", "elastic=True"):
+            Training().protect(elastic=False)
 
     live(place, "ab", refused)
-    same(before, live(place, "abc", lambda: moved("process")))
+    same(before, live(place, "ab", moved))
 
 
 # --- what is begun again --------------------------------------------------------------------------
@@ -369,7 +368,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         other_arguments_may_come_with_the_move,
         what_cannot_move_is_refused_and_nothing_is_lost,
         tables_by_hand_move_if_the_script_says_where_they_stand,
-        arenas_that_do_not_say_where_rows_stand_do_not_move,
+        a_job_moves_that_was_not_elastic_before,
         a_move_that_is_cut_off_is_begun_again,
     )
 }

@@ -32,6 +32,7 @@ from ecemb.errors import (
     NotInitialized,
     PeerFailure,
     PlacementError,
+    RendezvousError,
     StepFailed,
     UndeclaredWrite,
     UsageError,
@@ -373,7 +374,7 @@ def be_killed_in_step_3(folder: Path, meet: Barrier) -> None:
 def start_as_one(folder: Path, meet: Barrier) -> None:
     initialise(folder)
     with refused(
-        LayoutMismatch, "'guard'", "had 2 ranks", "has 1 in this launch", "launch 2", "without elastic=True"
+        RendezvousError, "'guard'", "had 2 ranks", "has 1 in this launch", "launch 2", "elastic=True"
     ):
         bags().protect(2, 1)
 
