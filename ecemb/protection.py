@@ -38,7 +38,7 @@ def protect(
     max_replay: timedelta | float | None = None,
     overlap: bool = False,
     failure_domain: FailureDomain = "auto",
-    parity_backend: ParityBackend = "gloo",
+    parity_backend: ParityBackend = "tcp",
     compare_every: int = COMPARE_EVERY,
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
     resume_required: bool = False,
@@ -80,8 +80,9 @@ def protect(
         overlap: whether a thread commits beside the steps that follow, which may be run again as well.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
-        parity_backend: what deltas go over (and rows, where parity is made or checked): "gloo", from host
-            memory, or "nccl", through each rank's current CUDA device; not with `overlap`.
+        parity_backend: what deltas go over: "tcp", from host memory over connections of the ranks' own, or
+            "nccl" (and rows, where parity is made or checked), through each rank's current CUDA device; not
+            with `overlap`.
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
             checkpoint, with any number of ranks, and so does a job that has lost more memory than the code

@@ -75,7 +75,7 @@ class Order(GuardedJob):
     rule: str = "Adagrad"
     backend: str = "gloo"
     threads: int = 1
-    parity: ParityBackend = "gloo"
+    parity: ParityBackend = "tcp"
 
 
 class Bare:

@@ -147,5 +147,5 @@ def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
         return device, str(torch.cuda.get_device_properties(device).uuid).encode()
     raise ConfigurationError(
         f"parity_backend={backend!r} needs a CUDA device for each rank and a torch that was built with "
-        f"{backend}; one of them is missing here: leave parity_backend out, and deltas go over gloo"
+        f"{backend}; one of them is missing here: leave parity_backend out, and deltas go over TCP"
     )

@@ -224,7 +224,7 @@ def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
     if placement is not None:
         with start.watch.phase("connect"):
             start.transport.streams = streams(session, start.transport, placement)
-    if backend != "gloo" and placement is not None:
+    if backend != "tcp" and placement is not None:
         with start.watch.phase("fabric"):
             start.transport.fabric = fabric(session, backend, start.transport)
     with start.watch.phase("attach"):

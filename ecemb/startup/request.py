@@ -22,7 +22,7 @@ from ..step.transaction import COMPARE_EVERY
 from ..step.window import Window
 from .spread import FailureDomain, chosen
 
-ParityBackend = Literal["gloo", "nccl"]
+ParityBackend = Literal["tcp", "nccl"]
 RebuildMode = Literal["blocking", "background"]
 
 
@@ -55,7 +55,7 @@ class Request:
         window: number of steps in a transaction.
         overlap: whether a thread decides a transaction during the next one's body.
         failure_domain: see `ecemb.protect`.
-        parity_backend: backend that deltas are sent over.
+        parity_backend: what deltas are sent over.
         reader: finds a checkpoint; None without `resume=`.
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
@@ -80,7 +80,7 @@ class Request:
     window: Window
     overlap: bool
     failure_domain: FailureDomain
-    parity_backend: ParityBackend = "gloo"
+    parity_backend: ParityBackend = "tcp"
     reader: CheckpointReader | None = None
     without: Sequence[nn.Module | nn.Parameter] = ()
     compare_every: int = COMPARE_EVERY
@@ -104,13 +104,13 @@ class Request:
             raise ConfigurationError(
                 f"compare_every= is a number of commits, 1 or more: {self.compare_every!r}"
             )
-        if self.parity_backend not in ("gloo", "nccl"):
-            raise ConfigurationError(f"parity_backend is 'gloo' or 'nccl'; it is {self.parity_backend!r}")
+        if self.parity_backend not in ("tcp", "nccl"):
+            raise ConfigurationError(f"parity_backend is 'tcp' or 'nccl'; it is {self.parity_backend!r}")
         if self.parity_backend == "nccl" and self.overlap:
             raise ConfigurationError(
                 "parity_backend='nccl' with overlap=True: deltas would be sent while the next step's "
                 "training uses NCCL, and two of its communicators in use at the same time may wait for "
-                "each other forever. Leave one of the two out: over gloo, deltas go beside the next step"
+                "each other forever. Leave one of the two out: over TCP, deltas go beside the next step"
             )
         if self.rebuild not in ("blocking", "background"):
             raise ConfigurationError(f"rebuild is 'blocking' or 'background'; it is {self.rebuild!r}")

@@ -154,7 +154,7 @@ def train(
         window=setting.window,
         overlap=setting.overlap,
         failure_domain=failure_domain,
-        parity_backend="nccl" if setting.fabric else "gloo",
+        parity_backend="nccl" if setting.fabric else "tcp",
         resume=checkpoints,
         rebuild="background" if setting.background else "blocking",
     )

@@ -127,8 +127,8 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
         ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
-        ({"parity_backend": "mpi"}, ("parity_backend", "'gloo'", "'nccl'", "'mpi'")),
-        ({"parity_backend": "nccl", "overlap": True}, ("overlap=True", "wait for each other", "over gloo")),
+        ({"parity_backend": "mpi"}, ("parity_backend", "'tcp'", "'nccl'", "'mpi'")),
+        ({"parity_backend": "nccl", "overlap": True}, ("overlap=True", "wait for each other", "over TCP")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
         ({"tables": {}}, ("no table", "ShardedEmbeddingBag", "tables=")),
         ({"tables": [table]}, ("tables=", "a mapping", "list")),
@@ -542,7 +542,7 @@ def train_over_a_fabric(folder: Path, meet: Barrier, backend: str) -> tuple[dict
 
 def test_deltas_over_a_fabric_are_those_over_streams(tmp_path: Path) -> None:
     found: list[Any] = []
-    for backend in ("nccl", "gloo"):
+    for backend in ("nccl", "tcp"):
         (tmp_path / backend).mkdir()
         found.append(launch(4, train_over_a_fabric, tmp_path / backend, backend))
     over_fabric, over_gloo = found
@@ -648,8 +648,8 @@ def refusals(folder: Path, meet: Barrier) -> None:
         bags().protect(2 + rank, 1)
     with refused(ConfigurationError, "no table to protect on any rank"):
         ecemb.protect(nn.Linear(2, 2).requires_grad_(False), code=ecemb.Code(2, 1))
-    with refused(ConfigurationError, "different arguments", "nccl", "'parity_backend': 'gloo'"):
-        bags().protect(2, 1, parity_backend="gloo" if rank else "nccl")
+    with refused(ConfigurationError, "different arguments", "nccl", "'parity_backend': 'tcp'"):
+        bags().protect(2, 1, parity_backend="tcp" if rank else "nccl")
     with refused(ConfigurationError, "parity_backend='nccl' needs a CUDA device", "leave parity_backend out"):
         bags().protect(2, 1, parity_backend="nccl")
     shared = refused(ConfigurationError, "ranks [0, 1] share theirs", "torch.cuda.set_device")

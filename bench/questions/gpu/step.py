@@ -11,7 +11,7 @@ device, which spins.
   a guard keeps the image and the journals, so that a crash of the process loses nothing, and that is all. Its
   `code` is not used.
 - Where there are several devices, ranks are dealt out over them (`devices`); with four, they also train
-  over NCCL, and deltas go over gloo or NCCL (`parity`).
+  over NCCL, and deltas go over TCP or NCCL (`parity`).
 - `image_over_step`: what bringing images up to date takes of the protected step's wall time (the phase
   `image` of `step_phase_ms`). That phase begins when the host comes to it, and first waits for what the
   device still has to do of the step, so that it is an upper bound.
@@ -61,12 +61,12 @@ class Group:
     backend: str
     ranks: int
     code: Code
-    parity: ParityBackend = "gloo"
+    parity: ParityBackend = "tcp"
 
     @property
     def text(self) -> str:
         """What it is, in words."""
-        parity = f", parity over {self.parity}" if self.parity != "gloo" else ""
+        parity = f", parity over {self.parity}" if self.parity != "tcp" else ""
         return f"{self.ranks} ranks over {self.backend}{parity}"
 
     @property

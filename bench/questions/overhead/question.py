@@ -171,7 +171,7 @@ class Scale:
     backend: str = "gloo"
     threads: int = 1
     ranks: int = 0
-    parity: ParityBackend = "gloo"
+    parity: ParityBackend = "tcp"
 
     @property
     def setting(self) -> str:
