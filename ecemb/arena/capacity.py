@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .._threads import without_signals
 from ..errors import ArenaBusy, ConfigurationError, NotEnoughSpace
+from ..kernels.threads import without_signals
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}

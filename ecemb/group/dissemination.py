@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import PeerFailure
 from ..kernels.contract import Words
-from .interruptions import to_the_end
+from ..kernels.threads import to_the_end
 
 Ints = NDArray[np.int64]
 

@@ -17,8 +17,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .._threads import without_signals
 from ..kernels.llvm import assembled
+from ..kernels.threads import without_signals
 
 _CODE: Final = """
 define ptr @beats(ptr %plan) {{

@@ -1,6 +1,6 @@
 """Bulk bytes: the few operations on rows and words that all protection is built on.
 
-`contract` has the abstract kernels and chooses one; `checks` validates arguments. `reference` is the
-specification, `cpu` runs loops (`loops`) compiled for this machine (`llvm`, `gf_products`), on a
-`thread_team`. `row_set` is a set of rows as bits.
+`contract` has the abstract kernels with their checks, and chooses one. `reference` is the specification,
+`cpu` runs loops that are compiled for this machine (`llvm`). `threads` is for all packages: teams, calls in
+other threads, and calls that no signal ends.
 """

@@ -1,6 +1,8 @@
 """Kernels: the few operations on bulk bytes that everything else is built on.
 
-Owns: the contract (`Kernels`) and its checks, and the choice of an implementation by name (`get_kernels`).
+Owns: the contract (`Kernels`), the checks of its arguments, and the choice of an implementation by name
+(`get_kernels`); what all implementations share: `Columns`, the parts of which a table's records are made and
+which lie apart in memory, and `RowSet`, a set of rows as bits, since a table may have billions of rows.
 `reference` is plain numpy, slow and easy to read, and is the specification. The others are fast and equal to
 it bit for bit.
 
@@ -18,31 +20,18 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final, cast, final
+from typing import Any, ClassVar, Final, TypeAlias, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.errors import KernelError, KernelUnavailable
+from ..errors import KernelError, KernelUnavailable
+from .threads import Team
 
-from .checks import (
-    BYTE,
-    INDEX,
-    WORD,
-    Elements,
-    Ids,
-    Words,
-    check_array,
-    check_ids,
-    check_length,
-    check_output,
-    check_places,
-    check_rows,
-    check_weight,
-)
-from .columns import Columns
-from .row_set import RowSet
-from .thread_team import Team
+Words: TypeAlias = NDArray[np.uint64]
+Ids: TypeAlias = NDArray[np.int64]
+Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
 
 __all__ = ["NAMES", "POLYNOMIAL", "Columns", "Elements", "Ids", "Kernels", "RowSet", "Words", "get_kernels"]
 
@@ -439,3 +428,269 @@ class Kernels(ABC):
 
     @abstractmethod
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None: ...
+
+
+WORD: Final = np.dtype(np.uint64)
+INDEX: Final = np.dtype(np.int64)
+BYTE: Final = np.dtype(np.uint8)
+ELEMENTS: Final = tuple(np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64))
+
+
+def check_array(
+    operation: str,
+    label: str,
+    array: object,
+    dimensions: int,
+    dtypes: tuple[np.dtype[Any], ...],
+) -> None:
+    """Raises unless `array` is a contiguous numpy array of one of `dtypes` with `dimensions` dimensions."""
+    if not isinstance(array, np.ndarray):
+        raise KernelError(f"{operation}: {label} has to be a numpy array, not {type(array).__name__}")
+    known = cast("NDArray[Any]", array)
+    if known.dtype not in dtypes:
+        rule = "/".join(str(dtype) for dtype in dtypes)
+        raise KernelError(
+            f"{operation}: {label} has the dtype {known.dtype}; it has to be {rule}: pass a view"
+        )
+    if known.ndim != dimensions:
+        raise KernelError(
+            f"{operation}: {label} has the shape {list(known.shape)}; it has to have {dimensions} "
+            "dimension(s)"
+        )
+    if not (known.flags.c_contiguous and known.flags.aligned):
+        raise KernelError(
+            f"{operation}: {label} has to be C-contiguous and aligned; its shape is "
+            f"{list(known.shape)} and its strides are {list(known.strides)} bytes"
+        )
+
+
+def check_output(operation: str, label: str, output: NDArray[Any], **inputs: NDArray[Any]) -> None:
+    """Raises unless `output` is writeable and shares no memory with `inputs`."""
+    if not output.flags.writeable:
+        raise KernelError(f"{operation}: {label} is written to, but the array is read-only")
+    for name, array in inputs.items():
+        # Exact for contiguous arrays: it compares their bounds.
+        if np.may_share_memory(output, array):
+            raise KernelError(
+                f"{operation}: {label} is written to while {name} is read; their memory overlaps"
+            )
+
+
+def check_length(
+    operation: str, label: str, array: NDArray[Any], other: str, reference: NDArray[Any]
+) -> None:
+    """Raises unless `array` is as long as `reference`."""
+    if array.size != reference.size:
+        raise KernelError(
+            f"{operation}: {label} has {array.size} words; it has to have {other}'s {reference.size}"
+        )
+
+
+def check_weight(operation: str, weight: int) -> None:
+    """Raises unless `weight` is an element of the field."""
+    if not isinstance(cast(object, weight), int | np.integer) or not 0 <= weight <= 255:
+        raise KernelError(
+            f"{operation}: weight {weight!r} is not an element of GF(2^8); the elements are the ints 0..255"
+        )
+
+
+def check_rows(operation: str, table: Elements, ids: Ids, label: str, records: Elements, column: int) -> None:
+    """Raises unless `ids` are rows of `table`, and its width fits in `records` from `column` on."""
+    check_array(operation, "table", table, 2, ELEMENTS)
+    check_array(operation, label, records, 2, (table.dtype,))
+    check_array(operation, "ids", ids, 1, (INDEX,))
+    rows, width = table.shape
+    if records.shape[0] != ids.size:
+        raise KernelError(
+            f"{operation}: {label} has {records.shape[0]} rows; it has to have one for each of "
+            f"the {ids.size} ids"
+        )
+    if not 0 <= column <= records.shape[1] - width:
+        raise KernelError(
+            f"{operation}: the table's {width} columns from column {column} on are not within "
+            f"{label}'s {records.shape[1]}"
+        )
+    check_ids(operation, ids, rows, "table")
+
+
+def check_ids(operation: str, ids: Ids, rows: int, owner: str) -> None:
+    """Raises unless every id is a row, 0..rows-1, of `owner`."""
+    if not within(ids, rows):
+        i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
+        raise KernelError(
+            f"{operation}: ids[{i}] = {ids[i]} is not a row of the {owner}, which has {rows} rows"
+        )
+
+
+def within(indices: Ids, stop: int) -> bool:
+    """Whether all of `indices` are 0..stop-1."""
+    # Negative numbers are the largest when read as unsigned, so one pass is enough.
+    return not indices.size or int(np.maximum.reduce(indices.view(np.uint64))) < stop
+
+
+def check_places(operation: str, sparse: str, words: Words, offsets: Ids, dense: str, packed: Words) -> None:
+    """Raises unless `words` [S] has room for a row of `packed` [m, w] at each of `offsets` [m]."""
+    check_array(operation, sparse, words, 1, (WORD,))
+    check_array(operation, dense, packed, 2, (WORD,))
+    check_array(operation, "offsets", offsets, 1, (INDEX,))
+    count, width = packed.shape
+    if count != offsets.size:
+        raise KernelError(
+            f"{operation}: {dense} has {count} rows; it has to have one for each of the {offsets.size} "
+            "offsets"
+        )
+    last = words.size - width
+    if not within(offsets, last + 1):
+        i = int(np.flatnonzero((offsets < 0) | (offsets > last))[0])
+        raise KernelError(
+            f"{operation}: row {i} of {width} words at offsets[{i}] = {offsets[i]} is not within {sparse}'s "
+            f"{words.size} words"
+        )
+
+
+_WORD_BYTES = 8
+
+
+@final
+class Columns:
+    """The columns of a table, side by side in a record. The rest of a record's last word is 0.
+
+    Args:
+        rows: rows of the table, 0 or more.
+        parts: of each column its rows, uint8/16/32/64 [rows, w], and its first element in a record; without
+            gaps, in the order of a record.
+
+    Attributes:
+        rows: as given.
+        words: 8-byte words of a record.
+        parts: as given.
+        widths: bytes of a row in each column.
+        addresses: int64, of row 0 in each column.
+
+    Raises:
+        KernelError: a column is no such array, has other rows than the others, or leaves a gap.
+    """
+
+    def __init__(self, rows: int, parts: Sequence[tuple[Elements, int]]) -> None:
+        self.rows = rows
+        self.parts: tuple[tuple[Elements, int], ...] = tuple(parts)
+        widths: list[int] = []
+        end = 0
+        for number, (column, first) in enumerate(self.parts):
+            check_array("records", f"column {number}", column, 2, ELEMENTS)
+            at = first * column.itemsize
+            if len(column) != rows or at != end:
+                raise KernelError(
+                    f"records: column {number} has {len(column)} rows and begins at byte {at}; it has to "
+                    f"have {rows}, and to begin at byte {end}, where the column before it ends"
+                )
+            widths.append(column.shape[1] * column.itemsize)
+            end += widths[-1]
+        self.widths: tuple[int, ...] = tuple(widths)
+        self.words: int = -(-end // _WORD_BYTES)
+        addresses = [column.__array_interface__["data"][0] for column, _ in parts]
+        self.addresses: NDArray[np.int64] = np.array(addresses, np.int64)
+        self._named = {f"column {number} of the table": column for number, (column, _) in enumerate(parts)}
+
+    def check(self, operation: str, ids: Ids, *, out: Words, **read: Words) -> None:
+        """Raises KernelError unless `ids` are rows, and `out` and what is `read` have a record for each.
+
+        `out` must be writeable, and share no memory with the columns or what is read.
+        """
+        check_array(operation, "ids", ids, 1, (INDEX,))
+        for label, records in {**read, "out": out}.items():
+            check_array(operation, label, records, 2, (WORD,))
+            if records.shape != (ids.size, self.words):
+                raise KernelError(
+                    f"{operation}: {label} has the shape {list(records.shape)}; it has to be "
+                    f"[{ids.size}, {self.words}], a record for each id"
+                )
+        check_ids(operation, ids, self.rows, "table")
+        check_output(operation, "out", out, **read, **self._named)
+
+
+ROWS_PER_WORD = 64
+
+_ALL = (1 << ROWS_PER_WORD) - 1
+_LOOK_WORDS = 1 << 14
+"""Words that are looked at together: what is computed of them stays in the processor's cache."""
+
+_ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+
+
+@final
+class RowSet:
+    """A set of row numbers below `rows`; empty at first.
+
+    One thread may change it at a time. While rows are only added, others may ask `has` meanwhile: a word is
+    stored at once, so they find a row or don't.
+
+    The owner keeps it as long as the table, since making a set clears a bit of memory for each row.
+
+    Args:
+        rows: rows of the table, 0 or more.
+
+    Attributes:
+        rows: the same.
+        seen: uint64 [ceil(rows / 64)], bit i % 64 of word i // 64 is set if row i is in the set.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.seen: NDArray[np.uint64] = np.zeros(-(-rows // ROWS_PER_WORD), np.uint64)
+
+    def add_(self, row: int) -> bool:
+        """Adds one row, as `Kernels.distinct` adds many; returns whether it is new.
+
+        Raises:
+            KernelError: there is no such row.
+        """
+        if not 0 <= row < self.rows:
+            raise KernelError(f"add_: {row} is not a row of the set, which has {self.rows} rows")
+        word, bit = divmod(row, ROWS_PER_WORD)
+        known = int(self.seen[word])
+        self.seen[word] = known | 1 << bit
+        return not known >> bit & 1
+
+    def has(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which rows are in the set.
+
+        Args:
+            ids: int64 [m], rows of the table, in any order, repeats allowed; read.
+
+        Returns:
+            bool [m]; new.
+        """
+        bits = self.seen[ids // ROWS_PER_WORD] >> (ids % ROWS_PER_WORD).astype(np.uint64)
+        return (bits & np.uint64(1)).astype(np.bool_)
+
+    def first_absent(self, first: int) -> int:
+        """The first row that is not in the set, from `first` (0 or more) on; `rows` if there is none."""
+        if first >= self.rows:
+            return self.rows
+        word, bit = divmod(first, ROWS_PER_WORD)
+        absent = ~int(self.seen[word]) >> bit << bit & _ALL
+        while not absent and (start := word + 1) < len(self.seen):
+            full = self.seen[start : start + _LOOK_WORDS] == _ALL
+            word = start + int(full.argmin()) if not full.all() else start + len(full) - 1
+            absent = ~int(self.seen[word]) & _ALL
+        if not absent:
+            return self.rows
+        return min(word * ROWS_PER_WORD + (absent & -absent).bit_length() - 1, self.rows)
+
+    def count(self, first: int, stop: int) -> int:
+        """How many of the rows first..stop-1 of the table are in the set."""
+        low, high = first // ROWS_PER_WORD, stop // ROWS_PER_WORD
+        count = self._count_below(stop) - self._count_below(first)
+        for start in range(low, high, _LOOK_WORDS):
+            count += int(_ONES[self.seen[start : min(start + _LOOK_WORDS, high)].view(np.uint8)].sum())
+        return count
+
+    def _count_below(self, row: int) -> int:
+        """How many rows before `row` are in the set, of those in its word."""
+        word, bit = divmod(row, ROWS_PER_WORD)
+        return (int(self.seen[word]) & (1 << bit) - 1).bit_count() if bit else 0
+
+    def clear_(self) -> None:
+        """Takes all rows out: faster than `Kernels.forget_` when they are many."""
+        self.seen.fill(0)

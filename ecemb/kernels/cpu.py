@@ -1,24 +1,36 @@
 """Kernels for the CPU: loops compiled for this machine's vector units, on one thread or several.
 
-Owns: which loop does which operation. The loops are compiled when the kernels are made, in some tens of
-milliseconds, and run without the interpreter's lock. The contract checks all arguments; the loops check
-nothing.
+Owns: the loops, which of them does which operation, and products in GF(2^8). The loops are compiled when the
+kernels are made, in some tens of milliseconds, and run without the interpreter's lock. The contract checks
+all arguments; the loops check nothing. All arguments of theirs are integers: addresses, and sizes in bytes or
+rows.
+
+Row i lies at base + indices[i] · scale. Loops prefetch some rows ahead, since most of the time of a scattered
+row is waiting for memory.
+
+A product is linear in the bits of one factor: weight * x = XOR_j x_j · (weight * 2^j), where x_j is bit j of
+x. So each weight is one 8 x 8 matrix of bits, and there are three ways to apply it to many bytes:
+
+- `affine`: processors with GFNI multiply 64, 32 or 16 bytes by a matrix of bits in one instruction.
+- `shuffle`: with SSSE3 or more, one instruction looks 16 to 64 bytes up in a table of 16: one table for the
+  low four bits of x, one for the high four, as in Plank, Greenan, Miller: Screaming Fast Galois Field
+  Arithmetic Using Intel SIMD Instructions, FAST 2013.
+- `planes`: on every processor, bit by bit as in the formula.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, final
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels.contract import Columns, Elements, Ids, Kernels, RowSet, Words
-
-from . import loops
-from .gf_products import Products, available
-from .llvm import compiled
+from .contract import POLYNOMIAL, Columns, Elements, Ids, Kernels, RowSet, Words
+from .llvm import I8, I64, LINE_BYTES, Emitter, Value, compiled, features, ir, number, vector
 
 
 @final
@@ -43,22 +55,22 @@ class Cpu(Kernels):
         self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes
         self._copy, self._put, self._differ, self._collect, self._drop, *adds = compiled(
-            loops.copy(unit),
-            loops.put(unit),
-            loops.change(unit),
-            loops.distinct(),
-            loops.forget(),
-            loops.add(unit, None),
-            loops.add(unit, self.products),
-            loops.add(unit, None, journalled=True),
-            loops.add(unit, self.products, journalled=True),
+            copy_loop(unit),
+            put_loop(unit),
+            change_loop(unit),
+            distinct_loop(),
+            forget_loop(),
+            add_loop(unit, None),
+            add_loop(unit, self.products),
+            add_loop(unit, None, journalled=True),
+            add_loop(unit, self.products, journalled=True),
         )
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
         # Compiled at the first use: for the records that there are; and most processes never combine blocks.
         self._of_records = functools.cache(
-            lambda widths: compiled(loops.pack(unit, widths), loops.differ(unit, widths))
+            lambda widths: compiled(pack_loop(unit, widths), differ_loop(unit, widths))
         )
-        self._combine = functools.cache(lambda outputs: compiled(loops.dot(self.products, outputs))[0])
+        self._combine = functools.cache(lambda outputs: compiled(dot_loop(self.products, outputs))[0])
 
     def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
         self._gather_from(*_rows(table, ids), *_records(out, column))
@@ -95,7 +107,7 @@ class Cpu(Kernels):
 
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
         digits = -(-rows.rows.bit_length() // 8) | 1
-        spare = np.empty(ids.size + 1 + loops.DIGITS, np.int64)
+        spare = np.empty(ids.size + 1 + DIGITS, np.int64)
         places = _address(spare), _address(spare) + 8 * (ids.size + 1)
         return self._collect(_address(ids), ids.size, _address(rows.seen), _address(out), *places, digits)
 
@@ -158,8 +170,8 @@ class Cpu(Kernels):
 
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
         sources = np.array([_address(block) for block in blocks], np.int64)
-        for row in range(0, len(outs), loops.MOST_OUTPUTS):
-            targets = np.array([_address(out) for out in outs[row : row + loops.MOST_OUTPUTS]], np.int64)
+        for row in range(0, len(outs), MOST_OUTPUTS):
+            targets = np.array([_address(out) for out in outs[row : row + MOST_OUTPUTS]], np.int64)
             constants = self._constants[weights[row : row + len(targets)]]
             some = functools.partial(_combine, self._combine(len(targets)), sources, constants, targets)
             self._team.share(outs[0].size, 8 * (len(blocks) + len(targets)), some)
@@ -199,3 +211,422 @@ def _records(records: Elements, column: int) -> tuple[int, int]:
 
 def _places(words: Words, offsets: Ids, rows: Words) -> tuple[int, int, int, int, int]:
     return _address(words), _address(offsets), offsets.size, 8, 8 * rows.shape[1]
+
+
+WORD_BYTES: Final = number(8)
+
+AHEAD_ROWS: Final = 24
+AHEAD_BITS: Final = 16
+"""How far ahead the words of a bitmap are prefetched, in rows."""
+
+AHEAD_BYTES: Final = 1024
+"""Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
+
+DIGITS: Final = 256
+"""Values of a byte, by which rows are sorted."""
+
+MOST_OUTPUTS: Final = 4
+"""Sums that `dot` keeps in registers at the same time."""
+
+
+def copy_loop(unit: int) -> Emitter:
+    """(base, indices, count, scale, width, out, stride): out[i · stride ..] = row i, `width` bytes."""
+    return _move("copy", unit, put=False)
+
+
+def put_loop(unit: int) -> Emitter:
+    """(base, indices, count, scale, width, records, stride): row i = records[i · stride ..]."""
+    return _move("put", unit, put=True)
+
+
+def _move(name: str, unit: int, *, put: bool) -> Emitter:
+    e = Emitter(name, 7)
+    base, indices, count, scale, width, records, stride = e.arguments
+    with e.loop(count) as rows:
+        row = _row(e, base, indices, count, scale, width, rows.index, write=put)
+        record = e.place(records, rows.index, stride)
+        source, target = (record, row) if put else (row, record)
+
+        def act(at: Value, size: int) -> None:
+            e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
+
+        e.pieces(width, unit, 1, act)
+    return e.end()
+
+
+def change_loop(unit: int) -> Emitter:
+    """(base, indices, count, scale, width, old, out, stride): out[i · stride ..] = row i XOR old[there]."""
+    e = Emitter("change", 8)
+    base, indices, count, scale, width, old, out, stride = e.arguments
+    with e.loop(count) as rows:
+        source = _row(e, base, indices, count, scale, width, rows.index, write=False)
+        before, target = e.place(old, rows.index, stride), e.place(out, rows.index, stride)
+
+        def act(at: Value, size: int) -> None:
+            new, was = (e.load(vector(size), e.make.add(start, at)) for start in (source, before))
+            e.store(e.make.xor(new, was), e.make.add(target, at))
+
+        e.pieces(width, unit, 1, act)
+    return e.end()
+
+
+def pack_loop(unit: int, widths: Sequence[int]) -> Emitter:
+    """(columns, indices, count, out): out[i] = the record of row i, from columns of these widths.
+
+    `contract` are the addresses of their first rows, which follow each other without gaps; a record is padded
+    with zeros to words. The sizes are a part of the code, which takes half the time of `copy` for each.
+    """
+    return _record_loop("pack", unit, widths, changes=False)
+
+
+def differ_loop(unit: int, widths: Sequence[int]) -> Emitter:
+    """(columns, indices, count, out, old): out[i] = the record of row i, as in `pack`, XOR old[i]."""
+    return _record_loop("differ", unit, widths, changes=True)
+
+
+def _record_loop(name: str, unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
+    e = Emitter(name, 5 if changes else 4)
+    columns, indices, count, *outputs = e.arguments
+    make = e.make
+    starts = [e.word(columns, number(column)) for column in range(len(widths))]
+    ends = list(itertools.accumulate(widths))
+    words = -(-sum(widths) // 8)
+    last = make.sub(count, number(1))
+    with e.loop(count) as rows:
+        soon = e.word(indices, _at_most(e, make.add(rows.index, number(AHEAD_ROWS)), last))
+        row = e.word(indices, rows.index)
+        records = [e.place(output, rows.index, number(8 * words)) for output in outputs]
+        for start, width in zip(starts, widths, strict=True):
+            ahead = e.place(start, soon, number(width))
+            for line in range(0, min(width, AHEAD_BYTES), LINE_BYTES):
+                e.prefetch(make.add(ahead, number(line)), write=False)
+        for start, width, end in zip(starts, widths, ends, strict=True):
+            source = e.place(start, row, number(width))
+            _copy_record(e, source, [make.add(one, number(end - width)) for one in records], width, unit)
+        for at, size in _cut(8 * words - sum(widths), 4):
+            end = number(sum(widths) + at)
+            e.store(ir.Constant(vector(size), 0), make.add(records[0], end))
+    return e.end()
+
+
+def _copy_record(e: Emitter, source: Value, records: Sequence[Value], width: int, unit: int) -> None:
+    """Writes `width` bytes to the first of `records`, XOR those of the second if there is one."""
+    target, *old = records
+
+    def act(at: Value, size: int) -> None:
+        values = [e.load(vector(size), e.make.add(start, at)) for start in (source, *old)]
+        e.store(functools.reduce(e.make.xor, values), e.make.add(target, at))
+
+    if width > AHEAD_BYTES:
+        e.pieces(number(width), unit, 1, act)
+        return
+    for at, size in _cut(width, unit):
+        act(number(at), size)
+
+
+def _cut(size: int, largest: int) -> Iterator[tuple[int, int]]:
+    """The pieces of some bytes, as of `Emitter.pieces`: where each begins, and its size."""
+    at = 0
+    while at < size:
+        piece = min(largest, 1 << (size - at).bit_length() - 1)
+        yield at, piece
+        at += piece
+
+
+def add_loop(unit: int, products: Products | None, *, journalled: bool = False) -> Emitter:
+    """(base, indices, count, scale, width, src, constants): row i ^= weight * src[i · width ..].
+
+    Without `products` the weight is 1, and `constants` is not read. With `journalled` there are three more
+    arguments, saved, stride and mark, an address: before row i changes, it is copied to
+    saved + (number mod 2) · stride, and then its number is stored at `mark`; it is what is stored there in
+    the beginning, plus i + 1.
+    """
+    e = Emitter("add", 10 if journalled else 7)
+    base, indices, count, scale, width, src, constants, *journal = e.arguments
+    prepared = products.prepare(e, constants) if products else []
+    before = e.load(I64, journal[2]) if journalled else None
+    with e.loop(count) as rows:
+        target = _row(e, base, indices, count, scale, width, rows.index, write=True)
+        source = e.place(src, rows.index, width)
+        if journalled:
+            saved, stride, mark = journal
+            row = e.make.add(e.make.add(before, rows.index), number(1))
+            _keep(e, unit, target, width, e.place(saved, e.make.and_(row, number(1)), stride))
+            e.in_order()
+            e.store_word(row, mark)
+            e.in_order()
+
+        def act(at: Value, size: int) -> None:
+            for part in range(0, size, unit):
+                first = e.make.add(at, number(part))
+                kind = vector(min(size, unit))
+                added = e.load(kind, e.make.add(source, first))
+                if products:
+                    added = products.multiply(e, prepared, added)
+                there = e.make.add(target, first)
+                e.store(e.make.xor(e.load(kind, there), added), there)
+
+        e.pieces(width, 2 * unit, 8, act)
+    return e.end()
+
+
+def _keep(e: Emitter, unit: int, row: Value, width: Value, place: Value) -> None:
+    """Copies a row to a place."""
+
+    def act(at: Value, size: int) -> None:
+        for part in range(0, size, unit):
+            first = e.make.add(at, number(part))
+            kind = vector(min(size, unit))
+            e.store(e.load(kind, e.make.add(row, first)), e.make.add(place, first))
+
+    e.pieces(width, 2 * unit, 8, act)
+
+
+def dot_loop(products: Products, outputs: int) -> Emitter:
+    """(blocks, constants, stride, count, outs, size): outs[q] = XOR_j weight[q, j] * blocks[j], q < outputs.
+
+    `blocks` and `outs` are arrays of addresses, `constants` those of weight[q, j] at q · count + j, each
+    `stride` bytes; blocks have `size` bytes.
+    """
+    e = Emitter("dot", 6)
+    blocks, constants, stride, count, outs, size = e.arguments
+    unit = products.vector_bytes
+    targets = [e.word(outs, number(q)) for q in range(outputs)]
+
+    def act(at: Value, piece: int) -> None:
+        kind = vector(min(piece, unit))
+        parts = range(0, piece, unit)
+        zeros = [ir.Constant(kind, None)] * (outputs * len(parts))
+        with e.loop(count, carried=zeros) as each:
+            source = e.make.add(e.word(blocks, each.index), at)
+            factors = [e.load(kind, e.make.add(source, number(part))) for part in parts]
+            sums = iter(each.carried)
+            for q in range(outputs):
+                number_of = e.make.add(e.make.mul(number(q), count), each.index)
+                prepared = products.prepare(e, e.place(constants, number_of, stride))
+                each.following += [
+                    e.make.xor(next(sums), products.multiply(e, prepared, factor)) for factor in factors
+                ]
+        sums = iter(each.carried)
+        for target in targets:
+            for part in parts:
+                e.store(next(sums), e.make.add(e.make.add(target, at), number(part)))
+
+    e.pieces(size, 4 * unit, 8, act)
+    return e.end()
+
+
+def distinct_loop() -> Emitter:
+    """(ids, count, seen, out, spare, counts, digits): returns the number of words written to out, ascending.
+
+    Tests a bit per id. New rows go to `spare`, which has room for all and one more: without a branch, which
+    would often be mispredicted. They are sorted by byte after byte, from the lowest of `digits` on, an odd
+    number: to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
+    """
+    e = Emitter("distinct", 7)
+    ids, count, seen, out, spare, counts, digits = e.arguments
+    make, one = e.make, number(1)
+    last = make.sub(count, one)
+    with e.loop(count, carried=[number(0)]) as each:
+        ahead = _at_most(e, make.add(each.index, number(AHEAD_BITS)), last)
+        soon, _ = _bit(e, e.word(ids, ahead))
+        e.prefetch(e.place(seen, soon, WORD_BYTES), write=True)
+        row = e.word(ids, each.index)
+        place, bit = _bit(e, row)
+        address = e.place(seen, place, WORD_BYTES)
+        known = e.load(I64, address)
+        new = make.icmp_signed("==", make.and_(bit, known), number(0))
+        e.store(make.or_(known, bit), address)
+        e.store(row, e.place(spare, each.carried[0], WORD_BYTES))
+        each.following = [make.add(each.carried[0], make.zext(new, I64))]
+    total = each.carried[0]
+
+    def counter(source: Value, index: Value, digit: Value) -> tuple[Value, Value, Value]:
+        """A row, its counter's address, and its counter."""
+        row = e.word(source, index)
+        value = make.and_(make.lshr(row, make.mul(digit, number(8))), number(DIGITS - 1))
+        at = e.place(counts, value, WORD_BYTES)
+        return row, at, e.load(I64, at)
+
+    with e.loop(digits, carried=[spare, out]) as digit:
+        source, target = digit.carried
+        with e.loop(number(DIGITS)) as each:
+            e.store(number(0), e.place(counts, each.index, WORD_BYTES))
+        with e.loop(total) as each:
+            _, at, before = counter(source, each.index, digit.index)
+            e.store(make.add(before, one), at)
+        with e.loop(number(DIGITS), carried=[number(0)]) as each:
+            at = e.place(counts, each.index, WORD_BYTES)
+            each.following = [make.add(each.carried[0], e.load(I64, at))]
+            e.store(each.carried[0], at)
+        with e.loop(total) as each:
+            row, at, before = counter(source, each.index, digit.index)
+            e.store(row, e.place(target, before, WORD_BYTES))
+            e.store(make.add(before, one), at)
+        digit.following = [target, source]
+    return e.end(total)
+
+
+def forget_loop() -> Emitter:
+    """(ids, count, seen): clears the bits."""
+    e = Emitter("forget", 3)
+    ids, count, seen = e.arguments
+    with e.loop(count) as each:
+        place, bit = _bit(e, e.word(ids, each.index))
+        address = e.place(seen, place, WORD_BYTES)
+        e.store(e.make.and_(e.load(I64, address), e.make.not_(bit)), address)
+    return e.end()
+
+
+def _row(
+    e: Emitter,
+    base: Value,
+    indices: Value,
+    count: Value,
+    scale: Value,
+    width: Value,
+    index: Value,
+    *,
+    write: bool,
+) -> Value:
+    """The address of row `index`. Prefetches the row that is `AHEAD_ROWS` ahead."""
+    make = e.make
+    last = make.sub(count, number(1))
+    ahead = _at_most(e, make.add(index, number(AHEAD_ROWS)), last)
+    soon = e.place(base, e.word(indices, ahead), scale)
+    most = number(AHEAD_BYTES)
+    with e.loop(make.select(make.icmp_signed("<", width, most), width, most), LINE_BYTES) as lines:
+        e.prefetch(make.add(soon, lines.index), write=write)
+    return e.place(base, e.word(indices, index), scale)
+
+
+def _at_most(e: Emitter, value: Value, most: Value) -> Value:
+    return e.make.select(e.make.icmp_signed("<", value, most), value, most)
+
+
+def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:
+    """The number of the word with bit `index` in a bitmap, and a word with only that bit set."""
+    inner = e.make.and_(index, number(63))
+    return e.make.lshr(index, number(6)), e.make.shl(number(1), inner)
+
+
+Way = Literal["affine", "shuffle", "planes"]
+
+
+@dataclass(frozen=True)
+class Products:
+    """A way to multiply, in vectors of 16, 32 or 64 bytes."""
+
+    way: Way
+    vector_bytes: int
+
+    def constants(self) -> NDArray[np.uint8]:
+        """Returns uint8 [256, c]: the bytes that `prepare` reads for each weight."""
+        return _CONSTANTS[self.way]()
+
+    def prepare(self, emitter: Emitter, constants: Value) -> list[Value]:
+        """Loads the constants of one weight from their address into vectors."""
+        make = emitter.make
+        if self.way == "affine":
+            return [_repeated(emitter, constants, 8, self.vector_bytes)]
+        if self.way == "shuffle":
+            halves = (constants, make.add(constants, number(16)))
+            return [_repeated(emitter, half, 16, self.vector_bytes) for half in halves]
+        bits = (make.add(constants, number(bit)) for bit in range(8))
+        return [_repeated(emitter, bit, 1, self.vector_bytes) for bit in bits]
+
+    def multiply(self, emitter: Emitter, prepared: list[Value], factor: Value) -> Value:
+        """Multiplies each byte of a vector, of 8 bytes or more, by the weight of `prepared`."""
+        make, size = emitter.make, factor.type.count
+        if self.way == "planes":
+            product = ir.Constant(factor.type, None)
+            for bit, constant in enumerate(prepared):
+                mask = ir.Constant(factor.type, [1 << bit] * size)
+                chosen = make.icmp_unsigned("!=", make.and_(factor, mask), ir.Constant(factor.type, None))
+                taken = make.and_(make.sext(chosen, factor.type), _resized(emitter, constant, size))
+                product = make.xor(product, taken)
+            return product
+        full = max(size, 16)  # the shortest vector of the instructions
+        wide = _resized(emitter, factor, full)
+        fitting = [_resized(emitter, constant, full) for constant in prepared]
+        if self.way == "affine":
+            name = f"llvm.x86.vgf2p8affineqb.{8 * full}"
+            product = emitter.call(name, wide.type, wide, fitting[0], ir.Constant(I8, 0))
+        else:
+            low = make.and_(wide, ir.Constant(wide.type, [15] * full))
+            high = make.lshr(wide, ir.Constant(wide.type, [4] * full))
+            name = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}[full]
+            looked_up = (
+                emitter.call(f"llvm.x86.{name}", wide.type, table, index)
+                for table, index in zip(fitting, (low, high), strict=True)
+            )
+            product = make.xor(*looked_up)
+        return _resized(emitter, product, size)
+
+
+def available() -> list[Products]:
+    """Returns the ways that this processor supports, fastest first."""
+    has = features()
+    wide = {64} if "avx512bw" in has else set[int]()
+    wide |= {32} if "avx2" in has else set[int]()
+    sizes = sorted(wide, reverse=True)
+    found = [Products("affine", size) for size in sizes if "gfni" in has]
+    found += [Products("shuffle", size) for size in (*sizes, 16) if "ssse3" in has]
+    return [*found, Products("planes", max(wide, default=16))]
+
+
+def _repeated(emitter: Emitter, address: Value, given: int, size: int) -> Value:
+    """A vector of `size` bytes that repeats the `given` bytes at an address."""
+    make = emitter.make
+    kind, lanes = {1: (I8, size), 8: (I64, size // 8), 16: (vector(16), 1)}[given]
+    loaded = emitter.load(kind, address)
+    if given == 16:
+        return _shuffled(emitter, loaded, [i % 16 for i in range(size)])
+    undefined = ir.Constant(ir.VectorType(kind, lanes), ir.Undefined)
+    one = make.insert_element(undefined, loaded, number(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), None)
+    return make.bitcast(make.shuffle_vector(one, undefined, zeros), vector(size))
+
+
+def _resized(emitter: Emitter, value: Value, size: int) -> Value:
+    """A vector of `size` bytes that begins with those of `value`; bytes beyond its end are arbitrary."""
+    count = value.type.count
+    return value if count == size else _shuffled(emitter, value, [i % count for i in range(size)])
+
+
+def _shuffled(emitter: Emitter, value: Value, order: list[int]) -> Value:
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+    return emitter.make.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def _plane_constants() -> NDArray[np.uint8]:
+    """Returns uint8 [256, 8]: `weight * 2^j` at [weight, j]."""
+    table = np.empty((256, 8), np.uint8)
+    power = np.arange(256)
+    for j in range(8):
+        table[:, j] = power
+        power = (power << 1) ^ np.where(power > 127, POLYNOMIAL, 0)
+    return table
+
+
+def _affine_constants() -> NDArray[np.uint8]:
+    """Returns uint8 [256, 8]: byte 7 - i has the bits of x that add up to bit i of weight * x."""
+    bits = np.unpackbits(_plane_constants()[:, :, None], axis=2)  # [weight, j, 7 - i]
+    return np.packbits(bits.transpose(0, 2, 1), axis=2, bitorder="little")[:, :, 0]
+
+
+def _shuffle_constants() -> NDArray[np.uint8]:
+    """Returns uint8 [256, 32]: weight times 0..15, and weight times 0, 16 .. 240."""
+    planes = _plane_constants()
+    table = np.zeros((256, 2, 16), np.uint8)
+    for bit in range(4):
+        chosen = (np.arange(16) >> bit & 1).astype(np.uint8)
+        table ^= planes[:, [bit, bit + 4], None] * chosen
+    return table.reshape(256, 32)
+
+
+_CONSTANTS: Final = {
+    "affine": _affine_constants,
+    "shuffle": _shuffle_constants,
+    "planes": _plane_constants,
+}

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecemb.kernels.contract import POLYNOMIAL, Elements, Ids, Kernels, RowSet, Words
-from ecemb.kernels.row_set import ROWS_PER_WORD
+
+from .contract import ROWS_PER_WORD
 
 
 def product(weight: int, words: Words) -> Words:

@@ -17,8 +17,7 @@ import numpy as np
 
 from ..coding.rows import WORD_BYTES
 from ..errors import KernelError
-from ..kernels.checks import check_ids
-from ..kernels.contract import Ids, RowSet, Words
+from ..kernels.contract import Ids, RowSet, Words, check_ids
 from ..local.rank_memory import RankMemory
 
 CHUNK_WORDS = 1 << 17

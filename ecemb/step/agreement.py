@@ -27,8 +27,8 @@ from ..group.channels import Channels
 from ..group.collectives import Kind, Transport
 from ..group.dissemination import Rounds, say
 from ..group.error_file import follows
-from ..group.interruptions import to_the_end
 from ..kernels.contract import Words
+from ..kernels.threads import to_the_end
 
 Ints = NDArray[np.int64]
 

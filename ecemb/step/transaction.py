@@ -29,15 +29,14 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import NDArray
 
-from .._threads import hand_over
 from .._wording import short
 from ..adapters.host_mirror import Images
 from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
 from ..group.error_file import cause_of
-from ..group.interruptions import to_the_end
 from ..group.whereabouts import Whereabouts
+from ..kernels.threads import hand_over, to_the_end
 from ..local.rank_memory import RankMemory
 from ..recovery.background import Background
 from ..recovery.state_slices import gathered

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from bench.questions.gpu.cuda import Cuda
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
+from ecemb.kernels import contract, cpu
 from ecemb.kernels import contract as kernels
-from ecemb.kernels import gf_products, row_set
 from ecemb.kernels.contract import Columns, Kernels, RowSet
 from ecemb.kernels.cpu import Cpu
-from ecemb.kernels.thread_team import Team
+from ecemb.kernels.threads import Team
 from support.each import each
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
@@ -46,7 +46,7 @@ def shared() -> Cpu:
 
 WORKS = {
     "reference": kernels.get_kernels("reference"),
-    **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in gf_products.available()},
+    **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in cpu.available()},
     "cpu, 3 threads": shared(),
     "cuda": Cuda(),
 }
@@ -274,7 +274,7 @@ def test_first_and_last_rows_are_rows(work: Kernels) -> None:
 def test_a_set_answers_as_a_row_of_booleans_does(
     work: Kernels, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, size: int, look_words: int
 ) -> None:
-    monkeypatch.setattr(row_set, "_LOOK_WORDS", look_words)
+    monkeypatch.setattr(contract, "_LOOK_WORDS", look_words)
     for share in (0.0, 0.1, 0.9, 0.99, 1.0):
         expected = rng.random(size) < share
         if share == 0.99:

@@ -6,9 +6,8 @@ import galois
 import numpy as np
 import pytest
 
-from ecemb.kernels import contract, gf_products
-from ecemb.kernels.cpu import Cpu
-from ecemb.kernels.gf_products import Products
+from ecemb.kernels import contract, cpu
+from ecemb.kernels.cpu import Cpu, Products
 
 FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint8)
@@ -34,14 +33,14 @@ PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint
 def test_the_fastest_that_the_processor_can_do_comes_first(
     monkeypatch: pytest.MonkeyPatch, features: set[str], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(gf_products, "features", lambda: features)
-    assert [f"{way.way} {way.vector_bytes}" for way in gf_products.available()] == expected
+    monkeypatch.setattr(cpu, "features", lambda: features)
+    assert [f"{way.way} {way.vector_bytes}" for way in cpu.available()] == expected
 
 
 def test_the_kernels_use_the_fastest() -> None:
     work = contract.get_kernels("cpu")
     assert isinstance(work, Cpu)
-    assert work.products == gf_products.available()[0]
+    assert work.products == cpu.available()[0]
 
 
 def test_the_matrices_multiply() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llvmlite import binding
 
-from ecemb.kernels import gf_products, loops
+from ecemb.kernels import cpu
 
 PROCESSORS = {
     "x86-64": set[str](),
@@ -19,13 +19,13 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
-    monkeypatch.setattr(gf_products, "features", lambda: PROCESSORS[processor])
-    written = [loops.distinct(), loops.forget()]
-    for way in gf_products.available():
-        written += [loop(way.vector_bytes) for loop in (loops.copy, loops.put, loops.change)]
-        written += [loop(way.vector_bytes, (100, 4, 2000)) for loop in (loops.pack, loops.differ)]
-        written += [loops.add(way.vector_bytes, None), loops.add(way.vector_bytes, way)]
-        written += [loops.dot(way, outputs) for outputs in range(1, loops.MOST_OUTPUTS + 1)]
+    monkeypatch.setattr(cpu, "features", lambda: PROCESSORS[processor])
+    written = [cpu.distinct_loop(), cpu.forget_loop()]
+    for way in cpu.available():
+        written += [loop(way.vector_bytes) for loop in (cpu.copy_loop, cpu.put_loop, cpu.change_loop)]
+        written += [loop(way.vector_bytes, (100, 4, 2000)) for loop in (cpu.pack_loop, cpu.differ_loop)]
+        written += [cpu.add_loop(way.vector_bytes, None), cpu.add_loop(way.vector_bytes, way)]
+        written += [cpu.dot_loop(way, outputs) for outputs in range(1, cpu.MOST_OUTPUTS + 1)]
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from ecemb.kernels import thread_team
-from ecemb.kernels.thread_team import Team
+from ecemb.kernels import threads as threads_module
+from ecemb.kernels.threads import Team
 
 WAIT_S = 300
 
@@ -26,10 +26,10 @@ def test_every_item_is_some_threads(threads: int, items: int) -> None:
 def test_what_is_small_stays_in_this_thread() -> None:
     seen: set[int] = set()
     work = Team(3)
-    for items in (1, thread_team.LEAST_BYTES // 8, 2 * thread_team.LEAST_BYTES // 8 - 1):
+    for items in (1, threads_module.LEAST_BYTES // 8, 2 * threads_module.LEAST_BYTES // 8 - 1):
         work.share(items, 8, lambda first, stop: seen.add(threading.get_ident()))
     assert seen == {threading.get_ident()}
-    work.share(2 * thread_team.LEAST_BYTES // 8, 8, lambda first, stop: seen.add(threading.get_ident()))
+    work.share(2 * threads_module.LEAST_BYTES // 8, 8, lambda first, stop: seen.add(threading.get_ident()))
     assert len(seen) == 2
 
 
@@ -69,7 +69,7 @@ def test_an_interrupt_waits_for_what_has_begun(first: type[BaseException], then:
             assert begun.wait(WAIT_S)
 
     waits = [then("again"), then("again"), first("first")]
-    real = thread_team.wait
+    real = threads_module.wait
 
     def interrupted(*args: object) -> object:
         if waits:
@@ -77,7 +77,7 @@ def test_an_interrupt_waits_for_what_has_begun(first: type[BaseException], then:
         go_on.set()
         return real(*args)  # pyright: ignore
 
-    with mock.patch.object(thread_team, "wait", interrupted), pytest.raises(BaseException) as raised:
+    with mock.patch.object(threads_module, "wait", interrupted), pytest.raises(BaseException) as raised:
         Team(2, least_bytes=1).share(2, 1, act)
     whole = done.is_set()
     go_on.set()

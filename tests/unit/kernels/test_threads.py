@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ecemb._threads import without_signals
+from ecemb.kernels.threads import without_signals
 
 SIGNAL = signal.SIGUSR2
 
