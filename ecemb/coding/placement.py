@@ -1,4 +1,4 @@
-"""The placement of parity: rotating parity, declustered over all ranks.
+"""The placement of parity, rotating and declustered over all ranks; and of the slices of replicated state.
 
 Owns the map between ranks, positions, stripe classes and blocks. Its invariant: the n blocks of a stripe
 class sit at n consecutive positions of a ring of N >= n, so on n different ranks. It is arithmetic over
@@ -7,6 +7,9 @@ integers, with the same results on every rank. Must not know: the code's coeffic
 Stripe class c (0 <= c < N) has its r = n - k parity blocks at positions c .. c+r-1 and its k data
 blocks at c+r .. c+n-1, modulo N. A class's blocks are numbered as in the code: data 0 .. k-1,
 parity k .. n-1.
+
+`Share` is the part of the replicated state that a rank's slots hold: some slices, cut where parts of the
+state begin and end. Invariant: any r lost ranks leave a holder of each slice (`Placement.slice_holders`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ecemb.errors import PlacementError
+from ..errors import PlacementError
 
 
 @dataclass(frozen=True)
@@ -357,3 +360,74 @@ def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
 
 def _shortened(values: Sequence[int]) -> str:
     return str(values) if len(values) <= 16 else f"{str(values[:16])[:-1]}, ...)"
+
+
+ALIGN_BYTES = 64
+"""Slices begin at multiples of this, as tensors do: no element of a tensor is in two slices."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The slices of the replicated state that the slots of one rank hold.
+
+    Attributes:
+        count: Number of slices that the whole is cut into.
+        held: Numbers of those that are held, ascending.
+    """
+
+    count: int
+    held: tuple[int, ...]
+
+    @classmethod
+    def of(cls, placement: Placement | None, rank: int) -> Share:
+        """The share of a rank: r + 1 of N slices, or the whole.
+
+        Args:
+            placement: Of the job; None for one rank, which holds the whole.
+            rank: The rank.
+        """
+        if placement is None:
+            return WHOLE
+        return cls(placement.world_size, placement.held_slices(rank))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all slices are held."""
+        return len(self.held) == self.count
+
+    def edges(self, area_bytes: int) -> list[int]:
+        """The bounds of all slices: slice c is bytes edges[c] to edges[c + 1] - 1.
+
+        Args:
+            area_bytes: Size of the whole, a multiple of `ALIGN_BYTES`.
+        """
+        units = area_bytes // ALIGN_BYTES
+        return [units * c // self.count * ALIGN_BYTES for c in range(self.count + 1)]
+
+    def runs(self, area_bytes: int) -> list[range]:
+        """The bytes of the whole that are held, in their order; neighbouring slices are one run."""
+        return runs(self.edges(area_bytes), self.held)
+
+    def size_bytes(self, area_bytes: int) -> int:
+        """Number of bytes that are held."""
+        return sum(map(len, self.runs(area_bytes)))
+
+
+WHOLE = Share(1, (0,))
+
+
+def runs(edges: Sequence[int], slices: Sequence[int]) -> list[range]:
+    """The bytes of some slices, in the order of the slices; neighbouring ones are one run, empty ones none.
+
+    Args:
+        edges: As `Share.edges` returns them.
+        slices: Numbers of slices.
+    """
+    found: list[range] = []
+    for c in slices:
+        start, stop = edges[c], edges[c + 1]
+        if found and found[-1].stop == start:
+            found[-1] = range(found[-1].start, stop)
+        elif start < stop:
+            found.append(range(start, stop))
+    return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.delta import Delta, sections, unpack
+from ..coding.parity import Delta, sections, unpack
 from ..coding.rows import WORD_BYTES
 from ..errors import InconsistentArenas
 from ..kernels.contract import Words

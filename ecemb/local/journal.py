@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.delta import Scratch
+from ..coding.parity import Scratch
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..coding.delta import Scratch, blank, place, size_words, write_heads_
+from ..coding.parity import Scratch, blank, place, size_words, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..kernels.contract import Ids, Kernels, RowSet, Words
 

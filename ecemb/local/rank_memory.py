@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from ..arena.arena import Arena
 from ..arena.backing import Backing
 from ..arena.header import NONE, State, Word
-from ..coding.delta import Delta, Scratch, blank, messages, size_words
-from ..coding.parity import ParityBlocks, Received
-from ..coding.placement import Placement
+from ..coding.parity import Delta, ParityBlocks, Received, Scratch, blank, messages, size_words
+from ..coding.placement import Placement, Share
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
-from ..coding.slices import Share
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
 from .ahead import Ahead

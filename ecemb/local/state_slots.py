@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..arena.arena import Arena
 from ..arena.header import NONE, Word
-from ..coding.slices import WHOLE, Share
+from ..coding.placement import WHOLE, Share
 from ..errors import InconsistentArenas
 
 _SLOTS = {

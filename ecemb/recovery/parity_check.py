@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..coding.delta import Delta, parted, size_words, unpack
-from ..coding.parity import Syndrome
+from ..coding.parity import Delta, Syndrome, parted, size_words, unpack
 from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..local.rank_memory import RankMemory, encoded

@@ -1,6 +1,6 @@
 """Replicated state after a failure: compared among its holders, copied, and gathered.
 
-Each rank's slots hold a share of it (`ecemb.coding.slices`). `copy_lost` gives replacement ranks theirs,
+Each rank's slots hold a share of it (`ecemb.coding.placement`). `copy_lost` gives replacement ranks theirs,
 before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
 in a number of rounds that grows with the logarithm of the number of ranks; so it does in an abort.
 `compare_old` and `gather_old` do so in a move to another number of ranks, with the slots of the old ones.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..coding.placement import ALIGN_BYTES, Share, runs
 from ..coding.rows import WORD_BYTES
-from ..coding.slices import ALIGN_BYTES, Share, runs
 from ..errors import InconsistentArenas, PeerFailure
 from ..group.collectives import Transport
 from ..kernels.contract import Words

@@ -22,8 +22,8 @@ from ..checkpoint.saver import shared
 from ..checkpoint.transfer import Taking
 from ..coding.code import Code
 from ..coding.parity import parity_words
+from ..coding.placement import ALIGN_BYTES, Share
 from ..coding.rows import WORD_BYTES, arrange, split
-from ..coding.slices import ALIGN_BYTES, Share
 from ..errors import ConfigurationError, InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels

@@ -28,8 +28,8 @@ from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.matching import Source
+from ..coding.placement import Share
 from ..coding.rows import Column, TableLayout
-from ..coding.slices import Share
 from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory

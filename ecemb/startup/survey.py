@@ -27,9 +27,8 @@ from torch import nn
 from ..adapters.discover import Tables
 from ..arena import capacity
 from ..coding.parity import parity_words
-from ..coding.placement import Placement
+from ..coding.placement import ALIGN_BYTES, Placement, Share
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
-from ..coding.slices import ALIGN_BYTES, Share
 from ..group.collectives import Transport
 from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..coding.slices import ALIGN_BYTES, WHOLE, Share
+from ..coding.placement import ALIGN_BYTES, WHOLE, Share
 from ..errors import ConfigurationError, InconsistentArenas
 from .serialize import WAY_OUT, dump, load, plain, replaced, with_scalars
 

@@ -24,8 +24,8 @@ from ecemb.arena import header as headers
 from ecemb.arena.arena import Arena
 from ecemb.arena.header import CONSTANTS_OFFSET, WORDS, WORDS_OFFSET, Constants, State
 from ecemb.arena.scan import Directory
-from ecemb.coding.delta import Delta, size_words, unpack
-from ecemb.coding.slices import WHOLE
+from ecemb.coding.parity import Delta, size_words, unpack
+from ecemb.coding.placement import WHOLE
 from ecemb.errors import (
     ArenaDamaged,
     ArenaError,

@@ -32,8 +32,7 @@ from ecemb.arena.classify import Judgement, classify
 from ecemb.arena.header import NONE, Constants, Header, State, new_arena_id
 from ecemb.arena.scan import Directory
 from ecemb.coding.code import Code
-from ecemb.coding.delta import Delta, blank, size_words
-from ecemb.coding.parity import class_words, parity_words
+from ecemb.coding.parity import Delta, blank, class_words, parity_words, size_words
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut, split
 from ecemb.errors import PeerFailure, StepFailed

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecemb.coding.delta import (
+from ecemb.coding.parity import (
     HEAD_WORDS,
     Delta,
     Scratch,

@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.coding.code import Code
-from ecemb.coding.delta import Delta
-from ecemb.coding.parity import ParityBlocks, class_words, parity_words
+from ecemb.coding.parity import Delta, ParityBlocks, class_words, parity_words
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas
 from ecemb.kernels import contract

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from ecemb.coding.placement import Placement
-from ecemb.coding.slices import ALIGN_BYTES, WHOLE, Share, runs
+from ecemb.coding.placement import ALIGN_BYTES, WHOLE, Placement, Share, runs
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 64])

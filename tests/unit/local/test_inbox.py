@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.arena.arena import Arena
-from ecemb.coding.delta import Delta, write_heads_
+from ecemb.coding.parity import Delta, write_heads_
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace
 from ecemb.local.inbox import Inbox

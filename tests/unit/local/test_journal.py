@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ecemb.adapters.engine import all_rows
 from ecemb.arena.arena import Arena
-from ecemb.coding.delta import Scratch, unpack
+from ecemb.coding.parity import Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract

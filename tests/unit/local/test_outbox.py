@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.coding.delta import unpack
+from ecemb.coding.parity import unpack
 from ecemb.coding.rows import Column, Table, TableLayout
 from ecemb.local import outbox as outboxes
 from ecemb.local.outbox import Outbox

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ecemb.arena.header import NONE
-from ecemb.coding.delta import Delta
+from ecemb.coding.parity import Delta
 from ecemb.errors import InconsistentArenas, UsageError
 from ecemb.local.parity_journal import ParityJournal
 from ecemb.local.rank_memory import RankMemory

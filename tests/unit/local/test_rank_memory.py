@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.arena.arena import Arena
-from ecemb.coding.delta import Scratch, sections, unpack
+from ecemb.coding.parity import Scratch, sections, unpack
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.coding.slices import Share
+from ecemb.coding.placement import Share
 from ecemb.errors import ConfigurationError
 from ecemb.local.state_slots import StateCopy
 from ecemb.state import walk

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from ecemb.coding.delta import messages, write_heads_
+from ecemb.coding.parity import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
 from ecemb.group.channels import Channels
