@@ -12,7 +12,7 @@ import torch
 
 from ._wording import short
 from .adapters.engine import Hooks
-from .arena import leave_request
+from .arena import scan
 from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UndeclaredWrite, UsageError
@@ -356,7 +356,7 @@ class Guard:
         """
         self._check_between_steps("asked_to_leave")
         self._drain()
-        asked = leave_request.is_asked(self._session.directory)
+        asked = scan.is_asked_to_leave(self._session.directory)
         return any(self._transport.vote(asked, "asking whether to leave"))
 
     @placed
@@ -395,7 +395,7 @@ class Guard:
 
     def _remove_arena(self) -> None:
         try:
-            leave_request.withdraw(self._session.directory)
+            scan.withdraw_request(self._session.directory)
             if not self._memory.arena.remove():
                 logger.warning("%s", lost_name(self._memory.arena.path))
         except ArenaInsecure as error:

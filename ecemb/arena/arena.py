@@ -2,31 +2,41 @@
 
     {arena_dir}/ecemb-{uid}/{job}/{host}/{arena id}.arena
 
-Owns the creation of these files, the claim on them, and every store to the words of the header.
-Invariants: an arena that is attached is locked by this process, and no other process writes to it;
-the reserved bytes of a region are backed by memory, so touching them can't fail.
+Owns the creation of these files, the claim on them, every store to the words of the header, and the memory of
+regions. A region grows from its front (`Arena.reserve`), or fills up in any order, backed page by page right
+before it is written (`Backing`). Pages are this machine's, counted in the file: a region may begin within one
+that is larger than the format's.
+
+Invariants: an arena that is attached is locked by this process, and no other process writes to it; bytes are
+backed by memory before they are touched, so touching them can't fail.
+
+The standard library's `mmap` duplicates the descriptor and closes the copy with the mapping, when the last
+view is gone. Closing any descriptor of a file drops the record lock that claims it. So files are mapped here.
 
 Must not know the content of regions, or other ranks; never imports torch.distributed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import mmap
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArenaDamaged, ArenaError, ConfigurationError, NotEnoughSpace, UsageError
-from . import capacity, private_files, record_lock
+from . import capacity, private_files
 from . import header as headers
 from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
 from .private_files import Folder
-from .shared_mapping import map_shared, populate_runs
 
 _SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20
@@ -95,7 +105,7 @@ class Arena:
         except FileExistsError:
             raise ConfigurationError(f"{path} exists; an arena needs a new_arena_id()") from None
         try:
-            record_lock.acquire(fd, path, deadline=0)  # no other process knows its name
+            private_files.lock(fd, path, deadline=0)  # no other process knows its name
             arena = cls._fill(path, fd, constants, reserve)
             if not directory.names(path.name, os.fstat(fd).st_ino):
                 raise ArenaError(f"another process removed {path} while it was created")
@@ -103,7 +113,7 @@ class Arena:
             arena.set(Word.STATE, state)
         except BaseException:
             directory.unlink(path.name, os.fstat(fd).st_ino)
-            record_lock.release(fd)
+            private_files.unlock(fd)
             raise
         return arena
 
@@ -149,18 +159,18 @@ class Arena:
         path = found.path if isinstance(found, Found) else Path(os.path.abspath(found))
         place = private_files.locate(path)
         status = place.status(path.name)
-        if status is not None and record_lock.mine(status) is not None:
-            raise record_lock.busy(path, os.getpid())
+        if status is not None and private_files.locked_here(status) is not None:
+            raise private_files.busy(path, os.getpid())
         fd = place.open(path.name, os.O_RDWR)
         if fd is None:
             raise _gone(path)
         try:
-            record_lock.acquire(fd, path, deadline)
+            private_files.lock(fd, path, deadline)
             inode = os.fstat(fd).st_ino
             if (isinstance(found, Found) and found.inode != inode) or not place.names(path.name, inode):
                 raise _gone(path)
             pid, start = headers.last_holder(fd)
-            record_lock.await_gone(fd, pid, start, path, deadline)
+            private_files.await_gone(fd, pid, start, path, deadline)
             constants, length, _ = headers.load(fd, path)
             with capacity.refusals(path, os.fstat(fd).st_size):
                 arena = cls(path, fd, constants, length)
@@ -172,7 +182,7 @@ class Arena:
             arena._back()
             arena._claim()
         except BaseException:
-            record_lock.release(fd)
+            private_files.unlock(fd)
             raise
         return arena
 
@@ -348,7 +358,7 @@ class Arena:
             self.set(Word.PID, 0)
             self._data = self._words = None
             _attached.discard(self)
-            record_lock.release(self._fd)
+            private_files.unlock(self._fd)
 
     def is_named(self) -> bool:
         """Whether its path still names the file. If not, the file lives only as long as this process."""
@@ -376,7 +386,7 @@ class Arena:
 
     def _claim(self) -> None:
         """Stores this process as the holder."""
-        self.set(Word.PID_START, record_lock.start_of(os.getpid()) or 0)
+        self.set(Word.PID_START, private_files.start_of_process(os.getpid()) or 0)
         self.set(Word.PID, os.getpid())
         _attached.add(self)
 
@@ -451,3 +461,257 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+Ids = NDArray[np.int64]
+
+
+class Promise:
+    """Bytes that this process takes later, in parts: checked now, and promised to no other process meanwhile.
+
+    Args:
+        size_bytes: their number.
+        path: for messages.
+        turn: as for `capacity.allocate`; it may be closed after this.
+
+    Raises:
+        NotEnoughSpace: they don't fit.
+        ArenaBusy: as for `capacity.allocate`.
+    """
+
+    def __init__(self, size_bytes: int, path: Path, turn: int) -> None:
+        self._path, self._turn = path, os.dup(turn)
+        self._left_bytes = self._checked_bytes = size_bytes
+        self._claim = capacity.Claim(self._turn, path)
+        self._end = weakref.finalize(self, _give_back, self._claim, self._turn)
+        try:
+            self._claim.take_turn(size_bytes, again=False)
+            try:
+                self._check()
+                self._claim.store(size_bytes, waiting=False)
+            finally:
+                fcntl.flock(self._turn, fcntl.LOCK_UN)
+        except BaseException:
+            self.end()
+            raise
+
+    def take(self, size_bytes: int) -> None:
+        """Counts bytes as taken, right before they are; checks what is left again, slice by slice.
+
+        Raises:
+            NotEnoughSpace: other processes have taken what was promised here.
+        """
+        if self._checked_bytes - self._left_bytes >= capacity.SLICE_BYTES:
+            self._check()
+            self._checked_bytes = self._left_bytes
+        self._left_bytes -= size_bytes
+        self._claim.store(self._left_bytes, waiting=False)
+
+    def end(self) -> None:
+        """Promises nothing any more."""
+        self._end()
+
+    def _check(self) -> None:
+        capacity.check(
+            self._left_bytes, self._turn, self._path, capacity.promised_elsewhere(self._turn, self._claim)
+        )
+
+
+def _give_back(claim: capacity.Claim, turn: int) -> None:
+    claim.drop()
+    os.close(turn)
+
+
+class Backing:
+    """Backs regions of one arena, of which nothing is reserved at first. Threads may share an object.
+
+    Args:
+        arena: just created; the regions are not reserved.
+        names: of the regions.
+        promise: of memory for all of them; ended here.
+    """
+
+    def __init__(self, arena: Arena, names: Sequence[str], promise: Promise) -> None:
+        self._arena, self._promise = arena, promise
+        self._lock = threading.Lock()
+        self._page_bytes = headers.MEMORY_PAGE_BYTES
+        self._backed = {
+            name: np.zeros(len(headers.memory_pages(arena.offset(name), len(arena.region(name)))), np.bool_)
+            for name in names
+        }
+        self._is_whole = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pages of all regions are backed."""
+        return self._is_whole
+
+    def has(self, name: str, starts: Ids, size_bytes: int) -> NDArray[np.bool_]:
+        """Of which runs of a region's bytes some page is backed.
+
+        Args:
+            name: of the region.
+            starts: int64 [m], the bytes at which the runs begin, in any order; read.
+            size_bytes: of each run, 1 or more.
+
+        Returns:
+            bool [m], new.
+        """
+        pages, edges = self._pages(name, starts, size_bytes)
+        return np.logical_or.reduceat(self._backed[name][pages], edges)
+
+    def ensure(self, name: str, starts: Ids, size_bytes: int) -> None:
+        """Backs runs of a region's bytes.
+
+        Args:
+            name: of the region.
+            starts: int64 [m], the bytes at which the runs begin, in any order; read.
+            size_bytes: of each run, 1 or more.
+
+        Raises:
+            NotEnoughSpace: there is no memory any more for what was promised; nothing else has changed.
+        """
+        if self._is_whole:
+            return
+        backed, (pages, _) = self._backed[name], self._pages(name, starts, size_bytes)
+        if len(lacking := pages[~backed[pages]]):
+            with self._lock:
+                lacking = np.unique(lacking)
+                self._back(name, lacking[~backed[lacking]])
+
+    def ensure_all(self) -> None:
+        """Backs all that is left, and says in the arena that the regions are reserved.
+
+        Raises:
+            NotEnoughSpace: there is no memory any more for what was promised.
+        """
+        if self._is_whole:
+            return
+        with self._lock:
+            for name, backed in self._backed.items():
+                self._back(name, np.flatnonzero(~backed))
+                self._arena.mark_backed(name)
+            self._is_whole = True
+        self._promise.end()
+
+    def _back(self, name: str, pages: Ids) -> None:
+        """Backs pages that are not (int64 [m], ascending, distinct); with the lock held."""
+        if not len(pages):
+            return
+        apart = np.diff(pages, prepend=-2, append=-2) != 1  # before each page, and behind the last one
+        before = self._before(name)
+        starts = np.maximum(pages[apart[:-1]] * self._page_bytes - before, 0)
+        stops = (pages[apart[1:]] + 1) * self._page_bytes - before
+        stops = np.minimum(stops, len(self._arena.region(name)))
+        self._promise.take(len(pages) * self._page_bytes)
+        self._arena.back(name, zip(starts.tolist(), stops.tolist(), strict=True))
+        self._backed[name][pages] = True
+
+    def _pages(self, name: str, starts: Ids, size_bytes: int) -> tuple[Ids, Ids]:
+        """The pages of runs, run by run, and for each run the place of its first page among them."""
+        starts = starts + self._before(name)
+        first = starts // self._page_bytes
+        counts = (starts + size_bytes - 1) // self._page_bytes - first + 1
+        edges = np.cumsum(counts) - counts
+        return np.repeat(first - edges, counts) + np.arange(counts.sum()), edges
+
+    def _before(self, name: str) -> int:
+        """Bytes of a region's first page that come before the region."""
+        return self._arena.offset(name) % self._page_bytes
+
+
+def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> Promise:
+    """Promises memory for regions of an arena that is going to be made, which `Backing` backs.
+
+    Raises:
+        NotEnoughSpace: it doesn't fit.
+        ArenaBusy: another process is stuck while it reserves memory.
+    """
+    spans, _ = headers.spans(constants, len(constants.encode()))
+    pages = sum(len(headers.memory_pages(*spans[name])) for name in names)
+    with private_files.opened(directory.arena_dir, create=True) as turn:
+        return Promise(pages * headers.MEMORY_PAGE_BYTES, directory.path / "new arena", turn)
+
+
+_MAP_NORESERVE = 0x4000
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MOST_LOCKED_BYTES = 1 << 16
+"""So few are backed with the interpreter's lock held: to wait for the lock again takes longer."""
+_with_lock = ctypes.PyDLL(None, use_errno=True)
+_with_lock.madvise.argtypes = _libc.madvise.argtypes
+
+
+class _Mapping:
+    """Keeps `size_bytes` of a file mapped for as long as it lives. NumPy's views keep it alive."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED | _MAP_NORESERVE, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        weakref.finalize(self, _unmap, address, size_bytes, os.getpid()).atexit = False
+        if _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "data": (address, False),
+        }
+
+
+def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
+    """The file of `fd` as writable uint8 [size_bytes], shared with all processes that map it.
+
+    It is unmapped when the last view of the array is gone; `fd` may be closed earlier. A forked child doesn't
+    have the mapping: touching a view there ends the child with SIGSEGV.
+
+    Raises:
+        OSError: the kernel refuses; the error has its reason.
+    """
+    return np.asarray(_Mapping(fd, size_bytes))
+
+
+def populate(mapped: NDArray[np.uint8]) -> None:
+    """Maps the pages of a part of a mapping (uint8 [m]), so that no access has to: no content changes.
+
+    All of it must be backed by memory. Other threads may write to it meanwhile.
+    """
+    if mapped.size and populate_runs(mapped, [(0, mapped.size)]):
+        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
+
+
+def populate_runs(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Backs runs of bytes of a mapping by memory, and maps their pages: no content changes.
+
+    Args:
+        mapped: uint8 [m], a part of a mapping.
+        runs: start and end of each, in bytes.
+
+    Returns:
+        The runs for which the kernel has not done it, as it lacks the call or the memory.
+    """
+    address, page = mapped.__array_interface__["data"][0], mmap.PAGESIZE
+    left: list[tuple[int, int]] = []
+    for start, stop in runs:
+        first = (address + start) // page * page
+        size_bytes = address + stop - first
+        madvise = (_with_lock if size_bytes <= _MOST_LOCKED_BYTES else _libc).madvise
+        if madvise(first, size_bytes, _MADV_POPULATE_WRITE) != 0:
+            left.append((start, stop))
+    return left
+
+
+def _unmap(address: int, size_bytes: int, pid: int) -> None:
+    # A forked child doesn't have the mapping: its address may be in other use there.
+    if os.getpid() == pid:
+        _libc.munmap(address, size_bytes)

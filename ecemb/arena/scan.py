@@ -1,25 +1,36 @@
-"""Finds and removes arenas in the folder of a host, without claiming them.
+"""Finds, removes and asks after arenas in the folder of a host, without claiming them.
 
-Owns the reports of a scan. Invariant: a scan changes nothing, and drops no lock of this process. Must not
-know the content of regions; never imports torch.distributed.
+Owns the reports of a scan. Invariant: a scan changes nothing, and drops no lock of this process.
+
+Owns the request that a job leaves its machines: an empty file beside its arenas, on any of its hosts. It
+stands as long as the process that asks holds a lock of it: the kernel ends the request of a process that is
+killed. The job answers at its next `Guard.asked_to_leave`. Owns the file's name. Must not know the job's
+processes.
+
+Must not know the content of regions, nor the job's processes; never imports torch.distributed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ArenaBusy, ArenaDamaged, ArenaIncompatible, ArenaInsecure, ConfigurationError
+from ..errors import ArenaBusy, ArenaDamaged, ArenaIncompatible, ArenaInsecure, ConfigurationError, EcembError
 from . import header as headers
-from . import private_files, record_lock
+from . import private_files
 from .header import Found, State, Word
 from .private_files import Folder
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
 
 SUFFIX = ".arena"
 _USUAL = Path("/dev/shm")
@@ -157,19 +168,19 @@ def remove(found: Found | str | Path, *, force: bool = False) -> bool:
         return False
     if force:
         return place.unlink(path.name, status.st_ino)
-    if record_lock.mine(status) is not None:
-        raise record_lock.busy(path, os.getpid())
+    if private_files.locked_here(status) is not None:
+        raise private_files.busy(path, os.getpid())
     fd = place.open(path.name, os.O_RDWR)
     if fd is None:
         return False
     try:
         # Another process that also removes it holds it for an instant.
-        record_lock.acquire(fd, path, time.monotonic() + _REMOVAL_S)
+        private_files.lock(fd, path, time.monotonic() + _REMOVAL_S)
         pid, start = headers.last_holder(fd)
-        record_lock.await_gone(fd, pid, start, path, deadline=0)
+        private_files.await_gone(fd, pid, start, path, deadline=0)
         return place.unlink(path.name, os.fstat(fd).st_ino)
     finally:
-        record_lock.release(fd)
+        private_files.unlock(fd)
 
 
 def _arena_names(place: Folder) -> list[str]:
@@ -185,13 +196,13 @@ def _look(place: Folder, name: str, awaited: dict[str, int] | None = None) -> Fo
     status = place.status(name)
     if status is None:
         return None
-    mine = record_lock.mine(status)
+    mine = private_files.locked_here(status)
     fd = place.open(name, os.O_RDONLY) if mine is None else mine
     if fd is None:
         return None
     try:
         pid, start = headers.last_holder(fd)
-        holder = record_lock.holder(fd, pid, start) if mine is None else os.getpid()
+        holder = private_files.holder_of(fd, pid, start) if mine is None else os.getpid()
         found = _described(fd, place, name, holder, pid)
         if awaited is not None and mine is None and holder is not None and name not in awaited:
             awaited[name] = os.dup(fd)
@@ -253,3 +264,77 @@ def _walk(arena_dir: Path, levels: Sequence[str]) -> Iterator[Found]:
                 found = Found(path / name, 0, None, str(error), None, job=levels[0], host=levels[1])
             if found is not None:
                 yield found
+
+
+LEAVE_REQUEST = "leave"
+_LOCK_PATIENCE_S = 5.0  # a rank that looks at the request holds its lock for a moment
+_LOCK_POLL_S = 0.01
+
+
+@contextmanager
+def asking_to_leave(place: Folder) -> Generator[None, None, None]:
+    """The request stands within the block, and the file is gone after it.
+
+    Raises:
+        ArenaError: the file can't be made.
+        ConfigurationError: another process asks.
+    """
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while (fd := _locked(place)) is None:
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"another process asks job {place.job!r} to leave {place.host} already (it holds "
+                f"{place.path / LEAVE_REQUEST}): wait for it, or end it"
+            )
+        time.sleep(_LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(EcembError):  # without the lock it is no request
+            place.unlink(LEAVE_REQUEST, os.fstat(fd).st_ino)
+        os.close(fd)
+
+
+def is_asked_to_leave(place: Folder) -> bool:
+    """Whether the request stands on this host.
+
+    Raises:
+        ArenaInsecure: the file, or a folder above it, is another user's.
+    """
+    if (fd := place.open(LEAVE_REQUEST, os.O_RDONLY)) is None:
+        return False
+    try:
+        return not _locks(fd, fcntl.LOCK_SH)
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        os.close(fd)
+
+
+def withdraw_request(place: Folder) -> None:
+    """Removes the file, and folders that are then empty."""
+    if (status := place.status(LEAVE_REQUEST)) is not None:
+        place.unlink(LEAVE_REQUEST, status.st_ino)
+
+
+def _locked(place: Folder) -> int | None:
+    """The descriptor of the file, made if necessary, with its lock; None if another process has that."""
+    try:
+        fd = place.make(LEAVE_REQUEST)
+    except FileExistsError:
+        fd = place.open(LEAVE_REQUEST, os.O_RDWR)
+    if fd is None:
+        return None
+    if _locks(fd, fcntl.LOCK_EX) and place.names(LEAVE_REQUEST, os.fstat(fd).st_ino):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _locks(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True

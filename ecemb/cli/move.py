@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from ..arena import leave_request
+from ..arena import scan
 from ..arena.header import Found
 from ..arena.private_files import Folder
 from ..arena.scan import arenas
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     with contextlib.ExitStack() as requests:
         for place in places:
-            requests.enter_context(leave_request.asking(place))
+            requests.enter_context(scan.asking_to_leave(place))
         print(f"job {options.job} is asked to leave; waiting for guard.asked_to_leave() in its script")
         has_left = _wait(options)
     if not has_left:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from ..arena.arena import Arena
-from ..arena.shared_mapping import populate
+from ..arena.arena import Arena, populate
 from ..errors import EcembError
 
 logger: logging.Logger = logging.getLogger("ecemb")

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.arena import Arena
-from ..arena.backing import Backing
+from ..arena.arena import Arena, Backing
 from ..arena.header import NONE, State, Word
 from ..coding.parity import Delta, ParityBlocks, Received, Scratch, blank, messages, size_words
 from ..coding.placement import Placement, Share

@@ -13,8 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.arena import Arena
-from ..arena.backing import Backing, promised
+from ..arena.arena import Arena, Backing, promised
 from ..arena.header import CONSTANTS_OFFSET, Constants, State, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored

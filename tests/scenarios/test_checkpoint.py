@@ -31,7 +31,7 @@ from torch import nn
 
 import ecemb
 from ecemb.adapters.discover import Tables
-from ecemb.arena import leave_request
+from ecemb.arena import scan
 from ecemb.checkpoint import contents
 from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import (
@@ -480,7 +480,7 @@ def a_job_that_has_left_goes_on_in_another_launch(place: Place) -> None:
         dist.barrier()
         asker = contextlib.ExitStack()
         if place.index == 1:
-            asker.enter_context(leave_request.asking(guard._session.directory))
+            asker.enter_context(scan.asking_to_leave(guard._session.directory))
         dist.barrier()
         with pytest.raises(UsageError, match="inside guard.step"), guard.step():
             guard.asked_to_leave()

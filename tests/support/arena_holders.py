@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ecemb.arena import arena as arena_module
-from ecemb.arena import capacity, record_lock
+from ecemb.arena import capacity, private_files
 from ecemb.arena.arena import Arena
 from ecemb.arena.header import Constants, new_arena_id
 from ecemb.arena.scan import Directory
@@ -121,7 +121,7 @@ def try_to_attach(pipe: Connection, path: Path) -> None:
             Arena.attach(path, timeout_s=0).close()
         except ArenaBusy:
             with path.open("rb") as file:
-                pipe.send(record_lock.holder(file.fileno(), 0, 0))
+                pipe.send(private_files.holder_of(file.fileno(), 0, 0))
         else:
             pipe.send(None)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecemb.arena import record_lock
+from ecemb.arena import private_files
 from ecemb.arena.arena import Arena
 from ecemb.arena.header import (
     CONSTANTS_OFFSET,
@@ -231,7 +231,7 @@ class TestAttach:
             assert (found.holder, found.pid) == (None, holder.pid)
             arena = Arena.attach(left, timeout_s=0)
         assert arena.get("pid") == os.getpid()
-        assert arena.get("pid_start") == record_lock.start_of(os.getpid())
+        assert arena.get("pid_start") == private_files.start_of_process(os.getpid())
 
     def test_it_waits_for_the_holder_to_end(self, directory: Directory, left: Path) -> None:
         with holding(hold, left) as holder:
@@ -245,7 +245,7 @@ class TestAttach:
             try:
                 holder.kill()
                 arena = Arena.attach(left, timeout_s=0)
-                assert record_lock.start_of(child) is not None
+                assert private_files.start_of_process(child) is not None
                 assert arena.get("pid") == os.getpid()
             finally:
                 os.kill(child, signal.SIGKILL)
@@ -254,7 +254,7 @@ class TestAttach:
         with holding(hold_with_child, left) as holder:
             child = holder.told()
             os.kill(child, signal.SIGKILL)
-            wait_until(lambda: record_lock.start_of(child) is None)
+            wait_until(lambda: private_files.start_of_process(child) is None)
             with pytest.raises(ArenaBusy, match=str(holder.pid)):
                 Arena.attach(left, timeout_s=0)
 
@@ -276,7 +276,7 @@ class TestAttach:
     def test_a_reused_pid_does_not_count(self, left: Path) -> None:
         arena = Arena.attach(left)
         arena.set("pid", os.getppid())
-        arena.set("pid_start", (record_lock.start_of(os.getppid()) or 0) + 1)
+        arena.set("pid_start", (private_files.start_of_process(os.getppid()) or 0) + 1)
         words = [arena.get("pid"), arena.get("pid_start")]
         arena.close()
         patch(left, WORDS_OFFSET + 8 * WORDS.index("pid"), np.array(words, "<i8").tobytes())

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from ecemb.arena import capacity, header
-from ecemb.arena.arena import Arena
-from ecemb.arena.backing import Backing, promised
+from ecemb.arena.arena import Arena, Backing, promised
 from ecemb.arena.scan import Directory
 from ecemb.errors import NotEnoughSpace
 from support.arena_holders import constants

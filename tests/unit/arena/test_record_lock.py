@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.arena import record_lock
+from ecemb.arena import private_files
 from ecemb.errors import ArenaBusy
 from support.arena_holders import DEADLINE_S, wait_until
 
 
 def test_a_process_is_told_by_its_start() -> None:
     with subprocess.Popen(["sleep", "3000"]) as process:
-        start = record_lock.start_of(process.pid)
+        start = private_files.start_of_process(process.pid)
         assert start is not None
-        assert start >= (record_lock.start_of(os.getpid()) or 0)
+        assert start >= (private_files.start_of_process(os.getpid()) or 0)
         process.kill()
-        wait_until(lambda: record_lock.start_of(process.pid) is None)  # a zombie: nobody has waited yet
+        wait_until(
+            lambda: private_files.start_of_process(process.pid) is None
+        )  # a zombie: nobody has waited yet
         assert Path(f"/proc/{process.pid}/stat").exists()
-    assert record_lock.start_of(process.pid) is None
+    assert private_files.start_of_process(process.pid) is None
 
 
 def test_a_zombie_with_living_threads_is_not_gone() -> None:
@@ -40,9 +42,9 @@ def test_a_zombie_with_living_threads_is_not_gone() -> None:
         assert process.stdout.readline() == b"up\n"
         stat = Path(f"/proc/{process.pid}/stat")
         wait_until(lambda: b") Z " in stat.read_bytes())
-        assert record_lock.start_of(process.pid) is not None
+        assert private_files.start_of_process(process.pid) is not None
         process.kill()
-        wait_until(lambda: record_lock.start_of(process.pid) is None)
+        wait_until(lambda: private_files.start_of_process(process.pid) is None)
 
 
 def test_names_do_not_confuse_it(tmp_path: Path) -> None:
@@ -50,35 +52,37 @@ def test_names_do_not_confuse_it(tmp_path: Path) -> None:
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([str(odd), "3000"]) as process:
         wait_until(lambda: b"a) Z" in Path(f"/proc/{process.pid}/stat").read_bytes())
-        assert record_lock.start_of(process.pid) is not None
+        assert private_files.start_of_process(process.pid) is not None
         process.kill()
 
 
 def test_files_that_nobody_holds(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    assert record_lock.holder(fd, 0, 0) is None
-    assert record_lock.holder(fd, os.getpid(), record_lock.start_of(os.getpid()) or 0) is None  # not another
-    record_lock.acquire(fd, path, time.monotonic())
-    assert record_lock.mine(os.stat(path)) == fd
-    record_lock.release(fd)
-    assert record_lock.mine(os.stat(path)) is None
+    assert private_files.holder_of(fd, 0, 0) is None
+    assert (
+        private_files.holder_of(fd, os.getpid(), private_files.start_of_process(os.getpid()) or 0) is None
+    )  # not another
+    private_files.lock(fd, path, time.monotonic())
+    assert private_files.locked_here(os.stat(path)) == fd
+    private_files.unlock(fd)
+    assert private_files.locked_here(os.stat(path)) is None
 
 
 def test_the_process_that_had_it_last_is_awaited(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     with subprocess.Popen(["sleep", "3000"]) as process:
-        start = record_lock.start_of(process.pid) or 0
-        assert record_lock.holder(fd, process.pid, start) == process.pid
-        assert record_lock.holder(fd, process.pid, start + 1) is None
+        start = private_files.start_of_process(process.pid) or 0
+        assert private_files.holder_of(fd, process.pid, start) == process.pid
+        assert private_files.holder_of(fd, process.pid, start + 1) is None
         with pytest.raises(ArenaBusy, match=f"{path} .* process {process.pid}"):
-            record_lock.await_gone(fd, process.pid, start, path, time.monotonic())
+            private_files.await_gone(fd, process.pid, start, path, time.monotonic())
         process.send_signal(signal.SIGKILL)
-        record_lock.await_gone(fd, process.pid, start, path, time.monotonic() + DEADLINE_S)
+        private_files.await_gone(fd, process.pid, start, path, time.monotonic() + DEADLINE_S)
     os.close(fd)
 
 
 def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
-    assert "another pid namespace" in str(record_lock.busy(tmp_path, 0))
-    assert "this process" in str(record_lock.busy(tmp_path, os.getpid()))
+    assert "another pid namespace" in str(private_files.busy(tmp_path, 0))
+    assert "this process" in str(private_files.busy(tmp_path, os.getpid()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.arena import leave_request
+from ecemb.arena import scan
 from ecemb.arena.header import State
 from ecemb.arena.scan import Directory
 from ecemb.cli import move
@@ -31,7 +31,7 @@ def test_a_job_that_does_not_run_is_not_asked(arena_dir: Path, capsys: pytest.Ca
     for text in ("no memory of it is here", "no process holds it"):
         assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir)]) == 1
         assert text in capsys.readouterr().err
-        assert not list(arena_dir.rglob(leave_request.NAME))
+        assert not list(arena_dir.rglob(scan.LEAVE_REQUEST))
         left(arena_dir)
 
 
@@ -42,7 +42,7 @@ def test_a_request_that_is_not_answered_is_taken_back(
         holder.told()
         assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir), "--timeout", "0"]) == 1
         assert "has not left within 0 s" in capsys.readouterr().err
-        assert not list(arena_dir.rglob(leave_request.NAME))
+        assert not list(arena_dir.rglob(scan.LEAVE_REQUEST))
 
 
 def test_a_job_that_ends_without_leaving_is_not_waited_for(
@@ -61,7 +61,7 @@ def test_a_job_that_ends_without_leaving_is_not_waited_for(
         monkeypatch.setattr(move, "_wait", waits)
         assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir)]) == 1
     assert "it has ended without leaving" in capsys.readouterr().err
-    assert not list(arena_dir.rglob(leave_request.NAME))
+    assert not list(arena_dir.rglob(scan.LEAVE_REQUEST))
 
 
 def test_a_job_is_not_asked_for_a_command_that_can_not_start(
@@ -71,48 +71,48 @@ def test_a_job_is_not_asked_for_a_command_that_can_not_start(
         holder.told()
         assert main(["move", "--job", "ctr", "--arena-dir", str(arena_dir), "--", "torchrum", "a.py"]) == 1
     assert "'torchrum'" in capsys.readouterr().err
-    assert not list(arena_dir.rglob(leave_request.NAME))
+    assert not list(arena_dir.rglob(scan.LEAVE_REQUEST))
 
 
 def test_a_request_stands_once_and_goes_with_its_folder(
     arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leave_request, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(scan, "_LOCK_PATIENCE_S", 0.0)
     place = Directory(arena_dir, "ctr", "a")
-    assert not leave_request.is_asked(place)
+    assert not scan.is_asked_to_leave(place)
     for _ in range(2):
-        with leave_request.asking(place):
-            assert leave_request.is_asked(place)
-            again = leave_request.asking(place)
+        with scan.asking_to_leave(place):
+            assert scan.is_asked_to_leave(place)
+            again = scan.asking_to_leave(place)
             with pytest.raises(ConfigurationError, match="another process asks job 'ctr'"), again:
                 raise AssertionError("two processes ask")
-            assert leave_request.is_asked(place)
-        assert not leave_request.is_asked(place) and not place.path.exists()
-    leave_request.withdraw(place)
+            assert scan.is_asked_to_leave(place)
+        assert not scan.is_asked_to_leave(place) and not place.path.exists()
+    scan.withdraw_request(place)
 
 
 def test_a_job_may_take_the_request_away_when_it_leaves(arena_dir: Path) -> None:
     place = Directory(arena_dir, "ctr", "a")
-    with leave_request.asking(place):
-        leave_request.withdraw(place)
-        assert not leave_request.is_asked(place)
+    with scan.asking_to_leave(place):
+        scan.withdraw_request(place)
+        assert not scan.is_asked_to_leave(place)
 
 
 def test_who_ends_takes_no_other_request_away(arena_dir: Path) -> None:
     """A rank has taken the first one away, as it left; the job has begun again, and is asked once more."""
     place = Directory(arena_dir, "ctr", "a")
-    first, second = leave_request.asking(place), leave_request.asking(place)
+    first, second = scan.asking_to_leave(place), scan.asking_to_leave(place)
     with contextlib.ExitStack() as both:
         both.enter_context(first)
-        leave_request.withdraw(place)
+        scan.withdraw_request(place)
         later = both.pop_all()
         both.enter_context(second)
         later.close()
-        assert leave_request.is_asked(place)
+        assert scan.is_asked_to_leave(place)
 
 
 def asks(told: Connection, place: Directory) -> None:
-    with leave_request.asking(place):
+    with scan.asking_to_leave(place):
         told.send("it stands")
         signal.pause()
 
@@ -122,10 +122,10 @@ def test_the_request_of_a_process_that_was_killed_stands_no_more(arena_dir: Path
     place = Directory(arena_dir, "ctr", "a")
     with holding(asks, place) as asker:
         asker.told()
-        assert leave_request.is_asked(place)
+        assert scan.is_asked_to_leave(place)
         asker.process.kill()
         asker.ended()
-    assert place.status(leave_request.NAME) is not None and not leave_request.is_asked(place)
-    with leave_request.asking(place):
-        assert leave_request.is_asked(place)
+    assert place.status(scan.LEAVE_REQUEST) is not None and not scan.is_asked_to_leave(place)
+    with scan.asking_to_leave(place):
+        assert scan.is_asked_to_leave(place)
     assert not place.path.exists()

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ecemb.arena import shared_mapping
+from ecemb.arena import arena
 from ecemb.arena.arena import Arena
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import NotEnoughSpace
@@ -88,10 +88,10 @@ def test_mapping_pages_changes_nothing(refused: bool, tmp_path: Path) -> None:
     path = tmp_path / "mapped"
     path.write_bytes(bytes(range(256)) * 64)
     with path.open("r+b") as file:
-        data = shared_mapping.map_shared(file.fileno(), 256 * 64)
-    with mock.patch.object(shared_mapping, "_MADV_POPULATE_WRITE", 9999 if refused else 23):
-        shared_mapping.populate(data[100:9000])
-        shared_mapping.populate(data[:0])
+        data = arena.map_shared(file.fileno(), 256 * 64)
+    with mock.patch.object(arena, "_MADV_POPULATE_WRITE", 9999 if refused else 23):
+        arena.populate(data[100:9000])
+        arena.populate(data[:0])
     assert data.tobytes() == path.read_bytes() == bytes(range(256)) * 64
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ecemb.arena.backing import Backing, promised
+from ecemb.arena.arena import Backing, promised
 from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
 from ecemb.errors import PeerFailure

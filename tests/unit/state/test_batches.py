@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import ecemb
-from ecemb.arena import record_lock
+from ecemb.arena import private_files
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed, UsageError
 from ecemb.state import batches as module
 from ecemb.state import rank_state
@@ -852,9 +852,9 @@ def test_a_loaders_process_ends_although_its_worker_was_killed_before_it_looked(
     )
     assert killed.returncode == -signal.SIGKILL
     orphan = int(told.read_text())
-    started = record_lock.start_of(orphan)
+    started = private_files.start_of_process(orphan)
     deadline = time.monotonic() + 300
-    while started is not None and record_lock.start_of(orphan) == started:
+    while started is not None and private_files.start_of_process(orphan) == started:
         if time.monotonic() > deadline:
             os.kill(orphan, signal.SIGKILL)
             pytest.fail("the loader's process outlives its worker")
