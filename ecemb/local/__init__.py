@@ -1,6 +1,5 @@
 """The operations of one rank on its own arena: capture, undo, apply, redo, commit.
 
-`rank_memory` has the operations of a transaction, `journal` the undo records, `inbox` and `parity_journal`
-what a redo needs, `ahead` makes memory ready before it is needed, `state_slots` has the two slots of
-replicated state.
+`rank_memory` has the operations of a transaction and the slots of replicated state; `journal` has the undo
+records, the deltas made of them, and what a redo needs.
 """

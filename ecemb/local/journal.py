@@ -1,27 +1,221 @@
-"""Undo records: the old records of the rows that a transaction changes, written before the rows change.
+"""The journals of a transaction: what is written down before rows and parity change.
 
-Growing regions of the arena, each guarded by two aligned words of the header (docs/protocol.md, 1.1). There
-are two, so that a transaction can begin before the previous one is decided. Undo copies bytes, so it may be
-repeated, also after an interruption.
+- `RowJournal`: undo records, the old records of the rows that a transaction changes. There are two, so that a
+  transaction can begin before the previous one is decided. Undo copies bytes, so it may be repeated, also
+  after an interruption.
+- `Outbox`: the deltas made of them, laid out in this process's memory for the ranks that keep parity. A
+  table's records in a block are one Delta, however many steps have changed them. They are laid out in parts,
+  and rows may change again meanwhile: a part takes a row that the next transaction has journalled from that
+  journal, which has the row as this transaction left it (docs/protocol.md, 1.6).
+- `Inbox`: the deltas that other ranks sent for the parity of this keeper, complete before `prepared` is
+  stored. In front it has two words for each sender, its message's first word and its length.
+- `ParityJournal`: how far parity has changed, which a redo needs beside the inbox.
+- `Ahead` backs the journals' bytes and maps their pages in a thread, beside the training, so that no step
+  waits for the kernel to clear them. Nothing depends on it: what isn't ready when it is needed is made ready
+  then.
 
-Must not know: the network, the decision.
+They are growing regions of the arena. Words of the header guard each of them, and the order of stores is that
+of docs/protocol.md, 1.1. Must not know: the network, the decision.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..arena.arena import Arena
+from ..arena.arena import Arena, populate
 from ..arena.header import NONE, Word
-from ..coding.parity import Scratch
+from ..coding.parity import Delta, Received, Scratch, blank, place, sections, size_words, unpack, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
-from ..errors import InconsistentArenas, NotEnoughSpace, StepFailed
+from ..errors import EcembError, InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
-from .ahead import Ahead
-from .outbox import Chunk, Outbox, Saved
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
+
+Chunk = tuple[int, Ids, Words]
+"""A table, rows of it in ascending order, and their old records (uint64 [m, record_words])."""
+
+PART_BYTES = 8 << 20
+"""Of the records that a commit works on before it rests. To lay them out takes some ms: a capture waits."""
+
+Part = list[tuple[Ids, Words]]
+"""Rows of one table and block, and their old records; views of the chunks."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Saved:
+    """The old records of a transaction, as its journal has them.
+
+    Attributes:
+        words: uint64, the journal's memory.
+        chunks: views of it; each row is in one of them.
+        seen: the rows of each table that are in them.
+    """
+
+    words: Words
+    chunks: Sequence[Chunk]
+    seen: Mapping[int, RowSet]
+
+    def place(self, records: Words) -> int:
+        """The word at which the records of a chunk begin."""
+        return place(records, self.words)
+
+    def find(self, table: int, ids: Ids, width: int) -> Ids:
+        """The word at which the old record of each row begins; -1 for a row that isn't there.
+
+        Args:
+            table: the table.
+            ids: int64 [m], in any order.
+            width: words of a record.
+        """
+        found = np.full(len(ids), -1, np.int64)
+        if (rows := self.seen.get(table)) is None:
+            return found
+        known = np.flatnonzero(rows.has(ids))
+        known = known[np.argsort(ids[known])]
+        wanted = ids[known]
+        for at, saved, records in self.chunks if len(known) else ():
+            if at != table:
+                continue
+            a, b = np.searchsorted(saved, (wanted[0], wanted[-1] + 1)).tolist()
+            where = np.searchsorted(wanted, saved[a:b])
+            hit = np.flatnonzero(wanted[where] == saved[a:b])
+            found[known[where[hit]]] = self.place(records) + width * (a + hit)
+        return found
+
+
+class Outbox:
+    """The deltas of one transaction.
+
+    Args:
+        space: the rank's rows.
+        kernels: do the work.
+        saved: the transaction's old records. They stay until it is committed.
+        scratch: memory for the deltas.
+        newer: the old records of the next transaction, if that has begun; called with the lock held.
+        lock: held while rows are read; who journals rows of the next transaction holds it as well.
+        head: words of the head of each block's section.
+
+    Attributes:
+        words: uint64, a section of deltas for each block; complete when `lay_out` has returned.
+        edges: k + 1 words: the first word of each section, and the end of the last.
+    """
+
+    def __init__(
+        self,
+        space: RowSpace,
+        kernels: Kernels,
+        saved: Saved,
+        scratch: Scratch,
+        newer: Callable[[], Saved | None] = lambda: None,
+        lock: threading.Lock | None = None,
+        *,
+        head: int = 0,
+    ) -> None:
+        self._space, self._kernels, self._saved, self._scratch = space, kernels, saved, scratch
+        self._newer, self._lock = newer, lock or threading.Lock()
+        self.words: Words = scratch.room(0)
+        self.edges: list[int] = [0] * len(space.bounds)
+        self._head = head
+
+    def lay_out(self, rest: Callable[[], object] = lambda: None) -> None:
+        """Lays out all deltas.
+
+        Args:
+            rest: called between two parts.
+        """
+        by_table: dict[int, list[tuple[Ids, Words, list[int]]]] = {}
+        for table, ids, old in self._saved.chunks:
+            by_table.setdefault(table, []).append((ids, old, self._space.cut(table, ids)))
+        blocks = len(self.edges) - 1
+        rows = sum(size_words(len(ids), old.shape[1]) for _, ids, old in self._saved.chunks)
+        size = rows + blocks * (self._head + len(by_table) * size_words(0, 0))
+        self.words = self._scratch.room(size)
+        for block in range(blocks):
+            at = self.edges[block] + self._head
+            for table, chunks in by_table.items():
+                found = [
+                    (ids[a:b], old[a:b])
+                    for ids, old, cut in chunks
+                    if (a := cut[block]) < (b := cut[block + 1])
+                ]
+                if found:
+                    at += self._lay_out(block, table, found, self.words[at:], rest)
+            self.edges[block + 1] = at
+        write_heads_(self.words, self.edges, self._head)
+
+    def _lay_out(self, block: int, table: int, rows: Part, out: Words, rest: Callable[[], object]) -> int:
+        """Writes one Delta to the start of `out`; returns its size in words.
+
+        The unchanged last words of a single record are left out: rank state fills only a part of its record.
+        """
+        count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].table.layout.record_words
+        delta = blank(out, block, count, width)
+        first = self._space.bases[table] - self._space.bounds[block]
+        at = 0
+        for part in _parts(rows, max(1, PART_BYTES // max(1, WORD_BYTES * width))):
+            end = at + sum(len(ids) for ids, _ in part)
+            self._change(table, part, delta.words[at:end])
+            np.multiply(_ids(part), width, out=delta.offsets[at:end])
+            at = end
+            rest()
+        delta.offsets[:] += first
+        if count == 1:
+            width = (delta.words != 0).tobytes().rfind(b"\1") + 1
+            blank(out, block, count, width)
+        return size_words(count, width)
+
+    def _change(self, table: int, part: Part, out: Words) -> None:
+        """Writes old XOR new of some rows of a table (uint64 [m, record_words], overwritten)."""
+        at = 0
+        with self._lock:
+            for ids, old in part:
+                self._space.named[table].table.change(ids, old, out[at : at + len(ids)])
+                at += len(ids)
+            if (newer := self._newer()) is not None:
+                self._correct(table, part, out, newer)
+
+    def _correct(self, table: int, part: Part, out: Words, newer: Saved) -> None:
+        """Does it again for rows that the next transaction may have changed, with what it has saved."""
+        width = out.shape[1]
+        found = newer.find(table, _ids(part), width)
+        again = np.flatnonzero(found >= 0)
+        if not len(again):
+            return
+        places = [self._saved.place(old) + width * np.arange(len(ids)) for ids, old in part]
+        old, left = np.empty((2, len(again), width), np.uint64)
+        self._kernels.gather_rows(self._saved.words, np.concatenate(places)[again], old)
+        self._kernels.gather_rows(newer.words, found[again], left)
+        np.bitwise_xor(old, left, out=left)
+        self._kernels.scatter_(out, again, left, 0)
+
+
+def _ids(part: Part) -> Ids:
+    """The rows of a part."""
+    return part[0][0] if len(part) == 1 else np.concatenate([ids for ids, _ in part])
+
+
+def _parts(rows: Part, most: int) -> Iterator[Part]:
+    """Cuts rows into parts of at most `most` rows."""
+    part: Part = []
+    left = most
+    for ids, old in rows:
+        at = 0
+        while at < len(ids):
+            end = min(len(ids), at + left)
+            part.append((ids[at:end], old[at:end]))
+            at, left = end, left - (end - at)
+            if not left:
+                yield part
+                part, left = [], most
+    if part:
+        yield part
+
 
 ROW_JOURNALS = {
     "row_journal": (Word.ROWS_LABEL, Word.ROWS_BYTES),
@@ -286,3 +480,205 @@ class RowJournal:
             f"the row journal {what}: the arena's memory is damaged; nothing was undone. "
             f"{self._arena.way_out}"
         )
+
+
+class Inbox:
+    """The deltas of one transaction.
+
+    Args:
+        arena: holds the region "inbox" and the words `inbox_label`, `inbox_bytes`.
+        senders: the ranks whose deltas come here.
+        r: parity blocks in a stripe.
+    """
+
+    def __init__(self, arena: Arena, senders: Sequence[int], r: int) -> None:
+        self._arena, self._senders, self._r = arena, tuple(senders), r
+        self._front = 2 * len(self._senders)
+
+    def receive(self, sizes: Mapping[int, int]) -> dict[int, Words]:
+        """Makes room for messages; the transaction before is void here from now on.
+
+        Args:
+            sizes: sender -> what it announces, in words; not negative.
+
+        Returns:
+            Sender -> uint64 [size] in the arena, to be filled.
+
+        Raises:
+            NotEnoughSpace: the inbox can't grow.
+        """
+        self._arena.set(Word.INBOX_LABEL, NONE)
+        places: dict[int, tuple[int, int]] = dict.fromkeys(self._senders, (self._front, 0))
+        end = self._front
+        for sender, size in sizes.items():
+            places[sender], end = (end, size), end + size
+        words = self._reserved(end)
+        words.view(np.int64)[: self._front] = [number for place in places.values() for number in place]
+        self._arena.set(Word.INBOX_BYTES, end * WORD_BYTES)
+        return {sender: words[at : at + size] for sender, (at, size) in places.items() if size}
+
+    def seal(self, transaction: int) -> None:
+        """Records that every message of `transaction` has been received."""
+        self._arena.set(Word.INBOX_LABEL, transaction)
+
+    def deltas(self, transaction: int) -> list[tuple[int, Delta]]:
+        """The received Deltas, each with its sender.
+
+        Raises:
+            InconsistentArenas: the inbox holds another transaction, or none.
+        """
+        if (label := self._arena.get(Word.INBOX_LABEL)) != transaction:
+            raise InconsistentArenas(
+                f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
+                f"this behind; the arena's memory is damaged. {self._arena.way_out}"
+            )
+        used = self._arena.filled("inbox", Word.INBOX_BYTES)
+        words = used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+        numbers = words.view(np.int64)[: self._front].tolist()
+        places = list(zip(numbers[::2], numbers[1::2], strict=False))
+        if len(places) < len(self._senders) or not all(
+            0 <= at <= at + size <= len(words) for at, size in places
+        ):
+            raise InconsistentArenas(
+                f"the inbox of {len(words)} words claims messages at {places} (first word, length): the "
+                f"arena's memory is damaged. {self._arena.way_out}"
+            )
+        return [
+            (sender, delta)
+            for sender, (at, size) in zip(self._senders, places, strict=True)
+            for section in sections(words[at : at + size], self._r)
+            for delta in unpack(section)
+        ]
+
+    def _reserved(self, words: int) -> Words:
+        size_bytes = words * WORD_BYTES
+        self._arena.reserve("inbox", size_bytes)
+        return self._arena.region("inbox")[:size_bytes].view(np.uint64)
+
+
+class ParityJournal:
+    """The old words of the parity row that is changing, and of the row before it.
+
+    A transaction's parity rows are numbered through the inbox's deltas, in their order. They change one after
+    another: the journal names the row that is changing, or has changed last. Rows with even numbers have one
+    place for their old words, and those with odd numbers the other.
+
+    Args:
+        arena: holds the region "parity_journal" and the words `parity_label`, `parity_row`.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    @property
+    def label(self) -> int:
+        """The transaction under which parity has begun to change."""
+        return self._arena.get(Word.PARITY_LABEL)
+
+    @property
+    def row(self) -> int:
+        """The row that it names; NONE before the first."""
+        return self._arena.get(Word.PARITY_ROW)
+
+    @property
+    def mark(self) -> Ids:
+        """The memory of `row`, int64 [1], for the kernel that changes rows."""
+        return self._arena.word(Word.PARITY_ROW)
+
+    def reserve(self, received: Received) -> None:
+        """Backs places for the rows of a transaction's deltas.
+
+        Raises:
+            NotEnoughSpace: the journal can't grow.
+        """
+        self._arena.reserve("parity_journal", 2 * _widest(received) * WORD_BYTES, spare_bytes=0)
+
+    def places(self, received: Received) -> Words:
+        """The places for old words, which `reserve` has backed: uint64 [2, words of the widest row]."""
+        words = _widest(received)
+        region = self._arena.region("parity_journal")
+        return region[: 2 * words * WORD_BYTES].view(np.uint64).reshape(2, words)
+
+    def begin(self, transaction: int) -> None:
+        """Names no row, then the transaction under which parity changes from here on."""
+        self._arena.set(Word.PARITY_ROW, NONE)
+        self._arena.set(Word.PARITY_LABEL, transaction)
+
+    def finished(self, received: Received) -> int:
+        """The rows that have changed, all of the deltas' at most; the last of them perhaps by half.
+
+        Raises:
+            InconsistentArenas: the deltas have no such row.
+        """
+        rows = sum(len(delta.offsets) for _, delta in received)
+        if not NONE <= self.row < rows:
+            raise InconsistentArenas(
+                f"the parity journal names row {self.row}, and the inbox has {rows}: the arena's memory is "
+                f"damaged. {self._arena.way_out}"
+            )
+        return self.row + 1
+
+
+def _widest(received: Received) -> int:
+    return max((delta.words.shape[1] for _, delta in received), default=0)
+
+
+class Ahead:
+    """Grows regions of one arena in a thread that ends when there is nothing left to do.
+
+    Args:
+        arena: attached.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._asked: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        self._todo: dict[str, int] = {}
+        self._thread: threading.Thread | None = None
+
+    def ready(self, region: str) -> int:
+        """Bytes from the region's start that are backed and mapped, as far as was asked here."""
+        return self._ready.get(region, 0)
+
+    def ask(self, region: str, size_bytes: int) -> None:
+        """Makes the first `size_bytes` of a region ready, soon; at most its capacity. Returns at once.
+
+        Where there is too little space, nothing happens: who needs the bytes gets the error.
+        """
+        size_bytes = min(size_bytes, len(self._arena.region(region)))
+        with self._lock:
+            if size_bytes <= self._asked.get(region, 0):
+                return
+            self._asked[region] = self._todo[region] = size_bytes
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="ecemb-ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # a limit of the system
+                    logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)
+                    self._todo.clear()
+                else:
+                    self._thread = thread  # which waits for this lock
+
+    def wait(self) -> None:
+        """Waits until all that was asked for is done."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    self._thread = None
+                    return
+                region, size_bytes = self._todo.popitem()
+            try:
+                self._arena.reserve(region, size_bytes, spare_bytes=0)
+                populate(self._arena.region(region)[self.ready(region) : size_bytes])
+                self._ready[region] = size_bytes
+            except (EcembError, OSError) as error:
+                logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)

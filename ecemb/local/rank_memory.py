@@ -3,33 +3,37 @@
 `RankMemory` puts the parts of an arena together and writes the header's words in the order that
 docs/protocol.md, 1.1 demands. No network here: whatever this module does can be cut off between any two
 instructions and done again.
+
+Owns as well the two slots of replicated state (`Slots`): the slot of the last committed transaction is never
+written. A slot holds a share of the whole: some of its slices, unless steps can be aborted; a restarted rank
+gets the others from other ranks (`ecemb.recovery.state_slices`). `Room` predicts how many steps of a window
+there is memory for: a window's old records grow with its steps as those of the last window did.
+
+Must not know: the network, the content of replicated state, how ranks agree on a window.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arena import capacity, private_files
 from ..arena.arena import Arena, Backing
 from ..arena.header import NONE, State, Word
 from ..coding.parity import Delta, ParityBlocks, Received, Scratch, blank, messages, size_words
-from ..coding.placement import Placement, Share
+from ..coding.placement import WHOLE, Placement, Share
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
-from .ahead import Ahead
-from .inbox import Inbox
-from .journal import ROW_JOURNALS, RowJournal
-from .outbox import PART_BYTES, Outbox
-from .parity_journal import ParityJournal
-from .room import Room, with_owed
-from .state_slots import Slots
+from .journal import PART_BYTES, ROW_JOURNALS, Ahead, Inbox, Outbox, ParityJournal, RowJournal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,3 +449,205 @@ def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:
             at += size_words(1, len(words))
         edges.append(at)
     return messages(out, edges, placement, memory.rank)
+
+
+_SLOTS = {
+    "slot0": (Word.SLOT0_LABEL, Word.SLOT0_BYTES),
+    "slot1": (Word.SLOT1_LABEL, Word.SLOT1_BYTES),
+}
+"""Regions, each with its words."""
+
+
+class StateStore(Protocol):
+    """The place that `ReplicatedState` is saved to, and loaded from if its share is the whole."""
+
+    @property
+    def share(self) -> Share:
+        """The part of the state that is kept here."""
+        ...
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Reserves uint8 [size_bytes] for a transaction's state, which is void until it is sealed."""
+        ...
+
+    def seal(self, transaction: int) -> None:
+        """Records that the state of `transaction` is complete."""
+        ...
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """The state of a transaction, uint8, a view."""
+        ...
+
+
+class Slots:
+    """The two versions of replicated state in an arena. Only the uncommitted one is written.
+
+    Args:
+        arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
+        share: the part of the state that this rank's slots hold.
+    """
+
+    def __init__(self, arena: Arena, share: Share = WHOLE) -> None:
+        self._arena = arena
+        self.share = share
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Reserves uint8 [size_bytes] for a transaction's state; the slot is void until it is sealed."""
+        slot = self._free()
+        label, used = _SLOTS[slot]
+        self._arena.set(label, NONE)
+        self._arena.reserve(slot, size_bytes, spare_bytes=0)  # it rarely grows again
+        self._arena.set(used, size_bytes)
+        return self._arena.region(slot)[:size_bytes]
+
+    def seal(self, transaction: int) -> None:
+        """Records that the opened slot holds the complete state of `transaction`."""
+        label, _ = _SLOTS[self._free()]
+        self._arena.set(label, transaction)
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """The state of a transaction, uint8, a view.
+
+        Raises:
+            InconsistentArenas: neither slot holds it.
+            ArenaDamaged: the slot claims more bytes than are reserved.
+        """
+        labels = {slot: self._arena.get(label) for slot, (label, _) in _SLOTS.items()}
+        found = [slot for slot, label in labels.items() if label == transaction]
+        if len(found) != 1:
+            raise InconsistentArenas(
+                f"the replicated state of transaction {transaction} is not in exactly one of the slots, "
+                f"which hold {list(labels.values())}: no failure leaves this behind; the arena's memory is "
+                f"damaged. {self._arena.way_out}"
+            )
+        return self._arena.filled(found[0], _SLOTS[found[0]][1])
+
+    def _free(self) -> str:
+        committed = self._arena.get(Word.COMMITTED)
+        others = [slot for slot, (label, _) in _SLOTS.items() if self._arena.get(label) != committed]
+        return others[-1] if others else next(iter(_SLOTS))  # a new arena has committed nothing
+
+
+class StateCopy:
+    """Replicated state in this process's memory, whole.
+
+    Args:
+        memory: a saved state; none by default.
+    """
+
+    share: Share = WHOLE
+
+    def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
+        self._memory = np.empty(0, np.uint8) if memory is None else memory
+
+    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
+        """See `StateStore.open`."""
+        if len(self._memory) != size_bytes:
+            self._memory = np.empty(size_bytes, np.uint8)
+        return self._memory
+
+    def seal(self, transaction: int) -> None:
+        """See `StateStore.seal`."""
+
+    def read(self, transaction: int) -> NDArray[np.uint8]:
+        """The state that was saved last."""
+        return self._memory
+
+
+_SPARE = 1.125
+"""More rows than the last window had are room for as well, by this factor."""
+_FRESH_S = 10.0  # how long the answer of the kernel counts
+
+
+class Room:
+    """The room of one rank.
+
+    Args:
+        arena: attached.
+        copies: for each region that grows with a window, and for the process's own memory as "", its bytes
+            for each byte of the row journal.
+    """
+
+    def __init__(self, arena: Arena, copies: Mapping[str, float]) -> None:
+        self._arena = arena
+        self._copies = dict(copies)
+        domains = arena.constants.domains
+        self._sharing = domains.count(domains[arena.constants.rank])
+        self._asked_s, self._free_bytes = -_FRESH_S, 0
+
+    def has_all(self) -> bool:
+        """Whether a window of any length has room, as all rows have."""
+        return self._fits(len(self._arena.region("row_journal")), 0)
+
+    def steps(self, wanted: int, used: Sequence[int], held_bytes: int) -> int:
+        """The most steps, up to `wanted`, that a window can have.
+
+        Args:
+            wanted: 1 or more.
+            used: bytes of the row journal after each step of the last window, ascending, not empty.
+            held_bytes: of the process's own memory for a window.
+        """
+        if self._fits(journal_bytes(used, wanted), held_bytes):
+            return wanted
+        low, high = 0, wanted  # fits, doesn't fit
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(journal_bytes(used, middle), held_bytes):
+                low = middle
+            else:
+                high = middle
+        return max(1, low)
+
+    def _fits(self, size_bytes: float, held_bytes: int) -> bool:
+        needed = 0.0
+        for region, copies in self._copies.items():
+            part = copies * size_bytes
+            if region:
+                part = min(part, len(self._arena.region(region)))  # which has room for all rows
+            needed += max(0.0, part - (self._arena.reserved(region) if region else held_bytes))
+        return needed <= 0 or needed <= self._free() / self._sharing
+
+    def _free(self) -> int:
+        """Bytes that are free for all ranks that share this rank's memory."""
+        if time.monotonic() - self._asked_s >= _FRESH_S:
+            self._asked_s, self._free_bytes = time.monotonic(), free_bytes(self._arena)
+        return self._free_bytes
+
+
+def with_owed(used: Sequence[int], owed_bytes: int) -> list[int]:
+    """Bytes of the row journal after each step of a window, with those that its end adds.
+
+    How many rows those were after each step isn't known. Popular rows come first, so their number is taken to
+    grow with the root of the steps: for a shorter window, that is rather too many.
+
+    Args:
+        used: as of `Room.steps`.
+        owed_bytes: what the end adds.
+    """
+    return [
+        size + math.ceil(owed_bytes * math.sqrt((i + 1) / len(used))) if owed_bytes else size
+        for i, size in enumerate(used)
+    ]
+
+
+def journal_bytes(used: Sequence[int], steps: int) -> float:
+    """What a window of some steps is expected to save, in bytes.
+
+    Args:
+        used: as of `Room.steps`. A window changes fewer new rows the longer it lasts, so that its last
+            quarter says how it goes on.
+        steps: of the window, 1 or more.
+    """
+    known = len(used)
+    if steps <= known:
+        return _SPARE * used[steps - 1]
+    tail = max(1, known // 4)
+    before = used[known - tail - 1] if known > tail else 0
+    return _SPARE * (used[-1] + (steps - known) * (used[-1] - before) / tail)
+
+
+def free_bytes(arena: Arena) -> int:
+    """Bytes that can still be stored where an arena is: the least that a limit leaves, but for promises."""
+    with private_files.opened(private_files.locate(arena.path).arena_dir, create=True) as folder:
+        free = min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
+        return max(0, free - capacity.promised_elsewhere(folder))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch
-from ..local.state_slots import StateStore
+from ..local.rank_memory import StateStore
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizers import drop_options, options, others, with_inner
 from .partitioned import check_modules, check_optimizers, check_whole

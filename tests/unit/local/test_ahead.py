@@ -15,8 +15,7 @@ from ecemb.arena.arena import Arena
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import NotEnoughSpace
 from ecemb.kernels.contract import get_kernels
-from ecemb.local.ahead import Ahead
-from ecemb.local.journal import RowJournal
+from ecemb.local.journal import Ahead, RowJournal
 from ecemb.local.rank_memory import RankMemory
 from support.simulation import alone
 

@@ -15,7 +15,7 @@ from ecemb.arena.arena import Arena
 from ecemb.coding.parity import Delta, write_heads_
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace
-from ecemb.local.inbox import Inbox
+from ecemb.local.journal import Inbox
 from support.simulation import alone, message_of
 
 SENDERS, HEAD = (5, 0, 2), 2

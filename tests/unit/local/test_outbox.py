@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ecemb.coding.parity import unpack
 from ecemb.coding.rows import Column, Table, TableLayout
-from ecemb.local import outbox as outboxes
-from ecemb.local.outbox import Outbox
+from ecemb.local import journal as outboxes
+from ecemb.local.journal import Outbox
 from ecemb.local.rank_memory import RankMemory
 from support.simulation import alone
 

@@ -12,7 +12,7 @@ import pytest
 from ecemb.arena.header import NONE
 from ecemb.coding.parity import Delta
 from ecemb.errors import InconsistentArenas, UsageError
-from ecemb.local.parity_journal import ParityJournal
+from ecemb.local.journal import ParityJournal
 from ecemb.local.rank_memory import RankMemory
 from support.simulation import Machines, job_of
 

@@ -12,9 +12,8 @@ import pytest
 
 from ecemb.arena import private_files
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.local import room
-from ecemb.local.rank_memory import RankMemory
-from ecemb.local.room import Room, journal_bytes, with_owed
+from ecemb.local import rank_memory
+from ecemb.local.rank_memory import RankMemory, Room, journal_bytes, with_owed
 from support.simulation import alone
 
 MIB = 1 << 20
@@ -31,7 +30,7 @@ def memory(tmp_path: Path) -> Iterator[RankMemory]:
 
 
 def test_a_window_goes_on_as_its_last_quarter_did() -> None:
-    spare = room._SPARE
+    spare = rank_memory._SPARE
     assert journal_bytes([100], 1) == 100 * spare
     assert journal_bytes([100], 5) == 500 * spare
     used = [1000, 1500, 1800, 2000, 2150, 2250, 2320, 2360]  # fewer new rows in each step
@@ -41,7 +40,7 @@ def test_a_window_goes_on_as_its_last_quarter_did() -> None:
 
 
 def free(size_bytes: int) -> object:
-    return mock.patch.object(room, "free_bytes", return_value=size_bytes)
+    return mock.patch.object(rank_memory, "free_bytes", return_value=size_bytes)
 
 
 @pytest.mark.parametrize(("free_mib", "copies", "steps"), [(45, 1, 40), (90, 2, 40), (90, 1, 200), (0, 1, 1)])
@@ -79,11 +78,11 @@ def test_ranks_of_one_host_share_what_is_free(memory: RankMemory) -> None:
 
 
 def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
-    before = room.free_bytes(memory.arena)
+    before = rank_memory.free_bytes(memory.arena)
     assert before > 0
     limits = mock.patch("ecemb.arena.capacity.limits", return_value=[])
     with limits:
-        assert room.free_bytes(memory.arena) > before, "a file system without limits"
+        assert rank_memory.free_bytes(memory.arena) > before, "a file system without limits"
 
 
 def test_a_swept_folder_is_no_error(memory: RankMemory) -> None:

@@ -20,7 +20,7 @@ from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
 from ecemb.group.channels import Channels
 from ecemb.group.dissemination import rounds
-from ecemb.local.inbox import Inbox
+from ecemb.local.journal import Inbox
 from ecemb.local.rank_memory import RankMemory
 from ecemb.startup import connections
 from ecemb.state.replicated import ReplicatedState

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.local.state_slots import StateCopy
+from ecemb.local.rank_memory import StateCopy
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.between_steps import Between
 from support.guarded_training import bags, initialise
