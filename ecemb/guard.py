@@ -23,7 +23,7 @@ from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session
 from .startup.opening import Opened
 from .startup.remaining import Remaining
-from .state.batches import Batches, bind
+from .state.data import Batches, bind
 from .step.body import Step
 from .step.notice import Notice
 from .step.transaction import Transactions

@@ -42,7 +42,7 @@ from .errors import ConfigurationError, UsageError
 from .guard import Guard, Step
 from .nn import ShardedEmbeddingBag
 from .protection import protect
-from .state import rng
+from .state import rank_state
 from .state.rank_state import Stateful, objects_of
 
 __all__ = ["Protection"]
@@ -191,7 +191,7 @@ class Protection(_Callback):
             **self._options,
         )
         self._batches = self._guard.batches(self._loader.loader, order_may_change=self._order_may_change)
-        self._drawn = rng.process_states()
+        self._drawn = rank_state.process_states()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning's hook: checks how Lightning uses the loader.
@@ -294,7 +294,7 @@ class Protection(_Callback):
         """Leaves the step."""
         self._is_open = False
         self._step.close()
-        self._drawn = rng.process_states()
+        self._drawn = rank_state.process_states()
 
     def _place(self) -> int:
         """Index in its epoch of the next batch."""
@@ -305,7 +305,7 @@ class Protection(_Callback):
         if not self._is_open:
             if self._progress is not None:
                 self._progress.runs = True
-            rng.set_process_states(self._drawn)
+            rank_state.set_process_states(self._drawn)
             self.step = self._step.enter_context(self.guard.step())
             self._is_open = True
         return next(self._batches)

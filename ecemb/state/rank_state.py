@@ -6,16 +6,25 @@ bound later (`guard.batches`). The record is protected like any row: captured, s
 parity. It is read without pickle. Scalars come first, and generators last: a delta ends with the last changed
 word.
 
-Must not know: the place of the record, its protection.
+Owns generators as plain state: those of the process (the global ones of torch (CPU), numpy and python), of
+its devices, and those that objects own. Owns the tables' scalars of several ranks together, as a table may be
+where it was not when they were saved: they are dicts of tables or buckets; an engine; what it names, such as
+a batch of tables.
+
+Must not know: the place of the record, its protection, what a scalar is.
 """
 
 from __future__ import annotations
 
+import _random
+import ctypes
+import functools
 import itertools
+import random
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,8 +33,6 @@ from torch import nn
 
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
-from . import rng
-from . import scalars as together
 from .metric_states import MetricStates, common, found_in, is_growing
 from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked, with_scalars
 
@@ -139,7 +146,7 @@ class RankState:
         self._at_bind: list[Any] = []  # each position's state when it was bound
         self._pending: list[Any] = []  # packed states of positions that are not bound yet
         self.room_bytes: int | None = None
-        self._reader = rng.Reader()
+        self._reader = Reader()
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
         self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
@@ -216,7 +223,7 @@ class RankState:
 
     def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
         """Generators, those of CUDA, and scalars, as they are now."""
-        return self._reader.read(), rng.cuda_states(), self._scalars()
+        return self._reader.read(), cuda_states(), self._scalars()
 
     def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
         """The same with packed scalars, kept: `moved` compares with it."""
@@ -251,9 +258,9 @@ class RankState:
             for i, position in enumerate(self.positions):
                 position.load_state_dict(states[i] if i < len(states) else with_scalars(self._at_bind[i]))
             self._pending = states[len(self.positions) :]
-        rng.set_process_states(drawn)
+        set_process_states(drawn)
         if saved["cuda"]:
-            rng.set_cuda_states(*saved["cuda"])
+            set_cuda_states(*saved["cuda"])
         self._note()
 
     def _put_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -266,7 +273,7 @@ class RankState:
             return {}
         then, cuda_then, packed = self._last
         states, cuda, scalars = self._look()
-        drawn = [] if states is then else [one for one in states if not rng.same({one: states[one]}, then)]
+        drawn = [] if states is then else [one for one in states if not same_states({one: states[one]}, then)]
         names = [f"{name}'s random generator" for name in drawn]
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             names.append("a CUDA device's random generator")
@@ -286,7 +293,7 @@ class RankState:
             own: the result of `scalars_in` of what this rank read.
             told: those of all ranks.
         """
-        self._set_scalars(together.joined(own, told))
+        self._set_scalars(joined_scalars(own, told))
 
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
@@ -380,7 +387,7 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
 
 def scalars_in(states: Sequence[bytes]) -> bytes:
     """The tables' scalars in results of `RankState.pack`, together, for `RankState.take_scalars`."""
-    return together.packed([_taken_apart(data)[1]["scalars"] for data in states])
+    return packed_scalars([_taken_apart(data)[1]["scalars"] for data in states])
 
 
 def layout(size_bytes: int) -> TableLayout:
@@ -468,3 +475,244 @@ def _state(key: str | int, item: Stateful) -> Any:
 
 def _position(position: Position) -> Any:
     return plain(position.state_dict(), at=f"the state of {position.name}")
+
+
+_LEVELS = 3
+
+
+def packed_scalars(scalars: Sequence[Mapping[str, Any]]) -> bytes:
+    """The scalars of some ranks, together, for `joined`; those of the first count where they differ."""
+    together: dict[str, Any] = {}
+    for one in scalars:
+        _add(together, one, _LEVELS)
+    return dump(together)
+
+
+def joined_scalars(own: bytes, told: Iterable[bytes]) -> dict[str, Any]:
+    """This rank's, and what only other ranks have.
+
+    Args:
+        own: the result of `packed`.
+        told: those of all ranks.
+
+    Raises:
+        InconsistentArenas: the bytes are not those of `packed`.
+    """
+    together: dict[str, Any] = {}
+    for one in (own, *told):
+        _add(together, load(one), _LEVELS)
+    return together
+
+
+def _add(own: dict[str, Any], other: Mapping[str, Any], levels: int) -> None:
+    """Adds what `own` lacks, down to some levels."""
+    for key, value in other.items():
+        if key not in own:
+            own[key] = value
+        elif levels > 1 and isinstance(value, dict):
+            _add(own[key], cast("Mapping[str, Any]", value), levels - 1)
+
+
+_NUMPY: Any = cast("Any", np.random.get_state).__self__
+_PYTHON: Any = cast("Any", random.getstate).__self__
+_WORDS = 624  # of a Mersenne twister; python has the position of the next one behind them
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def process_states() -> dict[str, Any]:
+    """The states of torch's, numpy's and python's global generators.
+
+    Raises:
+        ConfigurationError: numpy's generator is not a Mersenne twister.
+    """
+    return {name: state() for name, (state, _) in _PROCESS.items()}
+
+
+class Reader:
+    """Reads the states of the process's generators again and again.
+
+    To read one takes long, so it is read only if the memory has changed that has all of it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, bytes | None] = {}
+        self._states: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """The result of `process_states`, to be read only: the object of the last call if nothing was drawn.
+
+        A state that is equal to that of the last call is the same object.
+
+        Raises:
+            ConfigurationError: as `process_states`.
+        """
+        changed: dict[str, Any] = {}
+        for name, (state, memory) in _PROCESS.items():
+            now = memory()  # before the state: another thread may draw in between
+            if now is None or now != self._memory.get(name):
+                read = state()
+                if not same_states({name: read}, self._states):
+                    changed[name] = read
+                self._memory[name] = now if now is not None and _words(read) in now else None
+        if changed:
+            self._states = {**self._states, **changed}
+        return self._states
+
+
+def cuda_states() -> list[Any]:
+    """The number of this process's device, and all devices' generators; empty without CUDA."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
+
+
+def set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
+    """Restores generators; that of the process's device goes to its current device."""
+    count = torch.cuda.device_count()
+    now = torch.cuda.current_device() if count else own
+    swapped = {own: now, now: own}
+    for device, state in enumerate(states):
+        if (there := swapped.get(device, device)) < count:
+            torch.cuda.set_rng_state(state, there)
+
+
+def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether the states of `a` are equal to those of `b`, that is, nothing was drawn in between."""
+    return all(
+        name in b and (a[name] is b[name] or all(map(_equal, _listed(a[name]), _listed(b[name]))))
+        for name in a
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _listed(state: Any) -> Any:
+    return state if isinstance(state, tuple) else (state,)
+
+
+def set_process_states(states: Mapping[str, Any]) -> None:
+    """Puts them back."""
+    kind, key, pos, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, key.numpy().view(np.uint32), pos, has_gauss, gauss))
+    random.setstate(_to_python(states["python"]))
+    torch.set_rng_state(states["torch"])
+
+
+def owned_generators(holders: Sequence[object]) -> list[Any]:
+    """The generators of torch, numpy and python that are attributes of the objects, each once, in order.
+
+    torch's global generator is left out, and random.SystemRandom, which has no state.
+    """
+    found: dict[int, Any] = {}
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            if isinstance(value, random.SystemRandom) or value is torch.default_generator:
+                continue
+            if isinstance(value, _KINDS):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of one generator: torch's, numpy's (Generator or RandomState) or python's."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return _from_python(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return _from_numpy(generator.get_state(legacy=False))
+    return _from_numpy(generator.bit_generator.state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Puts it back."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(_to_python(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_to_numpy(state))
+    else:
+        generator.bit_generator.state = _to_numpy(state)
+
+
+def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
+    state = np.random.get_state(legacy=False)
+    if (kind := state["bit_generator"]) != "MT19937":
+        raise ConfigurationError(
+            f"numpy's global generator is {kind}, and ecemb keeps only MT19937: pass your own generators "
+            f"in state="
+        )
+    key, pos = state["state"]["key"], state["state"]["pos"]
+    key = torch.from_numpy(key.view(np.int32).copy())
+    return kind, key, int(pos), int(state["has_gauss"]), float(state["gauss"])
+
+
+def _torch_memory() -> bytes:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _numpy_memory() -> bytes | None:
+    """The second of two normal numbers is in one object; the words and their position are in another."""
+    twister = cast("Any", np.random).get_bit_generator()
+    if type(twister) is not np.random.MT19937:
+        return None
+    return _fields(_NUMPY, np.random.RandomState).tobytes() + _fields(twister, np.random.MT19937).tobytes()
+
+
+def _python_memory() -> bytes:
+    """The second of two normal numbers is an attribute."""
+    return _fields(_PYTHON, _random.Random).tobytes() + repr(_PYTHON.gauss_next).encode()
+
+
+@functools.lru_cache(maxsize=4)
+def _fields(one: object, kind: type) -> NDArray[np.uint8]:
+    """The memory of an object without its head, a view: all fields of a class that is written in C."""
+    head = object.__basicsize__
+    memory = (ctypes.c_uint8 * (kind.__basicsize__ - head)).from_address(id(one) + head)
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {key: _from_numpy(item) for key, item in items}
+    if isinstance(value, np.ndarray):
+        array = cast("NDArray[Any]", value)
+        return [str(array.dtype), torch.from_numpy(array.view(np.uint8).copy())]
+    return value
+
+
+def _to_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {key: _to_numpy(item) for key, item in items}
+    if isinstance(value, list):
+        dtype, data = cast("list[Any]", value)
+        return data.numpy().view(dtype)
+    return value
+
+
+def _from_python(state: tuple[Any, ...]) -> tuple[int, torch.Tensor, float | None]:
+    version, words, normal = state
+    return version, torch.from_numpy(np.array(words, np.uint32).view(np.int32)), normal
+
+
+def _to_python(state: Any) -> tuple[int, tuple[int, ...], float | None]:
+    version, words, normal = state
+    return version, tuple(words.numpy().view(np.uint32).tolist()), normal
+
+
+def _words(state: Any) -> bytes:
+    """The words of a state, which the generator's memory has unless its objects are not as known here."""
+    return (state if isinstance(state, torch.Tensor) else state[1][:_WORDS]).numpy().tobytes()
+
+
+_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], bytes | None]]] = {
+    "torch": (torch.get_rng_state, _torch_memory),
+    "numpy": (_numpy_state, _numpy_memory),
+    "python": (lambda: _from_python(random.getstate()), _python_memory),
+}

@@ -22,9 +22,19 @@ from ..errors import LayoutMismatch
 from ..local.rank_memory import StateStore
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizers import drop_options, options, others, with_inner
-from .partitioned import check_modules, check_optimizers, check_whole
 from .serialize import like, replaced
-from .walk import SAME, CachedWalk, Fingerprint, TensorSlots, buffers, has_room, with_extra_state
+from .walk import (
+    SAME,
+    CachedWalk,
+    Fingerprint,
+    TensorSlots,
+    buffers,
+    check_modules,
+    check_optimizers,
+    check_whole,
+    has_room,
+    with_extra_state,
+)
 
 _SHOWN_NAMES = 8  # in a message
 _AGAIN = "run the script that started it, or use another job="

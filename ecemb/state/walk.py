@@ -8,14 +8,19 @@ needed. All that has to know of a change reads the walk.
 A tensor has changed if it is another object or has another version counter. Writes that torch doesn't count
 (through `.data` or numpy) are not detected.
 
+Owns the refusals of models and optimizers that are partitioned over ranks: replicated state is complete on
+every rank.
+
 Must not know: the storage of the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, cast
@@ -27,8 +32,10 @@ from torch import nn
 from ..errors import ConfigurationError
 from .flatten import Separator, is_number, separated, words
 from .optimizers import options
-from .partitioned import check_whole
 from .serialize import NotPlainError, like, plain_key
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
 
 SAME = "ecemb.same"
 """(this, name) in a walk's value: a buffer that shares the tensor of that name."""
@@ -495,3 +502,52 @@ def _items(value: Any) -> tuple[Any, ...]:
 
 def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
+
+
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ConfigurationError unless the tensor is complete on every rank."""
+    if nn.parameter.is_lazy(tensor):
+        raise ConfigurationError(
+            f"{name} has no shape yet: run a batch through the model, or give its module a size, before "
+            f"ecemb.protect()"
+        )
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and isinstance(tensor, sharded.DTensor):
+        raise ConfigurationError(
+            f"{name} is a DTensor, of which each rank holds a part: ecemb keeps dense parameters that are "
+            f"complete on all ranks; train them with DistributedDataParallel instead of fully_shard()"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ConfigurationError(
+            f"{name} is on the meta device or not dense, and it is not a protected table: "
+            f"materialise it before ecemb.protect(), or name it in tables="
+        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raises ConfigurationError if the parameters of a module are partitioned over ranks."""
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a FullyShardedDataParallel, of whose parameters each rank holds "
+                f"a part: ecemb keeps dense parameters that are complete on all ranks; train them with "
+                f"DistributedDataParallel"
+            )
+
+
+def check_optimizers(optimizers: Iterable[Any]) -> None:
+    """Raises ConfigurationError if state is partitioned over ranks; logs state that may be left out."""
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
+            raise ConfigurationError(
+                "ZeroRedundancyOptimizer partitions the state of dense parameters over the ranks: ecemb "
+                "keeps state that is complete on all ranks; use the optimizer that it wraps"
+            )
+        own = getattr(kind, "state_dict", None)
+        if isinstance(optimizer, torch.optim.Optimizer) and own is not torch.optim.Optimizer.state_dict:
+            logger.info(
+                "%s overrides state_dict(); ecemb keeps only its parameter groups and its state: "
+                "pass in state= an object for its other attributes",
+                kind.__name__,
+            )

@@ -190,7 +190,7 @@ def test_the_walk_sees_every_form_of_import(name: str, source: str) -> None:
     [
         ("coding.code", "from ecemb.errors import CodeError"),
         ("kernels.cpu", "from ecemb.kernels.contract import Kernels\nfrom . import llvm"),
-        ("state.loaders", "from ..coding import rows\nimport torch.distributed"),
+        ("state.data", "from ..coding import rows\nimport torch.distributed"),
         ("coding.rows", "import torch\nfrom torch import Tensor, distributions"),
         ("__init__", "from . import errors, nn\nfrom .coding.code import Code"),
     ],

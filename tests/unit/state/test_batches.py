@@ -39,9 +39,9 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 import ecemb
 from ecemb.arena import private_files
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed, UsageError
-from ecemb.state import batches as module
+from ecemb.state import data as module
 from ecemb.state import rank_state
-from ecemb.state.batches import Batches
+from ecemb.state.data import Batches
 from ecemb.state.rank_state import RankState
 from support.processes import RankFailed, launch
 from support.refusals import refused

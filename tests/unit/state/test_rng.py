@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ecemb.errors import ConfigurationError
-from ecemb.state import rng
+from ecemb.state import rank_state
 from ecemb.state.serialize import dump, load, plain
 
 KINDS: dict[str, Any] = {
@@ -44,12 +44,12 @@ def test_a_generator_goes_on_where_it_was(kind: str, seed: int) -> None:
     """Also in another object, from packed bytes, and in the middle of a pair of normal numbers."""
     generator = KINDS[kind](seed)
     draw(generator)
-    packed = dump(plain(rng.state(generator)))
+    packed = dump(plain(rank_state.generator_state(generator)))
     expected = draw(generator)
     other = KINDS[kind](seed + 1)
-    rng.set_state(other, load(packed))
+    rank_state.set_generator_state(other, load(packed))
     assert draw(other) == expected
-    rng.set_state(generator, load(packed))
+    rank_state.set_generator_state(generator, load(packed))
     assert draw(generator) == expected
 
 
@@ -65,7 +65,7 @@ def test_the_generators_of_an_object_are_found_once_and_in_order() -> None:
 
     one, two = Holder(), Holder()
     two.second = one.second
-    found = rng.owned([one, [random.Random(2)], two, None])
+    found = rank_state.owned_generators([one, [random.Random(2)], two, None])
     assert list(map(id, found)) == list(map(id, (one.first, one.second, two.first)))
 
 
@@ -93,19 +93,19 @@ DRAWS[""] = (lambda: None,)
 @pytest.mark.usefixtures("kept_generators")
 def test_no_draw_is_missed(seed: int) -> None:
     """Nor one that takes only the second of a pair of normal numbers, or brings it back."""
-    dice, reader = random.Random(seed), rng.Reader()
-    before = rng.process_states()
+    dice, reader = random.Random(seed), rank_state.Reader()
+    before = rank_state.process_states()
     kept = [before]
     for _ in range(600):
         name = dice.choice(list(DRAWS))
         for _ in range(dice.randrange(3)):
             dice.choice(DRAWS[name])()
         if dice.random() < 0.2:
-            rng.set_process_states(dice.choice(kept))
+            rank_state.set_process_states(dice.choice(kept))
         now = reader.read()
-        assert rng.same(now, rng.process_states())
+        assert rank_state.same_states(now, rank_state.process_states())
         for one, state in before.items():
-            assert rng.same({one: now[one]}, before) == same_bytes(now[one], state)
+            assert rank_state.same_states({one: now[one]}, before) == same_bytes(now[one], state)
         kept = [*kept[-3:], now]
         before = now
 
@@ -119,37 +119,37 @@ def test_the_second_of_a_pair_of_normal_numbers_is_seen_alone() -> None:
     for first, at in ((np.random.standard_normal, "numpy"), (lambda: random.gauss(0, 1), "python")):
         np.random.seed(3)
         random.seed(3)
-        reader = rng.Reader()
+        reader = rank_state.Reader()
         first()
         held = reader.read()
         first()  # no word is drawn
         used = reader.read()
-        assert not rng.same({at: held[at]}, used)
-        rng.set_process_states(held)
-        assert rng.same(reader.read(), held)
+        assert not rank_state.same_states({at: held[at]}, used)
+        rank_state.set_process_states(held)
+        assert rank_state.same_states(reader.read(), held)
 
 
 @pytest.mark.usefixtures("kept_generators")
 def test_what_was_not_drawn_from_is_not_read_again() -> None:
-    reader = rng.Reader()
+    reader = rank_state.Reader()
     first = reader.read()
     with mock.patch.object(np.random, "get_state", side_effect=AssertionError):
         torch.rand(())
         again = reader.read()
     assert again["numpy"] is first["numpy"] and again["python"] is first["python"]
-    assert not rng.same({"torch": again["torch"]}, first)
+    assert not rank_state.same_states({"torch": again["torch"]}, first)
 
 
 def test_another_generator_of_numpy_is_refused() -> None:
-    reader, own = rng.Reader(), np.random.get_bit_generator()
+    reader, own = rank_state.Reader(), np.random.get_bit_generator()
     reader.read()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        for read in (reader.read, rng.process_states):
+        for read in (reader.read, rank_state.process_states):
             with pytest.raises(ConfigurationError, match="is PCG64, and ecemb keeps only MT19937"):
                 read()
         np.random.set_bit_generator(np.random.MT19937(1))
-        assert rng.same(reader.read(), rng.process_states())
+        assert rank_state.same_states(reader.read(), rank_state.process_states())
     finally:
         np.random.set_bit_generator(own)
-    assert rng.same(reader.read(), rng.process_states())
+    assert rank_state.same_states(reader.read(), rank_state.process_states())
