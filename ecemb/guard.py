@@ -16,8 +16,7 @@ from .arena import scan
 from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointWriter
 from .errors import ArenaInsecure, PeerFailure, StepFailed, UndeclaredWrite, UsageError
-from .group.error_file import cause_of, follows, own_failure
-from .group.whereabouts import placed
+from .group.error_file import cause_of, follows, own_failure, placed
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session

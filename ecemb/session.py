@@ -26,8 +26,8 @@ from .arena.scan import Directory
 from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
 from .group import rendezvous
 from .group.assignment import Roster
+from .group.error_file import Whereabouts
 from .group.failure_detector import FailureDetector
-from .group.whereabouts import Whereabouts
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -31,7 +31,7 @@ from ..errors import (
     PeerFailure,
 )
 from ..group.collectives import Transport
-from ..group.enforced_end import before_end
+from ..group.worker_exit import before_end
 from ..local.rank_memory import RankMemory
 from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState

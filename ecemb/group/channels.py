@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from ..errors import PeerFailure
 from ..kernels.contract import Words
 from ..kernels.llvm import assembled
-from .error_file import lost_peer
+from .error_file import Whereabouts, lost_peer
 from .links import Link, kept_by
-from .whereabouts import Whereabouts
 
 Array = NDArray[Any]
 

@@ -5,31 +5,168 @@ once; ranks that wait for others learn it from the failure detector. A `Transpor
 memory; deltas to keepers of parity may go over a `Fabric` instead, from a device's memory.
 
 A `PeerFailure` allows no conclusion about what other ranks received.
+
+In round j a rank sends what it has folded so far to rank + 2^j, and waits for what rank - 2^j sends, modulo
+N. The fold is idempotent, so it is right for every N. A rank sends on only what it has received: who has the
+last round has a value that all ranks put something into. (Hensgen, Finkel and Manber, "Two algorithms for
+barrier synchronization", 1988.)
+
+Must not know: what is folded, and what messages are about.
 """
 
 from __future__ import annotations
 
+import datetime
 import enum
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..errors import PeerFailure
+from ..errors import EcembError, NotEnoughSpace, PeerFailure
 from ..kernels.contract import Words
+from ..kernels.threads import to_the_end
 from .channels import Channels, Mesh, Notes
-from .dissemination import MOST_ROUNDS, Rounds
-from .error_file import follows
-from .fabric import Fabric, Waits
-
-Ints = NDArray[np.int64]
-T = TypeVar("T")
+from .error_file import Whereabouts, follows, lost_peer
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
+
+T = TypeVar("T")
+
+
+class Waits:
+    """Waits for the work of a group, each time with a name and a deadline."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self._group = group
+        self._timeout_s = timeout_s
+        self._deadline = datetime.timedelta(seconds=timeout_s)
+        self.whereabouts = Whereabouts()
+
+    def close(self) -> None:
+        """Ends the group. All ranks, each for itself."""
+        dist.destroy_process_group(self._group)
+
+    def started(self, start: Callable[[], T | None], what: str) -> T:
+        """Starts work; `what` names it in the error.
+
+        Raises:
+            PeerFailure: a peer has died.
+        """
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.failure(what, 0.0, error) from error
+        if work is None:
+            raise EcembError(f"rank {self.rank} is not in the group that it uses for {what}")
+        return work
+
+    def ended(self, work: dist.Work, what: str) -> None:
+        """Waits for `work`; again, if a signal's handler raised when it had just ended."""
+        if work.is_completed():
+            return
+        began = time.monotonic()
+        try:
+            with self.whereabouts.waiting():
+                work.wait(self._deadline)  # with it NCCL's wait blocks the host
+            if not work.is_completed():
+                raise RuntimeError("the wait has ended before it")
+        except RuntimeError as error:
+            raise self.failure(what, time.monotonic() - began, error) from error
+
+    def failure(self, what: str, waited_s: float, error: Exception) -> PeerFailure:
+        """The error of a wait that has failed."""
+        return lost_peer(self.rank, self.world_size, what, waited_s, self._timeout_s, error)
+
+
+class Fabric(Waits):
+    """Messages from one device's memory to another's, over a group with a backend such as NCCL.
+
+    All ranks, once: the constructor makes the group's connections, because point-to-point messages between
+    some of the ranks may not be a group's first messages (`torch.distributed.batch_isend_irecv`).
+
+    Args:
+        group: a process group of all ranks, for this object alone.
+        device: a device of this rank alone, for sending and receiving.
+        timeout_s: deadline of every exchange.
+
+    Raises:
+        PeerFailure: the ranks can't reach each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group, timeout_s)
+        self.device = device
+        self._room = torch.empty(0, dtype=torch.int64, device=device)
+        here = torch.zeros(1, dtype=torch.float32, device=device)
+        what = "connecting the devices"
+        with self._on_device():
+            self.ended(self.started(lambda: dist.all_reduce(here, group=group, async_op=True), what), what)
+
+    def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
+        """See `Transport.exchange`. The messages in `out` are in host memory when this returns.
+
+        The device's current stream is waited for.
+
+        Raises:
+            NotEnoughSpace: the device has no room for the messages; none was sent from here.
+            PeerFailure: as for `Transport.exchange`.
+        """
+        messages = [*send.values(), *out.values()]
+        if not messages:
+            return
+        sizes = [len(words) for words in messages]
+        parts = self._taken(sum(sizes), what).split(sizes)
+        held = [torch.from_numpy(words.view(np.int64)) for words in messages]
+        with self._on_device():
+            for part, words in zip(parts[: len(send)], held, strict=False):
+                part.copy_(words, non_blocking=True)  # not pinned, so that it is read before this returns
+            peers = [(dist.isend, rank) for rank in send] + [(dist.irecv, rank) for rank in out]
+            operations = [
+                dist.P2POp(start, part, group=self._group, group_peer=rank)
+                for (start, rank), part in zip(peers, parts, strict=True)
+            ]
+            for work in self.started(lambda: dist.batch_isend_irecv(operations), what):
+                self.ended(work, what)
+            for words, part in zip(held[len(send) :], parts[len(send) :], strict=True):
+                words.copy_(part)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory for messages."""
+        return self._room.nbytes
+
+    def _taken(self, size: int, what: str) -> torch.Tensor:
+        """int64 [size] of the device's memory, of any content; the earlier content is lost."""
+        if size > len(self._room):
+            self._room = self._room.new_empty(0)  # free it first: both may not fit
+            try:
+                self._room = self._room.new_empty(size + size // 4)
+            except torch.OutOfMemoryError:
+                raise NotEnoughSpace(
+                    f"{what} needs {8 * (size + size // 4)} bytes of {self.device}'s memory, which are not "
+                    f"free: train with a smaller batch or window, or leave parity_backend out, so that "
+                    f"deltas go from host memory"
+                ) from None
+        return self._room[:size]
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the device current, as NCCL requires."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+Ints = NDArray[np.int64]
+
 
 _MOST_BYTES = 1 << 30  # of one rank in `gather`; a larger size is an error
 _NUMBERS = 1 << 20  # of one kind before they repeat
@@ -253,3 +390,105 @@ class Transport(Waits):
             what,
         )
         self.ended(work, what)
+
+
+MOST_ROUNDS = 32
+
+
+class Wires(Protocol):
+    """What carries notes, such as a `Transport`. A note is found by its sender and its tag."""
+
+    rank: int
+    world_size: int
+
+    def send_note(self, words: Words, to: int, what: str, tag: int) -> None:
+        """Sends, and waits for no receiver."""
+        ...
+
+    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
+        """Waits for a note, also once more for the same one."""
+        ...
+
+
+class Rounds:
+    """One dissemination on this rank.
+
+    An exception that a signal handler raises in `run`, such as KeyboardInterrupt, waits until the last round:
+    the others would wait for the rounds of a rank that leaves between them. Only the end of a peer ends the
+    rounds early, and that ends the other ranks too.
+
+    Args:
+        wires: the notes' carrier.
+        tag: of round 0; round j has `tag` + j.
+        fold: (own, received) -> folded, a new array; associative, commutative and idempotent.
+        is_last: whether a received value ends this rank's rounds: it is sent on in all later ones, and no
+            round is waited for.
+
+    Attributes:
+        value: int64 [m], what is folded so far; empty before `run`.
+        is_over: whether `value` is what all ranks have, or ended the rounds.
+    """
+
+    def __init__(
+        self,
+        wires: Wires,
+        tag: int,
+        fold: Callable[[Ints, Ints], Ints],
+        is_last: Callable[[Ints], bool],
+    ) -> None:
+        self.is_over: bool = False
+        self.value = np.zeros(0, np.int64)
+        self._wires, self._tag, self._fold, self._is_last = wires, tag, fold, is_last
+        self._round = self._sent = 0
+
+    def run(self, value: Ints, what: str) -> None:
+        """Goes through all rounds.
+
+        Args:
+            value: int64 [m], what this rank puts in.
+            what: names the wait in errors.
+
+        Raises:
+            PeerFailure: a peer died: `is_over` is false.
+            BaseException: that of a signal handler, after the last round.
+        """
+        self.value = value
+        to_the_end(partial(self._proceed, what), PeerFailure)
+
+    def _proceed(self, what: str) -> None:
+        """From where an interruption left off; a note that is sent twice does no harm."""
+        wires, heard = self._wires, np.zeros_like(self.value)
+        while not self.is_over and self._round < rounds(wires.world_size):
+            step, tag = 1 << self._round, self._tag + self._round
+            if self._sent == self._round:
+                wires.send_note(self.value.view(np.uint64), (wires.rank + step) % wires.world_size, what, tag)
+                self._sent += 1
+            wires.receive_note(heard.view(np.uint64), (wires.rank - step) % wires.world_size, what, tag)
+            if self._is_last(heard):
+                self.value = heard
+                say(wires, self._tag, heard, range(self._round + 1, rounds(wires.world_size)))
+                break
+            self.value, self._round = self._fold(self.value, heard), self._round + 1
+        self.is_over = True
+
+
+def rounds(world_size: int) -> int:
+    """The number of rounds, ceil(log2 N)."""
+    return (world_size - 1).bit_length()
+
+
+def say(wires: Wires, tag: int, value: Ints, turns: Iterable[int] | None = None) -> None:
+    """Sends a value to the receivers of some rounds, or of all, which may have ended; waits for none of them.
+
+    Args:
+        wires: the notes' carrier.
+        tag: of round 0.
+        value: int64 [m].
+        turns: the rounds; None: all.
+    """
+    for j in range(rounds(wires.world_size)) if turns is None else turns:
+        to = (wires.rank + (1 << j)) % wires.world_size
+        try:
+            wires.send_note(value.view(np.uint64), to, "leaving", tag + j)
+        except PeerFailure as error:
+            logger.debug("rank %d is not told: %s", to, error)

@@ -1,21 +1,39 @@
-"""The workers' own connections: which workers are neighbours, their addresses, and links.
+"""The workers' own connections: neighbours, their addresses, and links that both ends have proved.
 
 Owns the sockets over which workers watch each other. The neighbours of worker i of N are i + 2^j and
 i - 2^j (mod N): all others while N is small, O(log N) of them when N is large. The end of one worker does not
 separate the others.
 
 All sockets are closed in forked children: a descriptor that is open there hides the end of this process from
-its peers. `handshake` makes the connections, and `failure_detector` sends the messages.
+its peers. `failure_detector` sends the messages.
+
+Nothing that comes over the network is trusted. A connection becomes a `Link` only when both ends have proved
+that they know the secret of this start: by a digest over a number of the answering end, as the secret never
+travels. Before the proof, a caller gets a few dozen bytes and a few seconds, and nothing else. When too many
+callers wait for their proof, the oldest one of the address that has the most of them is sent away, so that
+a new caller always gets its chance.
+
+All connections between ranks are made here, whatever they carry later: no other module accepts any.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import fcntl
+import hmac
 import os
+import secrets
+import selectors
 import socket
 import struct
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from .._wording import counted
+from ..errors import RendezvousError
 
 _CHUNK_BYTES = 4096
 _SIOCGIFADDR = 0x8915
@@ -195,3 +213,331 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_HELLO = struct.Struct("!I32s")  # who calls, proof
+_WELCOME = b"+"
+_PROOF_S = 5.0  # a connection has to prove itself within this time
+_GUESTS = 64  # callers without a proof at a time, beside the expected ones
+_STAGGER_S = 0.25  # before a peer's next address is tried beside the last one
+_PAUSE_S = 0.5  # before all of a peer's addresses are tried again
+_TICK_S = 0.05
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One worker of this start.
+
+    Attributes:
+        name: in messages, e.g. "rank 2 (host b, pid 123)".
+        addresses: possible addresses, the likeliest first.
+        port: of its listener.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+class Listener:
+    """The socket that neighbours call: open before this worker is announced, closed when all have called."""
+
+    def __init__(self) -> None:
+        self.socket: socket.socket = listen()
+        self.port: int = self.socket.getsockname()[1]
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuses further calls. May be called twice."""
+        drop(self.socket)
+
+
+def connect(
+    listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes, deadline: float
+) -> list[Link]:
+    """Links this worker with its neighbours. All workers.
+
+    Args:
+        listener: announced to the neighbours; closed when this returns or raises.
+        index: this worker's, of 0 to `size` - 1.
+        size: number of workers.
+        peers: its neighbours, by their index; each of them has this worker among its own.
+        secret: known to the workers of this start only.
+        deadline: on time.monotonic().
+
+    Returns:
+        A link with each neighbour, in the order of `peers`. They may have received something already.
+
+    Raises:
+        RendezvousError: a neighbour ended, or was not linked before the deadline.
+    """
+    meeting = _Meeting(listener, index, size, peers, secret)
+    try:
+        return meeting.hold(deadline)
+    except BaseException:
+        for link in meeting.links.values():
+            link.close()
+        raise
+    finally:
+        meeting.close()
+
+
+class _NotOurs(Exception):
+    """The other end is not a worker of this start, or not the expected worker."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """The attempts to reach one peer, at all of its addresses."""
+
+    peer: int
+    untried: list[str]
+    next_at: float = 0.0
+    open: int = 0
+    errors: dict[str, Exception] = dataclasses.field(default_factory=dict[str, Exception])
+
+
+@dataclasses.dataclass(eq=False)
+class _Contact:
+    """A connection that is not a link yet.
+
+    Attributes:
+        socket: the connection.
+        call: the call that it belongs to; None for a guest, which called here.
+        address: the other end.
+        until: deadline of the proof.
+        handshake: yields the events that it waits for, and returns the link.
+    """
+
+    socket: socket.socket
+    call: _Call | None
+    address: str
+    until: float
+    handshake: Generator[int, None, Link] = dataclasses.field(init=False)
+
+
+class _Meeting:
+    """One loop over all sockets, in which no connection waits for another."""
+
+    def __init__(
+        self, listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes
+    ) -> None:
+        self.links: dict[int, Link] = {}
+        self._listener, self._index, self._peers, self._secret = listener, index, peers, secret
+        self._calls = {
+            peer: _Call(peer, list(one.addresses)) for peer, one in peers.items() if calls(index, peer, size)
+        }
+        self._contacts: dict[_Contact, None] = {}  # the oldest first
+        self._most_guests = _GUESTS + len(peers) - len(self._calls)
+        self._strangers, self._last_stranger = 0, ""  # guests that went without a proof
+        self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
+        self._selector.register(listener.socket, selectors.EVENT_READ)
+
+    def hold(self, deadline: float) -> list[Link]:
+        """Runs until all neighbours are linked."""
+        while missing := [peer for peer in self._peers if peer not in self.links]:
+            now = time.monotonic()
+            for peer in missing:
+                if peer in self._calls:
+                    self._dial(self._calls[peer], now)
+            is_called = False
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener.socket:
+                    is_called = True
+                elif isinstance(key.data, _Contact):
+                    self._advance(key.data)
+                elif isinstance(key.data, Link) and not key.data.read():
+                    name = self._peers[key.data.peer].name
+                    raise RendezvousError(f"{name} ended while the workers were connecting: see its log")
+            if is_called:  # the last of all: a proof that has come counts before its guest could be sent away
+                self._admit(now)
+            for contact in [one for one in self._contacts if one.until < now]:
+                self._end(contact, TimeoutError(errno.ETIMEDOUT, f"no proof came within {_PROOF_S:.0f} s"))
+            if now > deadline and len(self.links) < len(self._peers):
+                raise RendezvousError(self._late())
+        return [self.links[peer] for peer in self._peers]
+
+    def close(self) -> None:
+        """Ends all connections that are not links."""
+        for contact in list(self._contacts):
+            self._end(contact)
+        self._listener.close()
+        self._selector.close()
+
+    def _dial(self, call: _Call, now: float) -> None:
+        """Tries a peer's next address once the last address has failed, or takes long."""
+        if call.open and (now < call.next_at or not call.untried):
+            return
+        peer = self._peers[call.peer]
+        if not call.untried:
+            if all(isinstance(error, ConnectionRefusedError) for error in call.errors.values()):
+                raise RendezvousError(
+                    f"{_reach(peer)} refuses connections: it ended while the workers were connecting (see "
+                    f"its log), or a firewall is between"
+                )
+            if now < call.next_at + _PAUSE_S:
+                return
+            call.untried = list(peer.addresses)
+        address = call.untried.pop(0)
+        call.next_at = now + _STAGGER_S
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            connection = keep(socket.socket(family, socket.SOCK_STREAM))
+        except OSError as error:  # no such family here
+            call.errors[address] = error
+            return
+        error = connection.connect_ex((address, peer.port))
+        contact = _Contact(connection, call, address, now + _PROOF_S)
+        contact.handshake = self._introduce(contact, call.peer, 0 if error == errno.EINPROGRESS else error)
+        self._begin(contact)
+
+    def _admit(self, now: float) -> None:
+        """Accepts one call. It may cost a guest that has not proved itself its place."""
+        try:
+            connection, (address, *_) = self._listener.socket.accept()
+        except OSError as error:  # the caller has hung up, or this process is out of descriptors
+            if error.errno in _NO_DESCRIPTOR:
+                self._send_away()
+            return
+        keep(connection)
+        if sum(contact.call is None for contact in self._contacts) >= self._most_guests:
+            self._send_away()
+        contact = _Contact(connection, None, str(address), now + _PROOF_S)
+        contact.handshake = self._answer(connection)
+        self._begin(contact)
+
+    def _send_away(self) -> None:
+        """Ends the oldest guest of the address that has the most guests."""
+        guests = [contact for contact in self._contacts if contact.call is None]
+        crowds = Counter(guest.address for guest in guests)
+        if guests:
+            self._end(max(guests, key=lambda guest: crowds[guest.address]))  # the first one of the most
+
+    def _begin(self, contact: _Contact) -> None:
+        self._contacts[contact] = None
+        self._selector.register(contact.socket, selectors.EVENT_READ, contact)
+        if contact.call is not None:
+            contact.call.open += 1
+        self._advance(contact)
+
+    def _advance(self, contact: _Contact) -> None:
+        """Continues a handshake whose socket is ready."""
+        if contact not in self._contacts:  # another address of the peer was faster
+            return
+        try:
+            events = next(contact.handshake)
+        except StopIteration as end:
+            link: Link = end.value
+            self.links[link.peer] = link
+            self._forget(contact)
+            self._selector.register(link, selectors.EVENT_READ, link)
+            for other in [one for one in self._contacts if one.call and one.call is contact.call]:
+                self._end(other)
+        except (OSError, _NotOurs) as error:
+            self._end(contact, error)
+        else:
+            self._selector.modify(contact.socket, events, contact)
+
+    def _end(self, contact: _Contact, error: Exception | None = None) -> None:
+        self._forget(contact)
+        drop(contact.socket)
+        if contact.call is None:
+            self._strangers, self._last_stranger = self._strangers + 1, contact.address
+        elif error is not None:
+            contact.call.errors[contact.address] = error
+
+    def _forget(self, contact: _Contact) -> None:
+        del self._contacts[contact]
+        self._selector.unregister(contact.socket)
+        if contact.call is not None:
+            contact.call.open -= 1
+
+    def _introduce(self, contact: _Contact, peer: int, error: int) -> Generator[int, None, Link]:
+        """The caller's part: the answering end has to prove itself first."""
+        connection = contact.socket
+        if not error:
+            yield selectors.EVENT_WRITE
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        greeting = yield from _read(connection, _NONCE_BYTES + _PROOF_BYTES)
+        nonce, proof = greeting[:_NONCE_BYTES], greeting[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(b"answers", peer, peer, nonce)):
+            raise _NotOurs("something else answers there")
+        _say(connection, _HELLO.pack(self._index, self._proof(b"calls", self._index, peer, nonce)))
+        contact.until = float("inf")  # the peer may have a link already, and relies on this end
+        yield from _read(connection, len(_WELCOME))
+        return Link(peer, connection)
+
+    def _answer(self, connection: socket.socket) -> Generator[int, None, Link]:
+        """The listener's part."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        _say(connection, nonce + self._proof(b"answers", self._index, self._index, nonce))
+        caller, proof = _HELLO.unpack((yield from _read(connection, _HELLO.size)))
+        if not hmac.compare_digest(proof, self._proof(b"calls", caller, self._index, nonce)):
+            raise _NotOurs("it does not know the secret of this start")
+        if caller not in self._peers or caller in self._calls or caller in self.links:
+            raise _NotOurs(f"worker {caller} has no reason to call")
+        _say(connection, _WELCOME)
+        return Link(caller, connection)
+
+    def _proof(self, role: bytes, who: int, whom: int, nonce: bytes) -> bytes:
+        return hmac.digest(self._secret, role + struct.pack("!II", who, whom) + nonce, "sha256")
+
+    def _late(self) -> str:
+        missing: list[str] = []
+        for peer in self._peers:
+            if peer not in self.links:
+                call = self._calls.get(peer)
+                errors = {} if call is None else call.errors
+                why = "has not called" if call is None else "does not answer"
+                why += "".join(f", {address}: {error}" for address, error in errors.items())
+                missing.append(f"{_reach(self._peers[peer])} {why}")
+        return (
+            f"the workers were not connected before the deadline of the rendezvous: {'; '.join(missing)}. "
+            f"See their logs; a firewall between hosts must let workers reach each other at any port"
+            f"{self._called()}"
+        )
+
+    def _called(self) -> str:
+        """How many strangers called, and from where."""
+        waiting = [contact.address for contact in self._contacts if contact.call is None]
+        if not (count := self._strangers + len(waiting)):
+            return ""
+        return (
+            f". {counted(count, 'connection')} to this worker's port {self._listener.port} came without a "
+            f"proof of this start's secret, the last one from {[self._last_stranger, *waiting][-1]}: if that "
+            f"is no worker of the job, keep strangers away from the workers' ports"
+        )
+
+
+def _reach(peer: Peer) -> str:
+    return f"{peer.name} at {', '.join(peer.addresses)}, port {peer.port},"
+
+
+def _read(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
+    """Reads exactly `size` bytes, and nothing after them."""
+    data = b""
+    while len(data) < size:
+        yield selectors.EVENT_READ
+        try:
+            part = connection.recv(size - len(data))
+        except BlockingIOError:
+            continue
+        if not part:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "it hung up")
+        data += part
+    return data
+
+
+def _say(connection: socket.socket, data: bytes) -> None:
+    if connection.send(data, socket.MSG_NOSIGNAL) < len(data):  # the first bytes: the buffer has room
+        raise ConnectionAbortedError(errno.ECONNABORTED, "it takes nothing")

@@ -33,10 +33,9 @@ from ..errors import ConfigurationError, RendezvousError
 from ..state.ddp_buckets import note_made
 from . import rollcall
 from .assignment import Assignment, Report, Roster, Worker, assign
+from .error_file import Whereabouts
 from .failure_detector import FailureDetector
-from .handshake import Listener, Peer, connect
-from .links import neighbours, own_addresses
-from .whereabouts import Whereabouts
+from .links import Listener, Peer, connect, neighbours, own_addresses
 from .worker_exit import hook
 
 logger: logging.Logger = logging.getLogger("ecemb")

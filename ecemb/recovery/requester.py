@@ -25,8 +25,7 @@ import numpy as np
 
 from ..errors import PeerFailure, UndeclaredWrite
 from ..group.channels import Mesh
-from ..group.error_file import follows
-from ..group.whereabouts import Whereabouts
+from ..group.error_file import Whereabouts, follows
 from ..kernels.contract import Ids, Words
 from ..local.rank_memory import RankMemory
 from .background import Background, partners

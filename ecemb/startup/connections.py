@@ -22,10 +22,8 @@ import torch.distributed as dist
 from ..coding.placement import Placement
 from ..errors import ConfigurationError
 from ..group.channels import Mesh, Notes
-from ..group.collectives import Transport
-from ..group.fabric import Fabric
-from ..group.handshake import Listener, Peer, connect
-from ..group.links import neighbours
+from ..group.collectives import Fabric, Transport
+from ..group.links import Listener, Peer, connect, neighbours
 from ..recovery.background import partners
 from ..recovery.plan import RecoveryPlan
 from ..session import Session

@@ -16,8 +16,7 @@ from ..arena.arena import Arena
 from ..arena.header import Word
 from ..errors import EcembError
 from ..group.error_file import is_last_attempt
-from ..group.failure_detector import last_exception
-from ..group.hard_exit import before_hard_exit, forget
+from ..group.failure_detector import before_hard_exit, forget, last_exception
 from ..session import Session
 
 logger: logging.Logger = logging.getLogger("ecemb")

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, PeerFailure, StepFailed
 from ..group.channels import Channels
-from ..group.collectives import Kind, Transport
-from ..group.dissemination import Rounds, say
+from ..group.collectives import Kind, Rounds, Transport, say
 from ..group.error_file import follows
 from ..kernels.contract import Words
 from ..kernels.threads import to_the_end

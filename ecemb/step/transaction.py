@@ -34,8 +34,7 @@ from ..adapters.host_mirror import Images
 from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
 from ..group.collectives import Transport
-from ..group.error_file import cause_of
-from ..group.whereabouts import Whereabouts
+from ..group.error_file import Whereabouts, cause_of
 from ..kernels.threads import hand_over, to_the_end
 from ..local.rank_memory import RankMemory
 from ..recovery.background import Background

@@ -12,8 +12,7 @@ from typing import NoReturn
 from .._wording import short
 from ..group import error_file
 from ..group.error_file import cause_of
-from ..group.failure_detector import EXIT_UNDECIDED
-from ..group.hard_exit import say_last_words
+from ..group.failure_detector import EXIT_UNDECIDED, say_last_words
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import ecemb
-from ecemb.group import enforced_end, error_file
+from ecemb.group import error_file, worker_exit
 
 
 def end_after_the_cause() -> None:
@@ -79,7 +79,7 @@ def prefetch() -> None:
 
 def train(folder: Path, how: str) -> None:
     if how == "stuck":
-        enforced_end.GRACE_S, enforced_end.REPORT_S = 0.1, 600.0
+        worker_exit.GRACE_S, worker_exit.REPORT_S = 0.1, 600.0
         note_start(folder)
         ecemb.init_process_group("gloo", job="ending", arena_dir=folder)
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

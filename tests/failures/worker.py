@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ecemb
 from ecemb.adapters import sparse as sparse_tables
-from ecemb.group.fabric import Fabric
+from ecemb.group.collectives import Fabric
 from ecemb.recovery import parity_check
 from ecemb.startup import opening
 from failures import phases

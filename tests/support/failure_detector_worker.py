@@ -169,10 +169,9 @@ def main(index: int, size: int, timeout_s: float) -> None:
     package.__path__ = [str(ROOT / "ecemb")]
     sys.modules["ecemb"] = package
     from ecemb.group import failure_detector
+    from ecemb.group.error_file import Failure, Whereabouts
     from ecemb.group.failure_detector import FailureDetector
-    from ecemb.group.handshake import Listener, Peer, connect
-    from ecemb.group.links import neighbours
-    from ecemb.group.whereabouts import Failure, Whereabouts
+    from ecemb.group.links import Listener, Peer, connect, neighbours
 
     failure_detector.REPORT_S = DEADLINE_S
     logging.getLogger("ecemb").addHandler(Telling())

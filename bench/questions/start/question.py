@@ -31,7 +31,7 @@ from bench.questions.start.rank import KILLED, Order, work
 from ecemb.arena.header import Header, Identity, State
 from ecemb.arena.scan import remove
 from ecemb.coding.code import Code
-from ecemb.group import announcement
+from ecemb.group import rollcall
 from ecemb.group.assignment import Report, Roster, Worker
 
 CODE = Code(4, 3)
@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> list[Row]:
         scale = replace(scale, ranks=(int(arguments.setting),))
     rows = [row for ranks in scale.ranks for row in measure(scale, ranks, arguments.seed)]
     for ranks in SIMULATED_RANKS:
-        size = len(announcement.write(simulated(ranks), whole=True))
+        size = len(rollcall.write_roster(simulated(ranks), whole=True))
         rows.append(once("store_value_bytes_max", "bytes", size, ranks=ranks, simulated=1))
     return by_metric(rows)
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ecemb.errors import NotEnoughSpace, PeerFailure
-from ecemb.group.collectives import Transport
-from ecemb.group.fabric import Fabric
+from ecemb.group.collectives import Fabric, Transport
 from support.processes import DEADLINE_S, run_ranks
 
 

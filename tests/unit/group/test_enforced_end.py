@@ -14,12 +14,13 @@ from support.warm_starts import Home, home
 ENDS = """
 import atexit, builtins, ctypes, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from ecemb.group import enforced_end, hard_exit
+from ecemb.group import failure_detector
+from ecemb.group import worker_exit
 from ecemb.group.worker_exit import hook
 
-how, enforced_end.GRACE_S, enforced_end.REPORT_S = sys.argv[1], *map(float, sys.argv[2:4])
+how, worker_exit.GRACE_S, worker_exit.REPORT_S = sys.argv[1], *map(float, sys.argv[2:4])
 hook.prepare()
-hard_exit.before_hard_exit(lambda: print("last words", file=sys.stderr))
+failure_detector.before_hard_exit(lambda: print("last words", file=sys.stderr))
 stuck = threading.Event().wait
 
 def blocks():
@@ -49,11 +50,11 @@ elif how == "saves":
     begun, called = threading.Event(), threading.Event()
 
     def save():
-        with enforced_end.before_end():
+        with worker_exit.before_end():
             begun.set()
             called.wait()  # until the process has failed, and longer than its grace
             begun.clear()
-            begun.wait(20 * enforced_end.GRACE_S)
+            begun.wait(20 * worker_exit.GRACE_S)
             print("saved", flush=True)
 
     saver = threading.Thread(target=save, daemon=True)
@@ -66,7 +67,7 @@ elif how == "goes on":
         raise ValueError("of the script")
     except ValueError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    threading.Event().wait(20 * enforced_end.GRACE_S)
+    threading.Event().wait(20 * worker_exit.GRACE_S)
 else:
     atexit.register(print, "handled")
     threading.Thread(target=lambda: print("of a thread")).start()

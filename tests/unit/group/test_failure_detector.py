@@ -32,8 +32,7 @@ from ecemb.group.failure_detector import (
     FailureDetector,
     _Death,
 )
-from ecemb.group.handshake import Listener, Peer, connect
-from ecemb.group.links import Link, drop, neighbours, pair
+from ecemb.group.links import Link, Listener, Peer, connect, drop, neighbours, pair
 from support import holdings
 from support.failure_detector_worker import Worker, watched
 

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from ecemb.errors import RendezvousError
-from ecemb.group import handshake
-from ecemb.group.handshake import Listener, Peer, connect
-from ecemb.group.links import Link, calls, keep, neighbours
+from ecemb.group import links as links_module
+from ecemb.group.links import Link, Listener, Peer, calls, connect, keep, neighbours
 from support import holdings
 
 SECRET = b"of this start"
@@ -142,7 +141,7 @@ def test_something_else_answers_at_an_address(
     act: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the port of worker 1, another program listens at another address, which comes first."""
-    monkeypatch.setattr(handshake, "listen", lambda: keep(socket.create_server((HERE, 0))))
+    monkeypatch.setattr(links_module, "listen", lambda: keep(socket.create_server((HERE, 0))))
     with workers(2) as start, socket.socket() as other:
         other.bind(("127.0.0.2", start.peers[1].port))
         other.listen()
@@ -184,7 +183,7 @@ def ended(connection: socket.socket) -> bool:
 
 
 def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PROOF_S", DEADLINE_S)
+    monkeypatch.setattr(links_module, "_PROOF_S", DEADLINE_S)
     with workers(4) as start:
         start.begin(2)
         garbage, too_short = (call(start, 2) for _ in range(2))
@@ -192,7 +191,7 @@ def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch: pytest.MonkeyPa
         too_short.sendall(b"x")
         too_short.shutdown(socket.SHUT_WR)
         assert ended(garbage) and ended(too_short)
-        monkeypatch.setattr(handshake, "_PROOF_S", 0.3)
+        monkeypatch.setattr(links_module, "_PROOF_S", 0.3)
         slow, silent = (call(start, 2) for _ in range(2))
         with suppress(ConnectionError):  # it may have been sent away by now
             slow.sendall(b"a")
@@ -205,8 +204,8 @@ def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_GUESTS", 3)
-    monkeypatch.setattr(handshake, "_PROOF_S", 0.5)
+    monkeypatch.setattr(links_module, "_GUESTS", 3)
+    monkeypatch.setattr(links_module, "_PROOF_S", 0.5)
     with workers(3) as start:
         start.begin(1)
         crowd = [call(start, 1) for _ in range(8)]
@@ -237,11 +236,11 @@ def stays(connection: socket.socket) -> bool:
 
 def test_strangers_that_stay_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as may wait, for as long as the start has, each calling again when it is sent away."""
-    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(links_module, "_PROOF_S", 2 * DEADLINE_S)
     assert calls(0, 1, 2)
     with workers(2) as start:
         start.begin(1)
-        crowd = [stranger(start, 1) for _ in range(handshake._GUESTS + 1)]
+        crowd = [stranger(start, 1) for _ in range(links_module._GUESTS + 1)]
         start.begin(0)
         start.met()
         for one in crowd:
@@ -249,8 +248,8 @@ def test_strangers_that_stay_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
-    monkeypatch.setattr(handshake, "_GUESTS", 3)
+    monkeypatch.setattr(links_module, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(links_module, "_GUESTS", 3)
     with workers(2) as start:
         start.begin(1)
         crowd = [stranger(start, 1) for _ in range(3 + 1)]  # one place is the neighbour's
@@ -265,8 +264,8 @@ def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_address_with_many_strangers_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
-    monkeypatch.setattr(handshake, "_GUESTS", 3)
+    monkeypatch.setattr(links_module, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(links_module, "_GUESTS", 3)
     with workers(2) as start:
         start.begin(1)
         slow = stranger(start, 1, "127.0.0.2")
@@ -280,7 +279,7 @@ def test_an_address_with_many_strangers_sends_away_its_own(monkeypatch: pytest.M
 
 
 def test_without_descriptors_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PROOF_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(links_module, "_PROOF_S", 2 * DEADLINE_S)
     with workers(2) as start:
         start.begin(1)
         crowd = [stranger(start, 1) for _ in range(2)]
@@ -303,13 +302,13 @@ def test_without_descriptors_the_oldest_stranger_makes_room(monkeypatch: pytest.
 
 def test_the_deadline_says_how_many_strangers_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hang up, and one waits, when the deadline passes."""
-    monkeypatch.setattr(handshake, "_PROOF_S", 9 * DEADLINE_S)
+    monkeypatch.setattr(links_module, "_PROOF_S", 9 * DEADLINE_S)
     passed = threading.Event()
 
     def monotonic() -> float:
         return time.monotonic() + (2 * DEADLINE_S if passed.is_set() else 0)
 
-    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(links_module, "time", SimpleNamespace(monotonic=monotonic))
     with workers(2) as start:
         start.begin(1)
         for _ in range(2):
@@ -326,31 +325,31 @@ def test_the_deadline_says_how_many_strangers_called(monkeypatch: pytest.MonkeyP
 
 def test_connections_between_ranks_are_accepted_in_one_module() -> None:
     """A mesh has no listener of its own; the fork server's is no port."""
-    package = Path(handshake.__file__).parents[1]
+    package = Path(links_module.__file__).parents[1]
     accepting = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "accept"
     }
-    assert accepting == {"group/handshake.py", "launch/server.py"}
+    assert accepting == {"group/links.py", "launch/server.py"}
 
 
 def test_a_worker_of_another_start_is_no_worker_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline passes for worker 1 alone, once it has called the stranger: no other has ended."""
     assert calls(1, 2, 3)
-    end, late = handshake._Meeting._end, set[int]()
+    end, late = links_module._Meeting._end, set[int]()
 
-    def ends(self: handshake._Meeting, contact: Any, error: Exception | None = None) -> None:
+    def ends(self: links_module._Meeting, contact: Any, error: Exception | None = None) -> None:
         end(self, contact, error)
-        if self._index == 1 and isinstance(error, handshake._NotOurs):
+        if self._index == 1 and isinstance(error, links_module._NotOurs):
             late.add(threading.get_ident())
 
     def monotonic() -> float:
         return time.monotonic() + (2 * DEADLINE_S if threading.get_ident() in late else 0)
 
-    monkeypatch.setattr(handshake._Meeting, "_end", ends)
-    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(links_module._Meeting, "_end", ends)
+    monkeypatch.setattr(links_module, "time", SimpleNamespace(monotonic=monotonic))
     with workers(3) as start:
         start.begin(0, 1)
         start.begin(2, secret=b"of another start")
@@ -366,11 +365,11 @@ def test_a_proof_is_good_for_one_connection_and_one_neighbour_only() -> None:
     caller, index = next((a, b) for a in range(3) for b in range(3) if a != b and calls(a, b, 3))
     third = ({0, 1, 2} - {caller, index}).pop()
     with workers(3) as start:
-        prover = handshake._Meeting(Listener(), caller, 3, start.near(caller), SECRET)
+        prover = links_module._Meeting(Listener(), caller, 3, start.near(caller), SECRET)
         start.begin(index)
 
         def hello(nonce: bytes, who: int = caller, whom: int = index) -> bytes:
-            return handshake._HELLO.pack(who, prover._proof(b"calls", who, whom, nonce))
+            return links_module._HELLO.pack(who, prover._proof(b"calls", who, whom, nonce))
 
         def answer(make: Callable[[bytes], bytes]) -> bytes:
             with call(start, index) as connection:
@@ -430,7 +429,7 @@ def test_a_worker_that_ends_after_it_was_linked_ends_the_meeting_at_once() -> No
     assert calls(2, 0, 3)
     with workers(3) as start:
         start.begin(0)
-        caller = handshake._Meeting(start.listeners[2], 2, 3, {0: start.peers[0]}, SECRET)
+        caller = links_module._Meeting(start.listeners[2], 2, 3, {0: start.peers[0]}, SECRET)
         [link] = caller.hold(time.monotonic() + DEADLINE_S)
         caller.close()
         link.close()

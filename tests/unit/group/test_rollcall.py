@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ecemb.arena.header import Constants, Header, State
 from ecemb.errors import RendezvousError
-from ecemb.group import announcement, rollcall
+from ecemb.group import rollcall
 from ecemb.group.assignment import Report, Roster, Worker
 from support.arena_reports import header, report
 
@@ -417,7 +417,7 @@ def test_the_store_keeps_nothing_of_older_starts() -> None:
 def test_what_a_start_needs_of_the_store_does_not_grow_with_its_tables() -> None:
     """The first tables' constants are in no rank's announcement, and in no roster."""
     roster, *_ = Cluster(hosts=4).start()
-    text = announcement.write(roster, whole=True)
+    text = rollcall.write_roster(roster, whole=True)
     assert b"sparse_arch" not in text
     assert len(text) < 8192
 
@@ -455,9 +455,9 @@ def test_a_roster_comes_back_as_it_was() -> None:
     named = dataclasses.replace(reports[0], path="/a/00000000.arena", holder=0)
     workers = (Worker("a", "1", 7, ("10.0.0.1", "fe80::1"), 65535), Worker("b", "2"))
     roster = Roster(2**62, 2**62 - 1, "abc", True, False, workers, (*reports, named), "ab" * 16, 2**61)
-    assert announcement.read(announcement.write(roster, whole=True)) == roster
-    short = announcement.write(roster, whole=False)
-    tables = {announcement.digest(("a", "b")): ("a", "b")}
-    assert announcement.read(short, tables.__getitem__) == roster
+    assert rollcall.read_roster(rollcall.write_roster(roster, whole=True)) == roster
+    short = rollcall.write_roster(roster, whole=False)
+    tables = {rollcall.digest(("a", "b")): ("a", "b")}
+    assert rollcall.read_roster(short, tables.__getitem__) == roster
     with pytest.raises(RendezvousError):
-        announcement.read(short)
+        rollcall.read_roster(short)

@@ -26,7 +26,7 @@ from ecemb.arena.arena import Backing, promised
 from ecemb.arena.header import Word
 from ecemb.arena.scan import Directory
 from ecemb.errors import PeerFailure
-from ecemb.group.whereabouts import Whereabouts
+from ecemb.group.error_file import Whereabouts
 from ecemb.kernels.contract import get_kernels
 from ecemb.local.rank_memory import RankMemory
 from ecemb.recovery import missing

@@ -19,7 +19,7 @@ from ecemb.coding.parity import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
 from ecemb.group.channels import Channels
-from ecemb.group.dissemination import rounds
+from ecemb.group.collectives import rounds
 from ecemb.local.journal import Inbox
 from ecemb.local.rank_memory import RankMemory
 from ecemb.startup import connections
