@@ -15,7 +15,7 @@ from . import errors
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import nn
-    from .adapters.live_tables import tables
+    from .adapters.discover import tables
     from .checkpoint.interface import CheckpointReader, CheckpointWriter
     from .coding.code import Code
     from .guard import Guard, Step
@@ -56,7 +56,7 @@ _HOME = {
     "init_process_group": "session",
     "nn": "nn",
     "protect": "protection",
-    "tables": "adapters.live_tables",
+    "tables": "adapters.discover",
 }
 
 

@@ -4,6 +4,11 @@ FBGEMM keeps the tables of a *batch* (a SplitTableBatchedEmbeddingBagsCodegen mo
 weights and one of optimizer state, and changes rows inside backward, without a hook. `Batch` moves both
 buffers into the arena, and reports the rows of a lookup.
 
+Owns the rule of each optimizer that ecemb protects: the state that it keeps with a table's rows, and what
+else its updates depend on. They change only rows that a step looks up, but for those that overwrite all rows
+in some lookups, and say in which. `Features` are the rows that a lookup reads, by its arguments: as the host
+sees them, or on the device.
+
 Nothing here imports fbgemm_gpu: the code that built the model did. Private attributes of FBGEMM are checked
 when a batch is made.
 
@@ -13,8 +18,6 @@ Must not know: TorchRec's modules, journals, parity, other ranks.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.metadata
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,75 +25,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
-from ..errors import UndeclaredWrite, UnsupportedTable
+from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ..kernels.contract import Ids
 from ..state.optimizers import drop_options, options
-from .engine import Hooks, Ids
-from .fbgemm_lookups import Features
+from .engine import Hooks, Move, Places
 from .host_mirror import is_apart
-from .residence import Move, Places
-from .table_optimizers import Rule, rule_of
+from .internals import TESTED, held, own, version
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-TESTED = "1.8.0"
-INSTALL = (
-    f"pip install -e '.[torchrec-cpu]' && pip install --no-deps torchrec=={TESTED}, or with CUDA: "
-    f"pip install -e '.[torchrec]'"
-)
+
 REPLACED = (
     "the tensors in training are not the protected ones. Shard, load with assign=True, and move the model "
     "before ecemb.protect()"
 )
 _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
-
-
-def own(thing: object, name: str) -> Any:
-    """Reads an attribute that TorchRec or FBGEMM doesn't promise; the error names the versions."""
-    try:
-        return getattr(thing, name)
-    except AttributeError:
-        versions = ", ".join(f"{package} {version(package)}" for package in ("torchrec", "fbgemm-gpu"))
-        raise UnsupportedTable(
-            f"{type(thing).__name__} has no {name!r} in this version ({versions}), and ecemb needs it to "
-            f"protect the tables: ecemb is tested with torchrec {TESTED} and the fbgemm-gpu of the same "
-            f"version; install these: {INSTALL}"
-        ) from None
-
-
-def held(module: nn.Module, name: str, default: Any = None) -> Any:
-    """`getattr` of a module's tensor or part: each step asks, and `nn.Module.__getattr__` takes longer."""
-    attributes = vars(module)
-    if name in attributes:
-        return attributes[name]
-    for kind in ("_parameters", "_buffers", "_modules"):
-        if name in (found := attributes[kind]):
-            return found[name]
-    return getattr(module, name, default)
-
-
-def need(module: str, name: str) -> Any:
-    """Imports a name from TorchRec or FBGEMM; the error says what to install if it is missing."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedTable(
-            f"torchrec {version('torchrec')} with fbgemm-gpu {version('fbgemm-gpu')} doesn't give {name} of "
-            f"{module} ({error}): ecemb is tested with version {TESTED} of both; install it: {INSTALL}"
-        ) from error
-
-
-def version(package: str) -> str:
-    """The version of a package, without the name of its build."""
-    for name in (package, f"{package}-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,3 +391,173 @@ def check_inside(what: str, shown: Sequence[torch.Tensor], spans: Sequence[torch
                 f"used, this is a version of TorchRec that ecemb doesn't know ({version('torchrec')}; "
                 f"tested with {TESTED})"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one of FBGEMM's optimizers changes tables.
+
+    Attributes:
+        states: the states of a row, in the order of `split_optimizer_states()`.
+        by_row: those with one value for a row; the others have one for each value of the row.
+        counts: whether updates depend on the number of lookups so far, training or not.
+        mode: FBGEMM's options of the lookups that overwrite all rows; "" if none does.
+        every: the options among these that say after how many lookups.
+    """
+
+    states: tuple[str, ...] = ()
+    by_row: tuple[str, ...] = ()
+    counts: bool = False
+    mode: str = ""
+    every: tuple[str, ...] = ()
+
+    def overwrites_next(self, module: Any) -> bool:
+        """Whether the next lookup overwrites all rows, as FBGEMM's module decides."""
+        if not self.mode or not module.training:
+            return False
+        count = int(module.iter_cpu) or int(module.iter)
+        return any((count + 1) % int(getattr(module, self.mode)[name]) == 0 for name in self.every)
+
+    @property
+    def why_in_steps(self) -> str:
+        """Why its lookups belong into steps, if it counts them."""
+        return "averages all rows in some of them" if self.mode else "updates rows by their number"
+
+
+_FIRST, _BOTH = ("momentum1",), ("momentum1", "momentum2")
+_COUNTERS = "prev_iter", "row_counter"
+
+RULES: dict[str, Rule] = {
+    "EXACT_SGD": Rule(),
+    "EXACT_ROWWISE_ADAGRAD": Rule(_FIRST, by_row=_FIRST),
+    "EXACT_ADAGRAD": Rule(_FIRST),
+    "EMAINPLACE_ROWWISE_ADAGRAD": Rule(_FIRST, _FIRST, True, "_emainplace_mode", ("step_ema",)),
+    "ENSEMBLE_ROWWISE_ADAGRAD": Rule(_BOTH, _FIRST, True, "_ensemble_mode", ("step_ema", "step_swap")),
+    "ADAM": Rule(_BOTH, counts=True),
+    "PARTIAL_ROWWISE_ADAM": Rule(_BOTH, by_row=("momentum2",), counts=True),
+    "LAMB": Rule(_BOTH, counts=True),
+    "PARTIAL_ROWWISE_LAMB": Rule(_BOTH, by_row=("momentum2",), counts=True),
+}
+"""By names of `EmbOptimType`."""
+
+
+def rule_of(what: str, kind: str, module: Any) -> Rule:
+    """The rule of an optimizer, with its options.
+
+    Args:
+        what: names the tables, for the message.
+        kind: name of the optimizer.
+        module: FBGEMM's, which has its options.
+
+    Raises:
+        UnsupportedOptimizer: ecemb doesn't know which rows it changes.
+    """
+    decays = "_used_rowwise_adagrad_with_global_weight_decay"
+    if kind not in RULES or getattr(module, decays, False):
+        how = f" with {decays}" if getattr(module, decays, False) else ""
+        raise UnsupportedOptimizer(
+            f"{what} is updated by FBGEMM's {kind}{how}, and ecemb doesn't know that it changes only the "
+            f"rows that a step looks up: use one of {', '.join(RULES)} (docs/torchrec.md)"
+        )
+    rule = RULES[kind]
+    more: tuple[str, ...] = ()
+    if getattr(module, "_used_rowwise_adagrad_with_counter", False):
+        more = _COUNTERS
+    elif kind == "ADAM" and getattr(module, "use_rowwise_bias_correction", False):
+        more = _COUNTERS[1:]
+    if more:
+        rule = dataclasses.replace(
+            rule, states=(*rule.states, *more), by_row=(*rule.by_row, *more), counts=True
+        )
+    return rule
+
+
+class Features:
+    """The features of a batch of tables.
+
+    Args:
+        what: the batch, in errors.
+        rows: int64 [features], rows of the table that each feature looks up.
+        first: int64 [features], that table's first row in the batch, whose tables' rows follow one another.
+    """
+
+    def __init__(self, what: str, rows: Ids, first: Ids) -> None:
+        self._what, self._rows, self._first = what, rows, first
+        self._there: tuple[torch.Tensor, torch.Tensor] | None = None  # both where lookups are
+        self._all_have_rows = bool(rows.all())
+        self._beyond: torch.Tensor | None = None  # bool (), where lookups are
+
+    def clear_beyond(self) -> None:
+        """Forgets the ids that `has_beyond` tells of."""
+        self._beyond = None
+
+    def has_beyond(self) -> bool:
+        """Whether `there` had an id of a table of which this rank has no rows. May wait for the device."""
+        if self._beyond is not None and not self._beyond:
+            self._beyond = None
+        return self._beyond is not None
+
+    def rows(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Ids | None:
+        """The rows of a lookup in the batch, int64 [m], with repeats; None if there are none.
+
+        Args:
+            indices: integers [L], an argument of the lookup, before or after FBGEMM's bounds check.
+            offsets: integers [bags + 1]; features one after another, each with its bags.
+            sizes: bags by feature and rank, or None if all features have equally many.
+
+        Raises:
+            UsageError: an id is of a table of which this rank has no rows.
+        """
+        values, ends = indices.numpy(force=True), offsets.numpy(force=True)
+        if sizes is None:
+            bags = (len(ends) - 1) // len(self._rows)
+            edges = ends[::bags] if bags else np.zeros(len(self._rows) + 1, np.int64)
+        else:
+            edges = ends[np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])]
+        values = values[edges[0] : edges[-1]].astype(np.int64, copy=False)
+        if not len(values):
+            return None
+        counts = edges[1:] - edges[:-1]
+        some = counts.nonzero()[0]
+        highest = np.maximum.reduceat(values.view(np.uint64), edges[some] - edges[0])
+        numbers = self._first.repeat(counts)
+        if np.logical_and.reduce(highest < self._rows[some].view(np.uint64)):  # so none is negative
+            numbers += values
+        else:  # FBGEMM looks up row 0 instead, and warns
+            rows = np.repeat(self._rows, counts)
+            if not rows.all():
+                raise UsageError(
+                    f"an id is beyond a table of {self._what} of which this rank has no rows: FBGEMM would "
+                    f"train row 0 of another one. Look up ids below num_embeddings. No row was written"
+                )
+            numbers += np.where((values < 0) | (values >= rows), 0, values)
+        return numbers
+
+    def there(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> torch.Tensor:
+        """The same where the lookup is, without a wait: those rows at least.
+
+        Ids behind the last bag, which aren't read, may also give rows. An id of a table of which this rank
+        has no rows gives the row behind it, and `has_beyond` tells of it: to refuse it here would be a wait.
+
+        Returns:
+            int64 [L] on the device of `indices`.
+        """
+        if sizes is None:
+            edges = offsets[:: max(1, (len(offsets) - 1) // len(self._rows))]
+        else:
+            ends = np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])
+            edges = offsets[torch.from_numpy(ends).to(offsets.device, non_blocking=True)]  # read at once
+        if self._there is None or self._there[0].device != indices.device:
+            rows, first = (torch.from_numpy(one).to(indices.device) for one in (self._rows, self._first))
+            self._there = rows, first
+        rows, first = self._there
+        place = torch.arange(len(indices), dtype=torch.int64, device=indices.device)
+        feature = torch.searchsorted(edges[1:].to(torch.int64).contiguous(), place, right=True)
+        feature.clamp_(max=len(rows) - 1)
+        ids = indices.to(torch.int64)
+        if not self._all_have_rows:
+            is_read = (place >= edges[0]) & (place < edges[-1])
+            found = (is_read & (rows[feature] == 0)).any()
+            self._beyond = found if self._beyond is None else self._beyond | found
+        is_row = (ids >= 0) & (ids < rows[feature])
+        return first[feature] + torch.where(is_row, ids, 0)  # FBGEMM looks up row 0 instead, and warns

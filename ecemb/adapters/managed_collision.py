@@ -1,9 +1,16 @@
 """TorchRec's managed collision: the maps from raw ids to rows, with their counters and histories.
 
-Owns one `Remap` for each MCHManagedCollisionModule of this rank, and the engine of all maps (for the others
-see `hashed_collision`). A map and its history are two tables of records, which are captured before `profile`
-changes them: the entries that it appends to the history, and the whole map where it evicts. Counters of
-iterations are the rank's state. The rows that an eviction draws again belong to `torchrec`.
+Owns the engine of all maps, and one `Remap` for each MCHManagedCollisionModule of this rank. A map and its
+history are two tables of records, which are captured before `profile` changes them: the entries that it
+appends to the history, and the whole map where it evicts. Counters of iterations are the rank's state. The
+rows that an eviction draws again belong to `torchrec`.
+
+Owns one `HashedRemap` for each HashZchManagedCollisionModule: TorchRec's MPZCH, maps that probe slots by a
+hash of the raw id, in FBGEMM's operator. Its identities, scores and counts by slot are one table of records.
+Which slots a batch takes, the operator alone knows, and its result names all of them. So the tensors stay
+where they are, on a CUDA device as on the CPU, and the arena holds an image of them: slots are marked after
+the operator has changed the tensors, and journalled from the image, which is as it was before, when the
+transaction ends.
 
 TorchRec calls these methods directly, so that no hook of a module sees the calls: the instances' methods are
 wrapped. Must not know: journals, parity, other ranks.
@@ -11,9 +18,10 @@ wrapped. Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +29,10 @@ from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import UndeclaredWrite, UnsupportedTable
-from .engine import Hooks, Ids, Tied, all_rows
-from .fbgemm import check_inside, local, own
-from .hashed_collision import HashedRemap
+from .engine import Hooks, Ids, Move, Places, Tied, all_rows, repoint
+from .fbgemm import check_inside, local
+from .internals import After, Before, own
 from .members import HASHED, POLICIES, REMAPPING
-from .remap_table import Before, Map, RemapTable
-from .residence import Move, Places, repoint
 
 _BYTES = 8  # of an entry: all buffers are int64
 _COUNTERS = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset")
@@ -323,3 +329,203 @@ def _remap(path: str, module: Any) -> Map:
             f"{', '.join(REMAPPING)} (docs/torchrec.md)"
         )
     return HashedRemap(path, module) if kind == HASHED else Remap(path, module)
+
+
+_PARTS = ("_hash_zch_identities", "_hash_zch_metadata", "_hash_zch_runtime_meta")
+_SIZES = {torch.int64: 8, torch.int32: 4}
+
+
+class HashedRemap:
+    """One HashZchManagedCollisionModule of this rank.
+
+    Args:
+        path: of the module in the model.
+        module: the module.
+
+    Raises:
+        UnsupportedTable: it logs scalars, is for inference, or has buffers of another form.
+    """
+
+    def __init__(self, path: str, module: Any) -> None:
+        self.path, self.module = path, module
+        if own(module, "_scalar_logger") is not None:
+            raise UnsupportedTable(
+                f"{path} logs scalars, whose counters would be lost: build it with tb_logging_frequency=0"
+            )
+        if own(module, "_is_inference"):
+            raise UnsupportedTable(f"{path} is for inference, and trains nothing: leave is_inference out")
+        for name in ("_evicted_indices", "_zero_collision_hash"):
+            own(module, name)
+        self._names = [name for name in _PARTS if (one := own(module, name)) is not None and one.numel()]
+        columns: list[Column] = []
+        for name in self._names:
+            tensor: torch.Tensor = getattr(module, name)
+            if tensor.dtype not in _SIZES or tensor.dim() != 2 or not tensor.is_contiguous():
+                raise UnsupportedTable(
+                    f"{name} of {path} is {tensor.dtype} {list(tensor.shape)}: ecemb protects contiguous "
+                    f"int64 and int32 [slots, ...]"
+                )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            columns.append(Column(name.lstrip("_"), dtype, tensor.shape[1] * _SIZES[tensor.dtype]))
+        name = f"{path}.map"
+        layout = TableLayout(name, len(own(module, _PARTS[0])), tuple(columns))
+        self.tables: list[RemapTable] = [RemapTable(name, layout, is_apart=True)]
+        held = [getattr(module, name) for name in self._names]
+        self.parameters: list[nn.Parameter] = [one for one in held if isinstance(one, nn.Parameter)]
+        self.spans: list[torch.Tensor] = []
+        self._places = Places()
+        self._versions: list[int] = []
+
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """The buffers of the map."""
+        return {name.lstrip("_"): getattr(self.module, name).detach() for name in self._names}
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """Keeps the tensors where they are; the image is the business of all tables that stay apart."""
+        self._places = Places()
+        for name in self._names:
+            self._places.keep(f"{name} of {self.path}", getattr(self.module, name))
+        self.spans = list(self.tensors(0).values())
+        return []
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless the tensors of state_dict() are the map's own."""
+        shown = self.module.state_dict()
+        check_inside(
+            self.path,
+            [one for name in self._names if name in shown for one in local(shown[name])],
+            self.spans,
+        )
+
+    def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
+        """Calls `before` before a batch in training, and `capture` with the slots that it has taken."""
+
+        def remapped(*_: Any, **__: Any) -> None:
+            if self.module.training:
+                before()
+
+        def hashed(found: tuple[torch.Tensor, torch.Tensor | None], *_: Any, **given: Any) -> None:
+            if not given["readonly"]:
+                capture(0, slots_of(*found))
+
+        return [
+            Before(self.module, "remap", remapped),
+            After(self.module, "_zero_collision_hash", hashed),
+        ]
+
+    def mark_clean(self) -> None:
+        """Accepts the buffers' present versions as declared."""
+        self._versions = [getattr(self.module, name)._version for name in self._names]
+
+    def is_written(self) -> bool:
+        """Whether a buffer was written in place since `mark_clean`."""
+        return [getattr(self.module, name)._version for name in self._names] != self._versions
+
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
+        self._places.check([getattr(self.module, name, None) for name in self._names])
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: scores are by slot, and the clock is the machine's."""
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Drops slots that were taken by others in a step that is undone."""
+        self.module._evicted_indices = []
+
+
+def slots_of(remapped: torch.Tensor, evicted: torch.Tensor | None) -> Ids:
+    """The slots that FBGEMM's operator may have changed, int64 [m], ascending, each once.
+
+    Args:
+        remapped: integers [ids], the slot of each id on this rank; -1 for an id that got none.
+        evicted: integers [e], the slots that went from one id to another; None if there is no eviction.
+    """
+    found = remapped if evicted is None else torch.cat([remapped.reshape(-1), evicted.reshape(-1)])
+    slots = np.unique(found.detach().cpu().to(torch.int64).numpy())
+    return slots[np.searchsorted(slots, 0) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class RemapTable:
+    """A map of this rank, or its history.
+
+    Attributes:
+        name: path of the module in the model, with "map" or "history".
+        layout: an entry for a record.
+        is_apart: whether its tensors stay where they are, and the arena holds an image of them.
+    """
+
+    name: str
+    layout: TableLayout
+    is_apart: bool = False
+
+    @property
+    def announces_lookups(self) -> bool:
+        """See `EngineTable.announces_lookups`: a batch reads the whole map."""
+        return False
+
+    @property
+    def sees_all_changes(self) -> bool:
+        """See `EngineTable.sees_all_changes`: batches in training are the only ones to change it."""
+        return True
+
+    def whole(self, world_size: int) -> None:
+        """See `EngineTable.whole`: which entries a rank has, its own ids decide."""
+        return
+
+    def alike(self) -> None:
+        """See `EngineTable.alike`: histories may have different sizes."""
+        return
+
+
+class Map(Protocol):
+    """One ManagedCollisionModule of this rank, as the engine of all maps uses it.
+
+    Attributes:
+        path: of the module in the model.
+        tables: of its entries.
+        parameters: of the model that are its buffers.
+        spans: the tensors under its buffers, in the arena or apart.
+    """
+
+    path: str
+    tables: list[RemapTable]
+    parameters: list[nn.Parameter]
+    spans: list[torch.Tensor]
+
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """The buffers of a table."""
+        ...
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """Moves the buffers into the arena, unless they stay apart; returns the storages that they left."""
+        ...
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless the tensors of state_dict() are those that are protected."""
+        ...
+
+    def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
+        """Calls `before` before a batch in training, and `capture` with a table and its changed entries."""
+        ...
+
+    def mark_clean(self) -> None:
+        """Accepts the buffers' present versions as declared."""
+        ...
+
+    def is_written(self) -> bool:
+        """Whether a buffer was written in place since `mark_clean`."""
+        ...
+
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The counters that are not per entry."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores them."""
+        ...

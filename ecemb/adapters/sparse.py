@@ -4,30 +4,41 @@ Owns the link between an `nn.Embedding(Bag)`-like module, its optimizer's per-ro
 memory: moves the tensors, learns the rows that a step is about to change from the optimizer's pre-hook, and
 refuses or detects undeclared changes of rows.
 
+Owns the checks that modules and optimizers change only the rows that a sparse gradient names, and the calls
+before a module's lookups and before its `state_dict()`. These are made only while rows are on their way to a
+replacement rank (docs/protocol.md, 9.1). A read of the weight that passes the module by, such as
+`functional.embedding(ids, table.weight)`, is not seen.
+
+Hooks next to an optimizer's update have no other hook of the optimizer between them and the update. What a
+hook before them writes, or one after them, is not the update's: it has to be declared. The optimizer calls
+hooks in the order in which they were registered; a hook of all optimizers, which runs before, moves these to
+their places in each step. It is registered once and never removed: torch walks through such hooks while they
+run, and garbage that is collected meanwhile must not change them.
+
 Must not know: journals, parity, other ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
-from .engine import Hooks, Ids, Tied, all_rows
+from .engine import Hooks, Ids, Places, Tied, all_rows
 from .host_mirror import is_apart
-from .lookups import announce
-from .residence import Places
-from .sparse_checks import check_module, owners_of, states_of
-from .step_hooks import StepHooks
+from .internals import After, Before
 
 Optimizer = torch.optim.Optimizer
 
@@ -443,3 +454,236 @@ class SparseTables:
         self._hooks.wait_for_table(index)
         for ids in all_rows(self.tables[index].layout):
             self.touch(index, ids)
+
+
+_STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.SGD: (),
+    torch.optim.Adagrad: ("sum",),
+    torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq"),
+}
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Raises UnsupportedTable unless only a sparse gradient can change the module's rows."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedEmbeddingBag)):
+        raise UnsupportedTable(
+            f"table {name!r} is a {type(module).__name__}, of which ecemb doesn't know that a lookup changes "
+            f"only the rows in a sparse gradient: tables= takes nn.Embedding and nn.EmbeddingBag, with "
+            f"sparse=True, and ecemb.nn.ShardedEmbeddingBag; name the embedding that holds the rows, not "
+            f"the module around it. Modules that all ranks hold whole are protected without being named"
+        )
+    weight: object = getattr(module, "weight", None)
+    if type(weight) is not nn.Parameter or weight.dim() != 2:
+        raise UnsupportedTable(
+            f"the weight of table {name!r} is a {type(weight).__name__}, and ecemb protects a plain, "
+            f"two-dimensional nn.Parameter: take a parametrization, fully_shard() or a quantization of the "
+            f"table away before ecemb.protect()"
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not module.sparse:
+        raise UnsupportedTable(
+            f"table {name!r} has sparse=False, so its optimizer changes every row in every step: "
+            f"build it with sparse=True"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedTable(
+            f"table {name!r} has max_norm={module.max_norm}, which rewrites rows during the lookup, "
+            f"undeclared: build it without max_norm"
+        )
+    if weight.device.type not in ("cpu", "cuda", "meta"):
+        raise UnsupportedTable(
+            f"table {name!r} is on {weight.device}: ecemb protects tables on CPUs and CUDA devices; move "
+            f"it there before ecemb.protect()"
+        )
+
+
+def check_memory(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Raises UnsupportedTable if a table's weight shares memory with another parameter or a buffer.
+
+    Args:
+        model: the whole model.
+        modules: the tables' modules by key.
+    """
+    weights = {id(module.weight) for module in modules.values()}
+    named = [(f"table {name!r}", module.weight) for name, module in modules.items()]
+    others = itertools.chain(model.named_parameters(), model.named_buffers())
+    named += [(repr(name), tensor) for name, tensor in others if id(tensor) not in weights]
+    furthest = {True: (0, "", 0), False: (0, "", 0)}  # of tables and of other tensors: end, name, id
+    for start, end, name, tensor in sorted(_spans(named)):
+        is_table = tensor in weights
+        for kind in (True, False) if is_table else (True,):
+            until, other, which = furthest[kind]
+            if start < until and which != tensor:
+                raise UnsupportedTable(
+                    f"{other} and {name} share memory without being one parameter: ecemb.protect() moves "
+                    f"tables, so only one of them would be trained. Give both modules the same "
+                    f"nn.Parameter, and name one of them in tables=, or clone() before"
+                )
+        furthest[is_table] = max(furthest[is_table], (end, name, tensor))
+
+
+def _spans(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[int, int, str, int]]:
+    """Each tensor's begin and end in memory, its name and its id; of those that have memory."""
+    for name, tensor in named:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
+            sides = zip(tensor.shape, tensor.stride(), strict=True)
+            items = 1 + sum((size - 1) * stride for size, stride in sides)
+            start = tensor.data_ptr()
+            yield start, start + items * tensor.element_size(), name, id(tensor)
+
+
+def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
+    """The names of an optimizer's per-row state, in the order of a record's columns.
+
+    Raises:
+        UnsupportedOptimizer: it may change rows that a sparse gradient doesn't name.
+    """
+    if type(optimizer) not in _STATES:
+        known = ", ".join(kind.__name__ for kind in _STATES)
+        raise UnsupportedOptimizer(
+            f"table {name!r} is updated by {type(optimizer).__name__}, and ecemb doesn't know that it "
+            f"changes only the rows in a sparse gradient: use one of {known}"
+        )
+    return _STATES[type(optimizer)]
+
+
+def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, Optimizer]:
+    """The optimizer of each parameter, by the parameter's id.
+
+    Raises:
+        UnsupportedOptimizer: a parameter has two.
+    """
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owners.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise UnsupportedOptimizer(
+                        "two of the optimizers= update the same parameter, of shape "
+                        f"{tuple(parameter.shape)}: give each parameter to one optimizer"
+                    )
+    return owners
+
+
+class StepHooks:
+    """The last pre-hook and the first post-hook of an optimizer's step.
+
+    Args:
+        optimizer: whose steps.
+        before: as for `Optimizer.register_step_pre_hook`.
+        after: as for `Optimizer.register_step_post_hook`.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., None]) -> None:
+        self._optimizer = optimizer
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(after)
+        _alive.add(self)
+        _move_in_each_step()
+
+    def remove(self) -> None:
+        """Removes them. May be called twice."""
+        _alive.discard(self)
+        self._before.remove()
+        self._after.remove()
+
+    def move(self, optimizer: Optimizer) -> None:
+        """Moves the hooks to their places, if they are those of this optimizer.
+
+        Raises:
+            UsageError: they were removed.
+        """
+        if optimizer is not self._optimizer:
+            return
+        before, after = (vars(optimizer)[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post"))
+        if self._before.id not in before or self._after.id not in after:
+            raise UsageError(
+                f"the hooks of {type(optimizer).__name__} were removed, and among them those that tell which "
+                f"rows of protected tables a step changes: keep them, or remove yours by their handles"
+            )
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
+
+
+_alive: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+
+
+@functools.cache
+def _move_in_each_step() -> None:
+    """From here on, every optimizer's step moves its hooks. Further calls do nothing."""
+    register_optimizer_step_pre_hook(_move)
+
+
+def _move(optimizer: Optimizer, *_: Any) -> None:
+    for one in list(_alive):
+        one.move(optimizer)
+
+
+_PLAIN = (nn.Embedding.forward, nn.EmbeddingBag.forward, ShardedEmbeddingBag.forward)
+_ID_TYPES = (torch.int32, torch.int64)
+
+
+def announced(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    """The tables whose modules see all lookups, with rows that follow from the arguments.
+
+    Modules with a `forward()` of their own are left out, and weights that another module of the model has.
+
+    Args:
+        model: the whole model.
+        modules: the tables' modules by key.
+    """
+    holders: dict[int, set[int]] = {}
+    for module in (*model.modules(), *modules.values()):
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(module))
+    return {
+        name
+        for name, module in modules.items()
+        if type(module).forward in _PLAIN
+        and "forward" not in vars(module)
+        and holders[id(module.weight)] == {id(module)}
+    }
+
+
+def announce(module: nn.Module, index: int, hooks: Hooks, *, lookups: bool) -> list[Any]:
+    """Waits for rows before a table's module reads them.
+
+    Args:
+        module: the table's.
+        index: the table's, for the hooks.
+        hooks: called before each `state_dict()` and before lookups.
+        lookups: whether lookups wait.
+
+    Returns:
+        Handles, whose `remove()` ends the calls. A copy of the module makes none.
+    """
+    whole = Tied(lambda *_: hooks.wait_for_table(index))
+    handles: list[Any] = [module.register_state_dict_pre_hook(whole)]
+    if not lookups:
+        return handles
+    rows = len(module.weight)  # pyright: ignore[reportArgumentType]
+
+    def wait(ids: object) -> None:
+        if hooks.ensure is not None and len(found := _rows(ids, rows)):
+            hooks.wait_for(index, found)
+
+    eager: Any = torch.compiler.disable(wait)
+
+    def before_lookup(input: object = None, *_: Any, **__: Any) -> None:
+        eager(input)
+
+    def after_route(route: Any, *_: Any) -> None:  # with the ids that other ranks ask for
+        eager(route.local_ids)
+
+    if isinstance(module, ShardedEmbeddingBag):
+        handles.append(After(module, "_route", after_route))
+    else:
+        handles.append(Before(module, "forward", before_lookup))
+    return handles
+
+
+def _rows(ids: object, rows: int) -> Ids:
+    """The rows that a lookup reads, int64 [m], in any order; without those that torch is going to refuse."""
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
+        return np.empty(0, np.int64)
+    found = ids.detach().reshape(-1).cpu().numpy().astype(np.int64)
+    return found[(found >= 0) & (found < rows)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.adapters.fbgemm import INSTALL
+from ecemb.adapters.internals import INSTALL
 from ecemb.arena.header import Found
 from ecemb.arena.scan import arenas
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ecemb.adapters.live_tables import LiveTable
+from ecemb.adapters.discover import LiveTable
 
 
 class Heard:

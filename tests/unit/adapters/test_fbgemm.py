@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters import fbgemm, torchrec
-from ecemb.adapters.fbgemm import check_inside, local, own, version
-from ecemb.adapters.residence import Move, repoint
+from ecemb.adapters import internals, torchrec
+from ecemb.adapters.engine import Move, repoint
+from ecemb.adapters.fbgemm import check_inside, local
+from ecemb.adapters.internals import own, version
 from ecemb.errors import UnsupportedTable
 
 
 def test_a_name_that_is_gone_is_an_error_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fbgemm, "version", lambda package: f"9.9 of {package}")
+    monkeypatch.setattr(internals, "version", lambda package: f"9.9 of {package}")
     thing = types.SimpleNamespace(there=None)
     assert own(thing, "there") is None
     with pytest.raises(UnsupportedTable) as caught:
         own(thing, "gone")
-    for word in ("SimpleNamespace", "'gone'", "torchrec 9.9", "fbgemm-gpu 9.9", fbgemm.TESTED, "install"):
+    for word in ("SimpleNamespace", "'gone'", "torchrec 9.9", "fbgemm-gpu 9.9", internals.TESTED, "install"):
         assert word in str(caught.value)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import ecemb
-from ecemb.adapters.discover import find
+from ecemb.adapters.discover import LiveTable, find
 from ecemb.adapters.engine import Hooks
-from ecemb.adapters.live_tables import LiveTable
 from ecemb.coding.rows import TableLayout
 from ecemb.errors import ConfigurationError, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused

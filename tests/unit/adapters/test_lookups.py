@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ecemb.adapters import lookups
+from ecemb.adapters import sparse
 from ecemb.adapters.discover import Tables, find
+from ecemb.adapters.discover import tables as live_tables
 from ecemb.adapters.engine import Hooks, Ids
-from ecemb.adapters.live_tables import tables as live_tables
 from ecemb.coding.rows import Table, arrange
 from ecemb.kernels import contract
 from ecemb.nn import ShardedEmbeddingBag
@@ -125,7 +125,7 @@ def test_lookups_without_a_gradient_wait_inside_and_outside_of_steps(name: str) 
 
 @every_build
 def test_a_lookup_that_does_not_wait_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "_rows", lambda *_: np.empty(0, np.int64))
+    monkeypatch.setattr(sparse, "_rows", lambda *_: np.empty(0, np.int64))
     job = Job(BUILDS[name])
     with pytest.raises(AssertionError, match="captured before they are there"):
         job.train(batches()[0])

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ecemb.adapters.discover import Tables
-from ecemb.adapters.engine import Hooks
-from ecemb.adapters.residence import Places
+from ecemb.adapters.engine import Hooks, Places
 from ecemb.adapters.sparse import SparseTables
 from ecemb.errors import EcembError, PeerFailure, StepFailed, UndeclaredWrite
 from support.fork_server import fork_server
