@@ -23,9 +23,7 @@ from .session import Session
 from .startup.opening import Opened
 from .startup.remaining import Remaining
 from .state.data import Batches, bind
-from .step.body import Step
-from .step.notice import Notice
-from .step.transaction import Transactions
+from .step.transaction import Notice, Step, Transactions
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

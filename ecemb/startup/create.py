@@ -33,7 +33,7 @@ from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from ..state import rank_state as rank_states
 from ..state.replicated import ReplicatedState
-from ..step import replica_check
+from ..step import agreement
 from .leftovers import make_room
 from .negotiate import World
 from .request import Request
@@ -312,7 +312,7 @@ def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None
     """Compares dense state among the ranks, by digest. All ranks."""
     digest = replicated.digest().to_bytes(8, "little")
     if len(set(transport.gather(digest, "comparing replicated state"))) > 1:
-        differs = replica_check.compare(replicated.whole(), transport)
+        differs = agreement.compare_replicas(replicated.whole(), transport)
         raise ConfigurationError(
             f"dense parameters, buffers or optimizer options differ between ranks ({differs}): "
             f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "

@@ -1,5 +1,1 @@
-"""A step is a transaction: `transaction` drives it, `body` is the user's view, `window` groups several steps.
-
-`between_steps` and `replica_check` notice what a step can't protect: changes outside of it, and ranks that
-differ.
-"""
+"""A step is a transaction: `transaction` drives it, `agreement` is among ranks, `window` groups steps."""

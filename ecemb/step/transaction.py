@@ -16,40 +16,65 @@ The next step's rows go to the other row journal. Rows of tables that are apart 
 that thread also. The end of the next transaction first waits for the thread, so at most two transactions are
 undecided, and a slot is written only when the transaction before is decided on all ranks. The rest is the
 same as without `overlap`.
+
+`Step` is the user's view of one step. Beside `Transactions` stand: `Apart`, rows of tables that are apart
+from the arena, on their way into it when a transaction ends; `Pace`, by which the commit's thread works some
+time and then rests, so that no step is slowed down much, and never while training waits for the commit;
+`Between`, which warns of changes between two steps; `Notice`, which takes SIGTERM as a notice; `end_process`,
+the end of a process that has prepared a transaction and can't decide it (docs/protocol.md, 1.1).
+
+torchrun's agent passes the SIGTERM that announces the end of its machine to its workers, and kills them 30 s
+later (`--shutdown-timeout`). A worker that ends between two transactions takes no step of the others with it.
+An end at any other moment is as safe: that saves work, and no rule of recovery depends on it.
+
+Both continue from the last committed step. Code in front of a step (`lr = f(step)` at the top of the
+loop) then runs again and makes the same change. Code behind a step does not run again, and code between
+`ecemb.protect` and the loop runs on another state. So a thing that changes before the first step and again
+before the second one is set in front of every step, which is safe. Every other change gets a warning.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from .._wording import short
-from ..adapters.host_mirror import Images
+from ..adapters.host_mirror import Aside, Images
 from ..arena.private_files import lost_name
 from ..errors import NotEnoughSpace, UsageError
+from ..group import error_file
 from ..group.collectives import Transport
 from ..group.error_file import Whereabouts, cause_of
+from ..group.failure_detector import EXIT_UNDECIDED, FailureDetector, say_last_words
+from ..kernels.contract import Ids
 from ..kernels.threads import hand_over, to_the_end
+from ..local.journal import RowJournal
 from ..local.rank_memory import RankMemory
 from ..recovery.background import Background
 from ..recovery.state_slices import gathered
 from ..state.rank_state import RankState, front, read
 from ..state.replicated import ReplicatedState
-from . import replica_check, undecided
+from . import agreement
 from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
-from .apart import Apart, Changed
-from .between_steps import Between
-from .pace import Pace
-from .phase import Phase
 from .window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
 
 COMPARE_EVERY = 1000
 _NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
@@ -299,7 +324,7 @@ class Transactions:
                 window=self._window.wish(self._apart.owed_bytes),
                 digest=digest,
                 committed=self._memory.committed,
-                differs=lambda: replica_check.compare(self._replicated.whole(), self._transport),
+                differs=lambda: agreement.compare_replicas(self._replicated.whole(), self._transport),
                 is_lacking=self._background.is_lacking,
             )
 
@@ -311,7 +336,7 @@ class Transactions:
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
-                undecided.end_process(transaction, error)
+                end_process(transaction, error)
             raise
 
     def _decide(
@@ -368,7 +393,7 @@ class Transactions:
         if pending is not None and not pending.cancel():
             to_the_end(lambda: wait([pending]))  # it owes rounds of the vote
         if self._is_undecided:
-            undecided.end_process(transaction, error)
+            end_process(transaction, error)
         if isinstance(error, (NotEnoughSpace, MemoryError)):
             self._window.run_out()
         try:
@@ -405,3 +430,313 @@ class Transactions:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds a block's duration to `seconds`, and shows the block to profilers."""
         return Phase(name, self.seconds)
+
+
+class Step:
+    """One step of training, as `guard.step()` gives it.
+
+    Attributes:
+        number: The step's number from 0, the same on all ranks; use it to choose the batch.
+        aborted: Whether any rank aborted the step; the same on all ranks once the step has ended.
+    """
+
+    def __init__(self, number: int, transactions: Transactions) -> None:
+        self.number = number
+        self.aborted = False
+        self._transactions = transactions
+
+    def abort(self, reason: str = "") -> None:
+        """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
+
+        When the body ends, all ranks undo the step: rows, dense parameters, optimizer state, generators and
+        `state=` objects are as after the last commit, so what changed in front of the step is undone as well.
+        Positions of `guard.batches` and the step's number advance all the same. The body still runs to its
+        end here, because other ranks may wait in its collectives.
+
+        Args:
+            reason: Text for the log.
+
+        Raises:
+            UsageError: the step has ended; or `window=` of `ecemb.protect` is not 1, so that good steps would
+                be undone with this one.
+        """
+        if self._transactions.in_flight != self.number + 1:
+            raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
+        level = logging.DEBUG if self._transactions.aborting else logging.WARNING  # not for each micro-batch
+        self._transactions.abort()
+        why = f": {short(reason)}" if reason else ""
+        logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self.number, why)
+
+
+class Notice:
+    """Ends this process after a SIGTERM, as soon as no transaction of it is undecided.
+
+    A script with a handler of its own keeps it, and this object does nothing.
+
+    Args:
+        transactions: of this process.
+        watch: announces the end to the other ranks; None if there are none.
+    """
+
+    def __init__(self, transactions: Transactions, watch: FailureDetector | None) -> None:
+        self._transactions, self._watch = transactions, watch
+        self._pid = os.getpid()
+        self._came = self._listens = False
+
+    def listen(self) -> None:
+        """Handles SIGTERM from here on, if it would end the process."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._take)
+            self._listens = True
+
+    def stop(self) -> None:
+        """SIGTERM ends the process at once again."""
+        if self._listens and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._listens = False
+
+    def obey(self) -> None:
+        """Ends the process if the notice has come. Called after each step.
+
+        Raises:
+            The errors of `Transactions.settle`.
+        """
+        if self._came and self._transactions.is_between:
+            self._transactions.settle()
+            self._end()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if os.getpid() != self._pid:
+            _end_by_signal()
+        self.obey()
+
+    def _end(self) -> None:
+        logger.warning(
+            "rank %d was asked to end (SIGTERM), and ends between two steps: step %d is next",
+            self._transactions.rank,
+            self._transactions.next_step,
+        )
+        if self._watch is not None:
+            self._watch.announce_failure("SIGTERM, between two steps")
+        _end_by_signal()
+
+
+def _end_by_signal() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Changed(NamedTuple):
+    """The rows that a transaction has changed.
+
+    Attributes:
+        journal: the transaction's.
+        aside: those that are not in the arena yet; None if all are.
+    """
+
+    journal: RowJournal
+    aside: Aside | None
+
+
+class Apart:
+    """Brings rows that have changed apart from the arena into it.
+
+    Args:
+        images: of the tables; None if there are none, and then nothing is done.
+        background: the rebuild beside training.
+        phase: adds a block's duration to a phase of the step.
+
+    Attributes:
+        captured_rows: rows saved in journals, each once in a transaction.
+    """
+
+    def __init__(
+        self,
+        images: Images | None,
+        background: Background,
+        phase: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.images = images
+        self._background, self._phase = background, phase
+        self._aside: Aside | None = None
+        self.captured_rows: int = 0
+
+    @property
+    def owed_bytes(self) -> int:
+        """What rows that are set aside will take in the journal."""
+        return self._aside.size_bytes if self._aside is not None else 0
+
+    def take(self, journal: RowJournal) -> None:
+        """Sets changed rows aside where they are; the transaction before is decided.
+
+        Those for which the device has no room are stored here.
+
+        Args:
+            journal: of the transaction that has changed them.
+        """
+        if self.images is None:
+            return
+        with self._phase("image"):
+            self._aside = aside = self.images.take()
+        if not aside.is_held:
+            self.store(self.hand_over(journal))
+
+    def hand_over(self, journal: RowJournal) -> Changed:
+        """The rows that a transaction has changed, for the thread that commits it."""
+        changed, self._aside = Changed(journal, self._aside), None
+        return changed
+
+    def drop(self) -> None:
+        """Forgets rows that are set aside: their transaction is undone."""
+        self._aside = None
+
+    def store(self, changed: Changed) -> None:
+        """Brings rows into the arena, journalled first; in any thread.
+
+        Raises:
+            NotEnoughSpace: the journal can't grow. Some rows may be in the arena; an undo takes them back.
+        """
+        if changed.aside is None:
+            return
+
+        def capture(table: int, ids: Ids) -> None:
+            self._background.assert_there(table, ids)
+            self.captured_rows += changed.journal.capture(table, ids)
+
+        with self._phase("store"):
+            changed.aside.store(capture)
+
+
+class Between:
+    """Compares the state at each transaction's first step with the state at the last commit.
+
+    Args:
+        speaks: Whether to log warnings; else the same lines are logged at DEBUG.
+    """
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._level = logging.WARNING if speaks else logging.DEBUG
+        self._checks = 0
+        self._at_first: dict[str, str] = {}
+        self._known: set[str] = set()  # reported, or changed in front of each step
+
+    def check(self, step: int, moved: Mapping[str, str]) -> None:
+        """Checks the state when the first step of a transaction begins.
+
+        Args:
+            step: The step's number.
+            moved: Each thing that changed since the last commit, or since `protect`; and how it changed.
+        """
+        self._checks += 1
+        if self._checks == 1:
+            self._at_first = dict(moved)
+            return
+        if self._checks == 2:
+            self._known |= self._at_first.keys() & moved.keys()
+            for thing in self._at_first.keys() - moved.keys():
+                self._tell(thing, self._at_first[thing], "between ecemb.protect() and the first step")
+        for thing in moved.keys() - self._known:
+            self._tell(thing, moved[thing], f"between steps {step - 1} and {step}")
+
+    def _tell(self, thing: str, how: str, when: str) -> None:
+        self._known.add(thing)
+        logger.log(
+            self._level,
+            "%s changed %s (%s): after a failure or an abort the job continues from the last committed step, "
+            "this change is not made again, and training ends with other bits. Move it into "
+            "`with guard.step():`, or in front of ecemb.protect(). This is said once",
+            thing,
+            when,
+            how,
+        )
+
+
+SHARE = 0.04
+"""Of a processor: what a commit takes of it while it rests between its parts. Less would keep a transaction
+undecided for longer, and more of its rows would change before their deltas are laid out."""
+AT_ONCE_S = 0.005
+"""Processor time of a commit before its first rest: that of a window of few rows."""
+
+_work: Callable[[], float] = time.thread_time
+
+
+class Pace:
+    """Shares the processor between training and the thread that commits."""
+
+    def __init__(self) -> None:
+        self._waiting = threading.Event()
+        self._spent_s = self._last_s = 0.0
+
+    def begin(self) -> None:
+        """A commit is about to be handed to its thread; by the thread that trains, when none is pending."""
+        self._waiting.clear()
+
+    def start(self) -> None:
+        """The commit begins, in its thread."""
+        self._spent_s, self._last_s = 0.0, _work()
+
+    def rest(self) -> None:
+        """Part of the work is done; by its thread."""
+        now_s = _work()
+        part_s = now_s - self._last_s
+        self._spent_s += part_s
+        if self._spent_s > AT_ONCE_S:
+            self._waiting.wait(part_s * (1 / SHARE - 1))
+        self._last_s = _work()
+
+    def hurry(self) -> None:
+        """Training waits: no more rests until the next commit."""
+        self._waiting.set()
+
+
+class Phase:
+    """A `with` block whose wall time is added to a sum; a running profiler shows it as `ecemb.<name>`.
+
+    Args:
+        name: of the phase.
+        seconds: phase -> its sum so far.
+    """
+
+    __slots__ = ("_began", "_name", "_seconds", "_shown")
+
+    def __init__(self, name: str, seconds: dict[str, float]) -> None:
+        self._name, self._seconds, self._began = name, seconds, 0.0
+        self._shown: record_function | None = None
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+            self._shown = shown = record_function(f"ecemb.{self._name}")
+            shown.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown is not None:
+            self._shown.__exit__(*error)
+        spent_s = time.perf_counter() - self._began
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent_s
+
+
+def end_process(transaction: int, error: BaseException) -> NoReturn:
+    """Ends the process, because only recovery may decide a prepared transaction.
+
+    Args:
+        transaction: The one that is prepared.
+        error: What this rank met after it had prepared.
+    """
+    logger.critical(
+        "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
+        "recovery decides from the arenas",
+        transaction - 1,
+        type(error).__name__,
+        short(error),
+    )
+    with suppress(OSError):
+        stack = "".join(traceback.format_exception(error))
+        error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
+    say_last_words()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_UNDECIDED)

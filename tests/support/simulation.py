@@ -48,7 +48,7 @@ from ecemb.recovery.state_slices import gathered
 from ecemb.state import rank_state
 from ecemb.state.flatten import measured
 from ecemb.state.replicated import ReplicatedState
-from ecemb.step import undecided
+from ecemb.step import transaction as transaction_module
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window
 
@@ -675,7 +675,7 @@ class Machines:
             threading.Thread(target=worker, args=(rank,), name=str(rank), daemon=True)
             for rank in range(self.job.size)
         ]
-        with watched(moments), mock.patch.object(undecided, "end_process", _end_process):
+        with watched(moments), mock.patch.object(transaction_module, "end_process", _end_process):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ecemb.local.rank_memory import StateCopy
 from ecemb.state.replicated import ReplicatedState
-from ecemb.step.between_steps import Between
+from ecemb.step.transaction import Between
 from support.guarded_training import bags, initialise
 from support.processes import launch
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from ecemb.step.notice import Notice
+from ecemb.step.transaction import Notice
 
 CHILD_LIVES = 7
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from ecemb.step import pace
-from ecemb.step.pace import AT_ONCE_S, SHARE, Pace
+from ecemb.step import transaction
+from ecemb.step.transaction import AT_ONCE_S, SHARE, Pace
 
 
 class Clocked:
@@ -17,7 +17,7 @@ class Clocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pace = Pace()
         self._work_s, self._rested_s = 100.0, 0.0
-        monkeypatch.setattr(pace, "_work", lambda: self._work_s)
+        monkeypatch.setattr(transaction, "_work", lambda: self._work_s)
 
     def _wait(self, timeout_s: float) -> None:
         self._rested_s += timeout_s

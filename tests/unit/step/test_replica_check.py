@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ecemb.state.flatten import Outline, checksums, separated
-from ecemb.step.replica_check import difference
+from ecemb.step.agreement import difference_of_replicas
 
 
 def saved(value: object) -> np.ndarray:
@@ -41,15 +41,15 @@ def test_the_first_name_and_the_ranks_that_are_unlike_most_are_said() -> None:
     told = [{"a": 1, "b": 2, "c": 3} for _ in range(5)]
     told[3]["b"] = told[1]["b"] = 7
     told[3]["c"] = 8
-    assert difference(told) == (
+    assert difference_of_replicas(told) == (
         "b is the first that differs, on ranks [1, 3] from most others, and 1 more after it"
     )
-    assert difference([{"a": 1}, {"a": 1}, {"a": 1, "b": 1}]) == (
+    assert difference_of_replicas([{"a": 1}, {"a": 1}, {"a": 1, "b": 1}]) == (
         "b is the first that differs, on rank [2] from most others"
     )
-    assert difference([{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == "the order of its parts differs"
+    assert difference_of_replicas([{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == "the order of its parts differs"
 
 
 def test_a_message_names_a_few_ranks_of_many() -> None:
     told = [{"a": rank if rank % 3 else -1} for rank in range(64)]
-    assert "on ranks [1, 2, 4, 5, 7, 8, 10, 11] and 34 more from" in difference(told)
+    assert "on ranks [1, 2, 4, 5, 7, 8, 10, 11] and 34 more from" in difference_of_replicas(told)

@@ -35,8 +35,7 @@ from ecemb.local.rank_memory import RankMemory, Slots
 from ecemb.recovery import state_slices
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
-from ecemb.step.body import Step
-from ecemb.step.transaction import Transactions
+from ecemb.step.transaction import Step, Transactions
 from ecemb.step.window import Window
 from support.simulation import (
     SMALL,
