@@ -18,9 +18,9 @@ from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..local.rank_memory import RankMemory
-from .parity_check import chunks, collect, compare, longest_block
 from .plan import Kind, RecoveryPlan
 from .relay import Ready, rebuild_lost
+from .scrub import collect_parity, compare_parity, longest_block, parity_chunks
 from .state_slices import compare as compare_state
 from .state_slices import copy_lost
 
@@ -244,8 +244,8 @@ def write_to_header(memory: RankMemory, report: RecoveryReport) -> None:
 def _encode(memory: RankMemory, transport: Transport) -> None:
     if memory.parity is None:
         return
-    for start, stop in chunks(0, longest_block(memory)):
-        memory.parity.update_(collect(memory, transport, start, stop, "encoding"))
+    for start, stop in parity_chunks(0, longest_block(memory)):
+        memory.parity.update_(collect_parity(memory, transport, start, stop, "encoding"))
 
 
 def _encode_again(memory: RankMemory, transport: Transport) -> None:
@@ -270,7 +270,7 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
     wrong = [
         f"class {one.stripe_class} in words {start}..{start + SAMPLE_WORDS}"
         for start in sorted({0, longest // 2, max(0, longest - SAMPLE_WORDS)})
-        for one in compare(memory, transport, start, start + SAMPLE_WORDS, "verifying")
+        for one in compare_parity(memory, transport, start, start + SAMPLE_WORDS, "verifying")
     ]
     fine = transport.vote(not wrong, "verifying")
     if not all(fine):

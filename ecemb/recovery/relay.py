@@ -5,6 +5,9 @@ last rank wants the sum, and so it receives each byte once for any k. A block th
 source. Blocks travel in chunks. The chunks of all chains take turns, which keeps every link busy, and several
 are in flight: while one chunk is multiplied, the next ones arrive.
 
+`Progress` is a line on stderr for work of more than a few seconds, if stderr is a terminal: logs and pipes
+get log lines only.
+
 Must not know: headers, the state of a replacement's arena, the layout of the arenas that rows move to.
 """
 
@@ -14,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +33,10 @@ from ..group.collectives import Transport
 from ..kernels.contract import Kernels, Words
 from ..local.rank_memory import Geometry, RankMemory
 from .plan import Rebuild, RecoveryPlan
-from .progress import Progress
 from .relayout import Layout, Move, Relayout, chunks
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
 
 Wait = Callable[[], None]
 Ready = Callable[[int, int], None]
@@ -47,8 +53,6 @@ PROCESS_BYTES = 2 * _BUFFER_BYTES
 TOGETHER = 256
 """Chunks between two barriers, so that a rank without a part does not wait beyond a deadline."""
 _SAY_S = 10.0
-
-logger: logging.Logger = logging.getLogger("ecemb")
 
 
 def rebuild_lost(
@@ -333,3 +337,47 @@ class _Buffer:
             self._memory = np.empty(size, np.uint64)
         self.words = self._memory[:size]
         return self.words
+
+
+_AFTER_S = 3.0
+_EVERY_S = 0.2
+
+
+class Progress:
+    """The progress of some work; a context that removes the line at its end.
+
+    Args:
+        what: The work, e.g. "rebuilding".
+        total: Bytes of work.
+        shown: Whether this process writes the line.
+    """
+
+    def __init__(self, what: str, total: int, *, shown: bool) -> None:
+        self._what, self._total = what, total
+        self._shown = shown and sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._next = self._began + _AFTER_S
+        self._done = self._width = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            sys.stderr.write(f"\r{'':{self._width}}\r")
+            sys.stderr.flush()
+
+    def advance(self, size_bytes: int) -> None:
+        """Counts bytes of work as done."""
+        self._done += size_bytes
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        self._next = now + _EVERY_S
+        spent = now - self._began
+        part = min(1.0, self._done / max(1, self._total))
+        left = f", about {spent * (1 - part) / part:.0f} s left" if part else ""
+        line = f"ecemb: {self._what}: {part:4.0%} of {self._total / 1e9:.2f} GB, {spent:.0f} s{left}"
+        sys.stderr.write(f"\r{line:{self._width}}")
+        sys.stderr.flush()
+        self._width = max(self._width, len(line))

@@ -31,8 +31,7 @@ from ..local.rank_memory import RankMemory
 from .background import Background, partners
 from .missing import CHUNK_WORDS, Chunk, Missing
 from .plan import Rebuild, RecoveryPlan
-from .progress import Progress
-from .relay import weights_of
+from .relay import Progress, weights_of
 from .server import ANSWER_WORDS, Answer, Request
 from .throttle import RebuildThrottle, RunDelay
 

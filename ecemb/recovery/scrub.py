@@ -14,6 +14,9 @@ A repair outside of any transaction is safe whenever a rank dies:
 - Every chunk ends with another comparison, for which each rank reads its rows after its writes. So no rank
   begins step t + 1 during a repair, and the bytes that step t + 1 captures, and would undo to, are repaired.
 
+Recovery verifies by the same comparison (`compare_parity`), which all ranks make together, and which writes
+nothing.
+
 Must not know: torch's tensors, and its callers.
 """
 
@@ -33,14 +36,13 @@ from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from ..coding.code import Code
-from ..coding.parity import Syndrome
+from ..coding.parity import Delta, Syndrome, parted, size_words, unpack
 from ..coding.placement import Placement
 from ..coding.rows import Addresses, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, UsageError
 from ..group.collectives import Transport
 from ..kernels.contract import Ids, Words
-from ..local.rank_memory import RankMemory
-from .parity_check import chunks, compare, longest_block
+from ..local.rank_memory import RankMemory, encoded
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -196,7 +198,7 @@ class Scrubber:
         checked = left = min(self._total, math.ceil(self._total * fraction))
         at, complete = self._cursor, False
         while left:
-            _, stop = next(chunks(at, min(at + left, self._total)))
+            _, stop = next(parity_chunks(at, min(at + left, self._total)))
             with record_function("ecemb.recovery.scrub"):
                 stop = self._scrub_chunk(placement, at, stop, found)
             left -= stop - at
@@ -289,7 +291,7 @@ class Scrubber:
             The end of the compared words; keys, int64 [m] ascending, one per class and word
             (`_Found.place`); uint64 [r, m], the syndromes there.
         """
-        own = compare(self._memory, self._transport, start, stop, "scrubbing")
+        own = compare_parity(self._memory, self._transport, start, stop, "scrubbing")
         message = _packed(own, stop, limit).tobytes()
         texts = self._transport.gather(message, "scrubbing")
         told = [_unpacked(text, rank, placement, start, stop) for rank, text in enumerate(texts)]
@@ -428,3 +430,62 @@ def _runs(keys: Ids, *marks: Ids) -> list[tuple[int, int]]:
 
 def _span(name: str, numbers: range) -> str:
     return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]} to {numbers[-1]}"
+
+
+CHUNK_WORDS = 1 << 17
+
+
+def longest_block(memory: RankMemory) -> int:
+    """Words of the longest data block of any rank; the same on all."""
+    return max(max(words) for words in memory.geometry.block_words)
+
+
+def parity_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cuts words start..stop-1 of all blocks into chunks, so that memory is bounded."""
+    for at in range(start, stop, CHUNK_WORDS):
+        yield at, min(at + CHUNK_WORDS, stop)
+
+
+def collect_parity(
+    memory: RankMemory, transport: Transport, start: int, stop: int, what: str
+) -> list[tuple[int, Delta]]:
+    """Words start..stop-1 of every block whose parity is kept here, as deltas from zero. All ranks.
+
+    Raises:
+        PeerFailure: a peer died or did not come before the deadline.
+        InconsistentArenas: messages that no rank of this job sends.
+    """
+    sent = encoded(memory, start, stop)
+    lengths = np.zeros((transport.world_size, 1), np.int64)
+    for keeper, message in sent.items():
+        lengths[keeper] = len(message)
+    incoming = transport.all_to_all(lengths, what)[:, 0].tolist()
+    placement = memory.geometry.placement
+    most = 0 if placement is None else placement.r * size_words(1, stop - start)
+    if min(incoming) < 0 or max(incoming) > most:
+        raise InconsistentArenas(
+            f"{what}: the ranks announce messages of {incoming} words, and none has more than {most}: the "
+            f"network is damaged, or the ranks run different versions of ecemb; restart the job"
+        )
+    received = parted(np.empty(sum(incoming), np.uint64), incoming)
+    transport.exchange(sent, received, what)
+    return [(sender, delta) for sender, message in received.items() for delta in unpack(message)]
+
+
+def compare_parity(
+    memory: RankMemory, transport: Transport, start: int, stop: int, what: str
+) -> list[Syndrome]:
+    """Compares words start..stop-1 of the parity kept here with the rows under it. All ranks.
+
+    A rank that returns knows that every rank has called it, and that its own rows were read before that.
+
+    Returns:
+        The differing words of each parity block kept here that differs; empty without parity.
+
+    Raises:
+        PeerFailure: a peer died or did not come before the deadline.
+        InconsistentArenas: messages that no rank of this job sends.
+    """
+    if memory.parity is None:
+        return []
+    return memory.parity.syndromes(collect_parity(memory, transport, start, stop, what), start, stop)

@@ -37,7 +37,7 @@ from ecemb.group import rendezvous
 from ecemb.kernels.contract import Kernels
 from ecemb.kernels.cpu import Cpu
 from ecemb.local import journal, rank_memory
-from ecemb.recovery import background, execute, missing, parity_check, relay, requester, server, throttle
+from ecemb.recovery import background, execute, missing, relay, requester, scrub, server, throttle
 from ecemb.startup import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
@@ -369,7 +369,7 @@ def install() -> Worker:
     """Wrap everything; once, before ecemb is used."""
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
-    parity_check.CHUNK_WORDS = relay.CHUNK_WORDS = CHUNK_WORDS
+    scrub.CHUNK_WORDS = relay.CHUNK_WORDS = CHUNK_WORDS
     if worker.plan.sabotage is not None:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import ecemb
 from ecemb.adapters import sparse as sparse_tables
 from ecemb.group.collectives import Fabric
-from ecemb.recovery import parity_check
+from ecemb.recovery import scrub as scrub_module
 from ecemb.startup import opening
 from failures import phases
 from failures.observer import SOAK_TIMEOUT_S, Observer
@@ -263,8 +263,8 @@ def own_digests(*stateful: Any) -> dict[str, str]:
 def parity(guard: ecemb.Guard) -> dict[str, str]:
     """The parity kept here, after comparing all of it with the rows. All ranks."""
     guard._drain()  # the last step may be on its way beside, on the wires that are used here
-    memory, longest = guard._memory, parity_check.longest_block(guard._memory)
-    wrong = parity_check.compare(memory, guard._transport, 0, longest, "comparing parity with rows")
+    memory, longest = guard._memory, scrub_module.longest_block(guard._memory)
+    wrong = scrub_module.compare_parity(memory, guard._transport, 0, longest, "comparing parity with rows")
     return {
         "parity": hashlib.sha256(memory.arena.region("parity").tobytes()).hexdigest(),
         "stripe classes whose parity is wrong": str([one.stripe_class for one in wrong]),

@@ -47,7 +47,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.group.collectives import Transport
-from ecemb.recovery import parity_check
+from ecemb.recovery import scrub
 from support import training_lives
 from support.processes import run_ranks
 from support.refusals import matching
@@ -162,8 +162,8 @@ def unguarded(place: Place, **arguments: Any) -> Bits:
 
 
 def parity_fits(guard: ecemb.Guard) -> bool:
-    longest = parity_check.longest_block(guard._memory)
-    return not parity_check.compare(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
+    longest = scrub.longest_block(guard._memory)
+    return not scrub.compare_parity(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
 
 
 @contextmanager

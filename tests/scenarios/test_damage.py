@@ -42,7 +42,7 @@ from ecemb.group.assignment import Roster, Worker, assign
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
 from ecemb.local.rank_memory import RankMemory
-from ecemb.recovery import execute, parity_check, state_slices
+from ecemb.recovery import execute, scrub, state_slices
 from ecemb.state import rank_state, serialize
 from ecemb.state.replicated import ReplicatedState
 from support.arena_holders import constants, create
@@ -297,7 +297,7 @@ class Liar(Wires):
 def test_announced_lengths_of_nonsense_cost_no_memory(memories: list[RankMemory], announced: int) -> None:
     memory, liar = memories[0], Liar(4, announced)
     with pytest.raises(InconsistentArenas, match="announce messages of"):
-        parity_check.collect(memory, liar, 0, 8, "verifying")
+        scrub.collect_parity(memory, liar, 0, 8, "verifying")
     with pytest.raises(PeerFailure, match="announce .* bytes in comparing"):
         Transport.gather(liar, b"x", "comparing")
     plan = execute.RecoveryPlan("memory", 2, (1, 2, 3), (0,), donor=1)

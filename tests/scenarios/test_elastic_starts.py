@@ -36,7 +36,7 @@ from ecemb.errors import (
     TooManyErasures,
 )
 from ecemb.group.collectives import Transport
-from ecemb.recovery import parity_check
+from ecemb.recovery import scrub
 from support import training_lives
 from support.moves import everything
 from support.processes import run_ranks
@@ -117,8 +117,8 @@ def moved(kind: str = "move", step: int | None = 2, **changes: Any) -> Whole:
     guard = training.protect(**changes)
     assert guard.recovery.kind == kind, guard.recovery
     assert step in (None, guard.next_step)
-    longest = parity_check.longest_block(guard._memory)
-    assert not parity_check.compare(guard._memory, guard._transport, 0, longest, "comparing")
+    longest = scrub.longest_block(guard._memory)
+    assert not scrub.compare_parity(guard._memory, guard._transport, 0, longest, "comparing")
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split()[-1] for line in maps if line.endswith(".arena") and guard._session.job in line}
     assert mapped == {str(guard._memory.arena.path)}, mapped  # the memory of old arenas is free

@@ -37,7 +37,7 @@ from ecemb.errors import (
     UndeclaredWrite,
     UsageError,
 )
-from ecemb.recovery import parity_check
+from ecemb.recovery import scrub
 from ecemb.recovery.execute import details, headline
 from ecemb.startup import connections
 from ecemb.state.rank_state import NAME as RANK_STATE
@@ -75,8 +75,8 @@ def differing_tables() -> Training:
 
 def parity_fits(guard: ecemb.Guard) -> bool:
     """Whether all parity kept here is what the rows give. All ranks."""
-    longest = parity_check.longest_block(guard._memory)
-    return not parity_check.compare(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
+    longest = scrub.longest_block(guard._memory)
+    return not scrub.compare_parity(guard._memory, guard._transport, 0, longest, "comparing parity with rows")
 
 
 # --- tables that are not the same on all ranks ---------------------------------------------------

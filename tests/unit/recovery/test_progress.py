@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ecemb.recovery import progress
-from ecemb.recovery.progress import Progress
+from ecemb.recovery import relay
+from ecemb.recovery.relay import Progress
 
 
 class Screen(io.StringIO):
@@ -36,7 +36,7 @@ def test_who_sees_it(
 ) -> None:
     screen, now = Screen(watched), [0.0]
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
     with Progress("rebuilding", 10 * 10**9, shown=shown) as line:
         for _ in range(10):
             now[0] += step_s

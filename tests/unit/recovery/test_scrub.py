@@ -37,7 +37,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.local.rank_memory import RankMemory
-from ecemb.recovery import parity_check, scrub
+from ecemb.recovery import scrub
 from ecemb.recovery.scrub import Scrubber, ScrubReport
 from ecemb.state.rank_state import NAME as RANK_STATE
 from support.simulation import (
@@ -386,12 +386,12 @@ def test_an_incremental_scrub_finds_every_flip_within_one_pass(
     fraction: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(parity_check, "CHUNK_WORDS", 5)
+    monkeypatch.setattr(scrub, "CHUNK_WORDS", 5)
     job = odd_job(4, 2, 5, seed)
     with trained(tmp_path / "job", job) as scrubs:
         before = scrubs.contents()
         for _ in range(3):  # from wherever the cursor stands
-            total = parity_check.longest_block(scrubs.memories[0])
+            total = scrub.longest_block(scrubs.memories[0])
             calls = -(-total // -int(-(total * fraction) // 1))
             flips = some_bits(scrubs, job.placement, 12, rng)
             for flip in flips:
