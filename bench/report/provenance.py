@@ -30,7 +30,7 @@ _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
 _WARM = (*_RESTART, "ecemb/launch")
 _TRAINED = ("bench/harness/messages.py", "bench/workloads/table_training.py")
 _FOLLOWER = (
-    *("ecemb/checkpoint/follower.py", "ecemb/checkpoint/increments.py", "ecemb/checkpoint/folder_store.py"),
+    *("ecemb/checkpoint/follower.py", "ecemb/checkpoint/folder_store.py"),
     *("ecemb/checkpoint/index.py", "ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
 )
 _CLICKS = "bench/workloads/click_training.py"

@@ -33,8 +33,7 @@ from ..state.rank_state import RankState, scalars_in
 from ..state.replicated import ReplicatedState
 from .folder_store import one_tells
 from .interface import CheckpointReader, Piece, Stored
-from .matching import Match, Sources, by_hand
-from .transfer import Taking, read_ids, read_pieces
+from .transfer import Match, Sources, Taking, by_hand, read_ids, read_pieces
 
 FORMAT = 2
 CHUNK_BYTES = 1 << 27

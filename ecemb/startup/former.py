@@ -1,7 +1,7 @@
 """The arenas of another number of ranks, from which an elastic start goes on.
 
-Owns the refusals of such a start, and the description of the arenas as a checkpoint, so that `matching`
-compares tables as at a resume. Nothing is read or written here. Must not know: how rows move.
+Owns the refusals of such a start, and the description of the arenas as a checkpoint, so that
+tables are compared as at a resume. Nothing is read or written here. Must not know: how rows move.
 """
 
 from __future__ import annotations

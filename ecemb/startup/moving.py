@@ -27,7 +27,7 @@ from ..arena.arena import Arena
 from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
-from ..checkpoint.matching import Source
+from ..checkpoint.transfer import Source
 from ..coding.placement import Share
 from ..coding.rows import Column, TableLayout
 from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace

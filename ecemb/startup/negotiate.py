@@ -22,8 +22,7 @@ from ..arena.header import Constants, new_arena_id
 from ..checkpoint import saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
-from ..checkpoint.matching import Sources
-from ..checkpoint.transfer import Taking
+from ..checkpoint.transfer import Sources, Taking
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
 from ..errors import (

@@ -12,8 +12,7 @@ from typing import cast
 from ..checkpoint import contents, saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import Stored
-from ..checkpoint.matching import Sources
-from ..checkpoint.transfer import Taking, Transfer, examine, refusal
+from ..checkpoint.transfer import Sources, Taking, Transfer, examine, refusal
 from ..errors import CheckpointFailed
 from ..group.collectives import Transport
 from ..session import Session

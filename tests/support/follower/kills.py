@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from baselines.check_n_run import chunks, following, restoring
 from bench.harness.result import Arguments, Row, document, once, write
-from ecemb.checkpoint import Chain, IncrementReader, Link, folder_store, increments, index
+from ecemb.checkpoint import Chain, IncrementReader, Link, folder_store, index
 from ecemb.checkpoint import follower as follower_module
 from support.follower.training import KINDS, Log, Training, digest, digest_of, followed, source_of
 from support.fork_server import fork_server
@@ -43,7 +43,7 @@ from support.killed_child import Moments
 DEADLINE_S = 300
 POLL_S = 0.002
 NEVER = 1 << 60
-READS = (follower_module, increments, folder_store, index, following, restoring, chunks)
+READS = (follower_module, follower_module, folder_store, index, following, restoring, chunks)
 """Modules that read checkpoints: their lines are moments to die at."""
 BEGAN, APPLYING, DONE = "began", "applying", "done"
 AHEAD = (follower_module.ATTEMPTS - 1) // 2

@@ -23,7 +23,7 @@ from baselines.check_n_run.manifest import facts_of
 from baselines.check_n_run.quantize_scheme import EXACT, Scheme
 from ecemb.checkpoint import DifferentialWriter, Follower, IncrementReader, Piece, Snapshot
 from ecemb.checkpoint.folder_store import CheckpointFolder
-from ecemb.checkpoint.increments import FullReader
+from ecemb.checkpoint.follower import FullReader
 
 TABLES = {"items": 90, "users": 150}
 """Table -> rows."""

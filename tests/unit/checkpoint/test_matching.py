@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecemb.checkpoint.matching import Match, Source, stored_tables
+from ecemb.checkpoint.transfer import Match, Source, stored_tables
 from ecemb.coding.rows import base
 
 F32 = "float32"

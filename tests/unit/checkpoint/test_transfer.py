@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ecemb.checkpoint import Piece, Stored, Transfer
-from ecemb.checkpoint.matching import Source
-from ecemb.checkpoint.transfer import examine, read_ids, read_pieces
+from ecemb.checkpoint.transfer import Source, examine, read_ids, read_pieces
 from ecemb.errors import ConfigurationError
 from support.refusals import refused
 
