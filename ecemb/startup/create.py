@@ -1,13 +1,20 @@
-"""The creating half of a start: new arenas, and what a start without survivors fills them with.
+"""The creating half of a start: new arenas, what they are filled with, and the old ones that they supersede.
 
 `claim_or_create` gives this rank its arena: the one that survived, or a new one, laid out with room for the
 worst transaction. `begin` fills new arenas with the model as it is, or from a checkpoint. Invariant: nothing
 that a later start could use is removed before the new arenas hold the plan's transaction.
+
+Owns the removal of arenas that a start found and doesn't go on with. `Judgement` says what counts; nothing is
+removed that the arenas of a start have not superseded, or that could still be of use.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -15,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..arena.arena import Arena, Backing, promised
 from ..arena.header import CONSTANTS_OFFSET, Constants, State, page_aligned
+from ..arena.scan import remove
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
 from ..checkpoint.saver import shared
@@ -23,7 +31,8 @@ from ..coding.code import Code
 from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Share
 from ..coding.rows import WORD_BYTES, arrange, split
-from ..errors import ConfigurationError, InconsistentArenas
+from ..errors import ConfigurationError, EcembError, InconsistentArenas
+from ..group.assignment import Report
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..local.journal import ROW_JOURNALS
@@ -34,10 +43,11 @@ from ..session import Session
 from ..state import rank_state as rank_states
 from ..state.replicated import ReplicatedState
 from ..step import agreement
-from .leftovers import make_room
 from .negotiate import World
-from .request import Request
-from .training import Training
+from .request import Request, Training
+
+logger: logging.Logger = logging.getLogger("ecemb")
+
 
 _SLOT_SLACK_BYTES = 1 << 28
 
@@ -318,3 +328,62 @@ def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None
             f"seed all ranks alike, or broadcast the model from rank 0, before ecemb.protect(); tables "
             f"that you shard by hand belong in tables="
         )
+
+
+_BLOCK_BYTES = 512  # of `st_blocks`
+
+
+def make_room(session: Session, plan: RecoveryPlan) -> None:
+    """Removes arenas of this host that hold nothing, before this start's own are LIVE.
+
+    Beside survivors, a replacement's arena that was not rebuilt to the end holds nothing new. Beside arenas
+    that move and have opened this start's generation, neither do those that an earlier move made: they are
+    stale from here on.
+    """
+    for report in _spent(session, plan):
+        _remove(session, report)
+
+
+def room_to_make_bytes(session: Session, plan: RecoveryPlan) -> int:
+    """Memory that `make_room` frees on this host."""
+    here = [report.path for report in _spent(session, plan) if report.host == session.directory.host]
+    found = [os.stat(path).st_blocks * _BLOCK_BYTES for path in here if os.path.exists(path)]
+    return sum(found)
+
+
+def _spent(session: Session, plan: RecoveryPlan) -> Iterator[Report]:
+    """The arenas of all hosts that `make_room` removes."""
+    survivors = {header.constants.arena_id for header in session.roster.judgement.survivors}
+    half_made = () if plan.begins else (State.REBUILDING,)
+    if plan.kind == "move":
+        half_made = (State.INIT, State.REBUILDING)
+    spent = {header.constants.arena_id for header in session.roster.judgement.hollow}
+    for report in session.roster.reports:
+        header = report.header
+        if header is None:
+            hollow = report.torn
+        else:
+            name = header.constants.arena_id
+            hollow = name in spent or (header.state in half_made and name not in survivors)
+        if hollow:
+            yield report
+
+
+def discard_superseded(session: Session) -> None:
+    """Removes what the arenas of this start have superseded on this host; all of them are LIVE.
+
+    They have opened a generation that is higher than every other arena's here has joined, and what can't be
+    read counted as lost.
+    """
+    kept = {header.constants.arena_id for header in session.roster.judgement.survivors}
+    for report in session.roster.reports:
+        if report.header is None or report.header.constants.arena_id not in kept:
+            _remove(session, report)
+
+
+def _remove(session: Session, report: Report) -> None:
+    if report.host == session.directory.host:
+        try:
+            remove(Path(report.path))
+        except EcembError as error:
+            logger.warning("%s", error)

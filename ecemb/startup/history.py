@@ -1,27 +1,44 @@
-"""What all arenas of one history hold alike, and how ranks without an arena learn it. All ranks.
+"""What all arenas of one history hold alike, of this number of ranks or another; all ranks learn it.
 
 A *history* begins with the fresh start or the resume that made its first arenas; replacements are made with
 the same constants. These may be large, so that they don't go through torchrun's store at a start: survivors
 compare digests over the process group, and one of them sends the bytes to the ranks that have none. Writes
 to no arena.
+
+`Places` says where the rows of every rank stand in the whole tables, as one text for the arenas' constants:
+an arena describes the tables of its own rank, and an elastic job needs those of lost ranks as well. The text
+is compact: tables that ranks share are in it once. `Former` are the arenas of another number of ranks, from
+which an elastic start goes on: the refusals of such a start, and the arenas described as a checkpoint, so
+that tables are compared as at a resume.
+
+Writes to no arena. Must not know: how rows move.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.header import MAX_CONSTANTS_BYTES, Constants
+from ..checkpoint.contents import FORMAT, Shard
+from ..checkpoint.interface import Stored
 from ..coding.placement import Placement
-from ..errors import InconsistentArenas, PeerFailure
+from ..coding.rows import TableLayout
+from ..errors import ConfigurationError, InconsistentArenas, PeerFailure, RendezvousError
 from ..group.collectives import Transport, Words
+from ..recovery import relayout
+from ..recovery.plan import RecoveryPlan
 from ..session import Session
+from ..state import rank_state as rank_states
+from .request import Request
 
 _DIGEST_BYTES = 16
 _CONSTANTS = struct.Struct(f"<qq{_DIGEST_BYTES}s")
@@ -41,7 +58,7 @@ class History:
         lineage: see `World`; empty in arenas that older versions made.
         rank_state_bytes: room for every rank's packed state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
-        everyone: where the rows of each rank stand, packed by `ecemb.startup.places`.
+        everyone: where the rows of each rank stand, packed by `ecemb.startup.history`.
     """
 
     n: int
@@ -134,3 +151,142 @@ def _packed(arena: Arena) -> tuple[bytes, int]:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+Places = list[list[Shard]]
+"""Of each rank: its tables in the order of their addresses."""
+
+
+def packed(places: Sequence[Sequence[Shard]]) -> str:
+    """One text for the tables of all ranks."""
+    tables: dict[str, int] = {}
+    ranks: list[list[list[int]]] = []
+    for of_rank in places:
+        ranks.append([])
+        for shard in of_rank:
+            name, _, columns, group = shard.layout.to_json()
+            number = tables.setdefault(json.dumps([name, columns, group, shard.rows]), len(tables))
+            ranks[-1].append([number, shard.layout.rows, shard.start])
+    return json.dumps([list(map(json.loads, tables)), ranks], separators=(",", ":"))
+
+
+def check_hand(places: Sequence[Sequence[Shard]], named: Sequence[Sequence[str]]) -> None:
+    """Refuses tables whose shards, as the script places them, are not the whole table.
+
+    Args:
+        places: of each rank.
+        named: of each rank, the tables that it has placed by `shards=`.
+
+    Raises:
+        ConfigurationError: rows are missing or in two shards, or a rank says nothing.
+    """
+    for name in sorted({name for of_rank in named for name in of_rank}):
+        found = {rank: one for rank, held in enumerate(places) for one in held if one.layout.name == name}
+        if left := [rank for rank in found if name not in named[rank]]:
+            raise ConfigurationError(f"shards= has {name!r}, but not on ranks {left}: place it on all ranks")
+        runs = sorted((one.start, one.start + one.layout.rows) for one in found.values() if one.layout.rows)
+        wholes = {one.rows or 0 for one in found.values()}
+        ends = [0, *(stop for _, stop in runs)]
+        if [start for start, _ in runs] != ends[:-1] or wholes != {ends[-1]}:
+            held = ", ".join(f"{start} to {stop - 1}" for start, stop in runs)
+            raise ConfigurationError(
+                f"shards= places rows {held} of {name!r}, a table of {sorted(wholes)} rows: rows are missing "
+                f"or twice there. Each rank holds neighbouring rows, and each row is on one rank"
+            )
+
+
+def unpacked(text: str) -> Places:
+    """Inverse of `packed`.
+
+    Raises:
+        InconsistentArenas: `packed` does not return such a text.
+    """
+    try:
+        tables, ranks = json.loads(text)
+        return [
+            [
+                Shard(TableLayout.from_json([tables[at][0], rows, *tables[at][1:3]]), start, tables[at][3])
+                for at, rows, start in of_rank
+            ]
+            for of_rank in ranks
+        ]
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise InconsistentArenas(
+            f"the arenas say in {text[:60]!r} where the rows of each rank stand, which can't be read "
+            f"({error}): another version of ecemb made them. Launch the number of ranks that made them, or "
+            f"resume from a checkpoint: ecemb.protect(resume=)"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Former:
+    """What another number of ranks left in memory.
+
+    Attributes:
+        history: what their arenas hold alike.
+        recovery: brings them to one transaction.
+        places: where the rows of each rank stand.
+    """
+
+    history: History
+    recovery: RecoveryPlan
+    places: Places
+
+    @classmethod
+    def of(cls, history: History, recovery: RecoveryPlan) -> Former:
+        """The ranks of a history that `check` let pass."""
+        return cls(history, recovery, unpacked(history.everyone))
+
+    @functools.cached_property
+    def layout(self) -> relayout.Layout:
+        """Each rank's rows, its rank state last."""
+        room_bytes = self.history.rank_state_bytes
+        shards = [
+            (
+                *(relayout.Shard(one.key(rank), one.layout, one.start) for one in of_rank),
+                relayout.Shard(f"rank_state/{rank}", rank_states.layout(room_bytes)),
+            )
+            for rank, of_rank in enumerate(self.places)
+        ]
+        return relayout.Layout(self.history.placement, self.history.k, tuple(shards))
+
+    def stored(self, job: str, more: Mapping[str, Any] | None = None) -> Stored:
+        """The arenas as a checkpoint.
+
+        Args:
+            job: its name.
+            more: facts that are known when the arenas have come to the transaction.
+        """
+        facts = {
+            "format": FORMAT,
+            "job": job,
+            "lineage": self.history.lineage,
+            "step": self.recovery.transaction,
+            "world_size": self.history.world_size,
+            "code": [self.history.n, self.history.k],
+            "tables": [[shard.describe() for shard in of_rank] for of_rank in self.places],
+            "rank_state_bytes": [],
+            **(more or {}),
+        }
+        return Stored("the job's memory", self.recovery.transaction, facts)
+
+
+def is_former(history: History | None, session: Session) -> bool:
+    """Whether another number of ranks made the arenas that survived."""
+    return history is not None and history.world_size != session.world_size
+
+
+def check_former(session: Session, request: Request, history: History) -> None:
+    """Refuses another number of ranks, unless the job is elastic.
+
+    Raises:
+        RendezvousError: it is not.
+    """
+    before, now = history.world_size, session.world_size
+    launch = f"launch {before} (torchrun --nnodes x --nproc-per-node)"
+    if not request.elastic:
+        raise RendezvousError(
+            f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch: "
+            f"{launch}, let its memory move to this number with ecemb.protect(elastic=True), or begin a new "
+            f"job under another name"
+        )

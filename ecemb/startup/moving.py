@@ -39,9 +39,8 @@ from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout
 from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
-from .create import InitialContent, Start, new_arena_bytes
-from .former import Former
-from .leftovers import make_room, room_to_make_bytes
+from .create import InitialContent, Start, make_room, new_arena_bytes, room_to_make_bytes
+from .history import Former
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -2,27 +2,40 @@
 
 Owns the comparison of what the ranks hold and ask for, and the choice between memory, a checkpoint and step 0
 (docs/protocol.md, 3.3). A difference between ranks is an error on all of them. Must not write to any arena.
+
+The ranks of one host name must see one folder of arenas (docs/assumptions.md). Two machines or containers of
+one name would pass for one failure domain, and a restart would look for memory where it isn't. So the first
+rank of each name locks the folder of its host, and the other ranks of the name look for the lock, after a
+collective of all ranks. A lock is no file: it takes no space, ends with its process, and leaves nothing
+behind. `negotiate` sends to all ranks what each of them saw.
+
+The checkpoint that a start begins with, or takes tables from, is compared with the model on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
+from .._wording import listed
 from ..adapters.discover import Tables, check_alike
 from ..adapters.engine import EngineTable
 from ..arena.header import Constants, new_arena_id
-from ..checkpoint import saver
+from ..arena.private_files import Folder
+from ..checkpoint import contents, saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
-from ..checkpoint.transfer import Sources, Taking
+from ..checkpoint.transfer import Sources, Taking, Transfer, examine, refusal
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
 from ..errors import (
@@ -33,6 +46,7 @@ from ..errors import (
     InconsistentArenas,
     JobFinished,
     LayoutMismatch,
+    RendezvousError,
     StateLost,
     TooManyErasures,
 )
@@ -41,16 +55,13 @@ from ..group.collectives import Transport
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
-from . import former as formers
-from . import host_names
-from .former import Former, is_former
-from .history import History
-from .origin import check_checkpoint, check_transfer
-from .places import check_hand, packed
+from . import history as formers
+from .history import Former, History, check_hand, is_former, packed
 from .request import Request
 from .spread import placed
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
 
 _SHOWN_DIFFERENCES = 6  # of a model: every table of an unrelated model differs
 
@@ -158,7 +169,7 @@ def negotiate(
     """
     shards = tuple(_shard(table, session.world_size, request.shards) for table in tables.tables)
     proposals = _exchange_proposals(request, transport, tables, state_bytes, shards, sees)
-    host_names.check(session.hosts, [one.sees for one in proposals])
+    check_hosts(session.hosts, [one.sees for one in proposals])
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
     plan, stored, lost = _decide(
@@ -284,7 +295,7 @@ def _placement_of(
         LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
     if is_former(history, session):
-        formers.check(session, request, history)
+        formers.check_former(session, request, history)
         return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))
@@ -461,3 +472,150 @@ def _difference(session: Session, request: Request, history: History, now: Mappi
         f"the arenas of job {session.job!r} hold another model than this one ({difference}): run the script "
         f"that started the job, or give this one another job={stored}"
     )
+
+
+def check_checkpoint(
+    session: Session,
+    request: Request,
+    transport: Transport,
+    stored: Stored,
+    shards: tuple[Shard, ...],
+    everywhere: Collection[str],
+) -> Sources:
+    """Compares the model with the checkpoint that the plan begins with. All ranks.
+
+    Returns:
+        The stored values that this rank's tables are read from.
+    """
+    found: Sources = {}
+    here = session.rank, session.world_size, everywhere, request.renamed
+    saver.shared(
+        transport,
+        f"comparing the model with {stored.name}",
+        lambda: found.update(contents.check(stored, shards, *here)) or "",
+    )
+    return found
+
+
+def check_transfer(
+    request: Request, transport: Transport, shards: tuple[Shard, ...], everywhere: Collection[str]
+) -> Taking:
+    """Finds what the training takes from another one, and compares it with the model. All ranks.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or something doesn't fit on a rank; the same on all.
+    """
+    transfer = cast("Transfer", request.transfer)
+    reader = transport.together("looking at transfer=", request.source)
+    stored = saver.find(reader, transport, None)
+    place = saver.name_of(reader)
+    if stored is None:
+        raise CheckpointFailed(f"transfer= {place} has no complete checkpoint: give the folder of one")
+    tables = [shard.describe() for shard in shards]
+
+    def look() -> tuple[Taking, list[str]]:
+        contents.check_format(stored)
+        return examine(transfer, stored, tables, everywhere)
+
+    taking, problems = transport.together("comparing the model with transfer=", look)
+    each = transport.gather(json.dumps(problems).encode(), "sharing what doesn't fit")
+    if every := list(dict.fromkeys(one for text in each for one in json.loads(text))):
+        raise refusal(place, stored, every)
+    return taking
+
+
+class HostFolder:
+    """This rank's part of the comparison; the lock ends with the block, whatever happens in it.
+
+    Args:
+        folder: of this rank's host.
+        hosts: rank -> its host.
+        rank: this rank.
+
+    Attributes:
+        sees: whether this rank sees the lock that the first rank of its host's name holds; None if it can't
+            tell, because the file system has no such locks, or the folder is gone or another launch's.
+    """
+
+    def __init__(self, folder: Folder, hosts: Sequence[str], rank: int) -> None:
+        self.sees: bool | None = None
+        self._folder = folder
+        self._is_shared = hosts.count(hosts[rank]) > 1
+        self._is_first = hosts.index(hosts[rank]) == rank
+        self._fd: int | None = None
+
+    def __enter__(self) -> HostFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # there are no locks here
+                fcntl.flock(
+                    self._fd, fcntl.LOCK_UN
+                )  # a child that was forked meanwhile has the descriptor too
+            os.close(self._fd)
+            self._fd = None
+
+    def lock(self) -> None:
+        """Locks the folder, on the first rank of a name. A collective of all ranks follows, then `look`.
+
+        Raises:
+            ArenaInsecure: a level of the folder can't be trusted.
+        """
+        if self._is_shared and self._is_first:
+            with self._folder.opened(create=True) as fd:
+                self._fd = os.dup(fd)
+            with contextlib.suppress(OSError):  # another launch looks, or there are no locks here
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.sees = True
+
+    def look(self) -> None:
+        """Looks for the lock, on the other ranks of the name, and for the locked folder on the first rank.
+
+        Raises:
+            ArenaInsecure: a level of the folder can't be trusted.
+        """
+        if not self._is_shared:
+            return
+        try:
+            with self._folder.opened() as fd:
+                if self._fd is None:
+                    self.sees = _is_locked(fd)
+                elif not os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
+                    self.sees = None
+        except FileNotFoundError:
+            self.sees = None
+
+
+def _is_locked(fd: int) -> bool | None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def check_hosts(hosts: Sequence[str], sees: Sequence[bool | None]) -> None:
+    """Compares what the ranks saw. A pure function.
+
+    Args:
+        hosts: rank -> its host.
+        sees: rank -> its `HostFolder.sees`, after all have looked.
+
+    Raises:
+        RendezvousError: ranks of one host name don't see one folder.
+    """
+    for host in dict.fromkeys(hosts):
+        first, *others = [rank for rank, name in enumerate(hosts) if name == host]
+        apart = [rank for rank in others if sees[rank] is False]
+        if sees[first] and apart:
+            raise RendezvousError(
+                f"{listed([first, *others])} have the host name {host!r}, and {listed(apart)} can't see the "
+                f"folder of rank {first} in arena_dir: these are containers or machines of one name with "
+                f"memory of their own, or ranks that pass different arena_dir=. Nothing was written. Give "
+                f"each of them its own name, init_process_group(host=), such as its pod's or machine's; or "
+                f"let the ranks of one name share arena_dir"
+            )

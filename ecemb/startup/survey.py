@@ -34,8 +34,7 @@ from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
 from .negotiate import World
-from .request import Request
-from .training import Training
+from .request import Request, Training
 
 _DEEP = 6  # attributes and items from an object that the script names
 _MOST_ITEMS = 256  # of a container: more are data

@@ -39,7 +39,7 @@ from ecemb.errors import (
 )
 from ecemb.recovery import scrub
 from ecemb.recovery.execute import details, headline
-from ecemb.startup import connections
+from ecemb.startup import opening
 from ecemb.state.rank_state import NAME as RANK_STATE
 from support.guarded_training import TIMEOUT_S, Bags, Training, bags, headers, initialise
 from support.processes import RankFailed, launch
@@ -513,7 +513,7 @@ def as_if_ranks_had_devices(name: str = "") -> Iterator[None]:
     """Ranks send from host memory over gloo where they would over NCCL; devices are distinguished by name."""
     device = torch.device("cpu"), (name or str(dist.get_rank())).encode()
     with (
-        mock.patch.object(connections, "_device", return_value=device),
+        mock.patch.object(opening, "_device", return_value=device),
         mock.patch.object(dist, "new_group", functools.partial(_over_gloo, dist.new_group)),
     ):
         yield

@@ -41,8 +41,7 @@ from ecemb.errors import (
     UnsupportedTable,
 )
 from ecemb.startup import create, opening, spread
-from ecemb.startup.request import Request
-from ecemb.startup.training import examine
+from ecemb.startup.request import Request, examine_training
 from ecemb.step.window import Window
 from support.processes import run_ranks
 from support.refusals import matching
@@ -491,8 +490,8 @@ def test_what_holds_a_table_is_refused_in_state(given: str, text: str) -> None:
         without=[head],
     )
     with matching(ConfigurationError, text):
-        examine(request)
-    examine(dataclasses.replace(request, state=[head]))
+        examine_training(request)
+    examine_training(dataclasses.replace(request, state=[head]))
 
 
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (4, 2, 5), (4, 1, 4), (6, 5, 6)])

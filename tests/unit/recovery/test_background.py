@@ -34,7 +34,7 @@ from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.requester import Holders, InFlight, Requester
 from ecemb.recovery.server import ANSWER_WORDS, Answer, Request, Server, Snapshot
-from ecemb.startup import connections
+from ecemb.startup import opening
 from ecemb.state import rank_state
 from support.fork_server import fork_server
 from support.processes import DEADLINE_S, run_ranks, session_of
@@ -61,8 +61,8 @@ class Worker:
 
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
-        self.control = connections.control_group(session_of(), notes=True)
-        self.control.streams = connections.streams(session_of(), self.control, job.placement)
+        self.control = opening.control_group(session_of(), notes=True)
+        self.control.streams = opening.streams(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
             Directory(folder, "job", f"host{self.number}"),
@@ -84,7 +84,7 @@ class Worker:
         self.plan = plan_recovery(headers, job.placement, started=True, opened=1)
         self.control.barrier("the plan")
         self.requester = self.server = None
-        self.requests = requests = connections.requests(session_of(), self.control, self.plan)
+        self.requests = requests = opening.requests(session_of(), self.control, self.plan)
         if self.number in lost:
             requests.timeout_s = timeout_s
             _lose(self.memory)

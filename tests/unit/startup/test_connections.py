@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ecemb.coding.placement import Placement
 from ecemb.errors import PeerFailure
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
-from ecemb.startup import connections
+from ecemb.startup import opening
 from support.processes import run_ranks, session_of
 
 
@@ -31,7 +31,7 @@ def gloo_threads() -> int:
 def opened() -> tuple[int, list[bytes]]:
     """Opens a control group; the gloo threads that this made, and what all ranks said in it."""
     before = gloo_threads()
-    transport = connections.control_group(session_of(), notes=True)
+    transport = opening.control_group(session_of(), notes=True)
     made = gloo_threads() - before
     said = transport.gather(str(transport.rank).encode(), "a test")
     with mock.patch.object(transport, "_gloo", mock.Mock(side_effect=AssertionError("over gloo"))):
@@ -47,7 +47,7 @@ def shares() -> list[tuple[int, list[bytes]]]:
 
 def has_its_own() -> tuple[int, list[bytes]]:
     """As where the training has none."""
-    with mock.patch.object(connections, "training_devices", tuple):
+    with mock.patch.object(opening, "training_devices", tuple):
         return opened()
 
 
@@ -66,7 +66,7 @@ def deadlines() -> float:
     session = session_of()
     task = Rebuild(0, 0, 1, ((1, 0),))
     plan = RecoveryPlan("memory", 3, (0, 2), (1,), rebuild=(task,))
-    made = connections.requests(session, connections.control_group(session, notes=True), plan)
+    made = opening.requests(session, opening.control_group(session, notes=True), plan)
     if session.rank < 2:
         channels, words = made.channels([1 - session.rank]), np.zeros(1, np.uint64)
         channels.send(1 - session.rank, np.ones(1, np.uint64))
@@ -85,8 +85,8 @@ def test_a_holder_waits_for_requests_as_long_as_a_rebuild_may_last() -> None:
 def hung_up() -> list[str]:
     """Another thread of rank 0 hangs up, while both ranks wait for notes and deltas of each other."""
     session = session_of()
-    transport = connections.control_group(session, notes=True)
-    transport.streams = connections.streams(session, transport, Placement.ranks(2, 1, 2))
+    transport = opening.control_group(session, notes=True)
+    transport.streams = opening.streams(session, transport, Placement.ranks(2, 1, 2))
     transport.gather(b"", "the start")
     peer, told = 1 - transport.rank, list[str]()
     other = threading.Thread(target=transport.hang_up if transport.rank == 0 else str)
@@ -112,9 +112,9 @@ def test_all_waits_for_notes_and_deltas_end_when_a_rank_hangs_up() -> None:
 
 def test_a_group_without_gloo() -> None:
     group = mock.Mock()
-    with mock.patch.object(connections.dist, "group", mock.Mock(WORLD=group)):
-        assert not connections.training_devices()  # of another backend
+    with mock.patch.object(opening.dist, "group", mock.Mock(WORLD=group)):
+        assert not opening.training_devices()  # of another backend
         group._get_backend.side_effect = RuntimeError("no backend for cpu")
-        assert not connections.training_devices()
-    with mock.patch.object(connections.dist, "group", mock.Mock(WORLD=None)):
-        assert not connections.training_devices()
+        assert not opening.training_devices()
+    with mock.patch.object(opening.dist, "group", mock.Mock(WORLD=None)):
+        assert not opening.training_devices()

@@ -13,7 +13,7 @@ import pytest
 
 from ecemb.arena.private_files import Folder
 from ecemb.errors import RendezvousError
-from ecemb.startup.host_names import HostFolder, check
+from ecemb.startup.negotiate import HostFolder, check_hosts
 
 
 def seen(hosts: str, places: list[Path]) -> list[bool | None]:
@@ -43,14 +43,14 @@ def test_ranks_of_one_name_in_one_folder_pass(two: tuple[Path, Path]) -> None:
     one, other = two
     sees = seen("abab", [one, other, one, other])
     assert sees == [True] * 4
-    check("abab", sees)
-    check("aabb", seen("aabb", [one] * 4))
+    check_hosts("abab", sees)
+    check_hosts("aabb", seen("aabb", [one] * 4))
 
 
 def test_a_rank_alone_on_its_host_looks_for_nothing(two: tuple[Path, Path]) -> None:
     sees = seen("ab", list(two))
     assert sees == [None, None]
-    check("ab", sees)
+    check_hosts("ab", sees)
 
 
 def test_ranks_of_one_name_in_two_folders_are_named(two: tuple[Path, Path]) -> None:
@@ -59,7 +59,7 @@ def test_ranks_of_one_name_in_two_folders_are_named(two: tuple[Path, Path]) -> N
     sees = seen(hosts, [one, one, other, one, other])
     assert sees == [None, True, False, True, False]
     with pytest.raises(RendezvousError) as caught:
-        check(hosts, sees)
+        check_hosts(hosts, sees)
     text = str(caught.value)
     assert "ranks 1, 2, 3 and 4 have the host name 'a'" in text
     assert "ranks 2 and 4 can't see the folder of rank 1" in text
@@ -105,10 +105,10 @@ def test_doubt_refuses_nothing(two: tuple[Path, Path], monkeypatch: pytest.Monke
         with second._folder.opened(create=True):
             second.look()
         with pytest.raises(RendezvousError):
-            check("aa", [first.sees, second.sees])
+            check_hosts("aa", [first.sees, second.sees])
         first.look()
         assert (first.sees, second.sees) == (None, False)
-        check("aa", [first.sees, second.sees])
+        check_hosts("aa", [first.sees, second.sees])
     with HostFolder(Folder(one, "job", "a"), "aa", 0) as launch, first:
         launch.lock()
         first.lock()
@@ -121,4 +121,4 @@ def test_doubt_refuses_nothing(two: tuple[Path, Path], monkeypatch: pytest.Monke
         patch.setattr(fcntl, "flock", no_locks)
         sees = seen("aa", [one] * 2)
     assert sees == [None, None]
-    check("aa", sees)
+    check_hosts("aa", sees)

@@ -22,7 +22,7 @@ from ecemb.group.channels import Channels
 from ecemb.group.collectives import rounds
 from ecemb.local.journal import Inbox
 from ecemb.local.rank_memory import RankMemory
-from ecemb.startup import connections
+from ecemb.startup import opening
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement
 from support.processes import run_ranks, session_of
@@ -204,9 +204,9 @@ def interrupted(owner: Any, name: str, *, at_begin: bool = False) -> Iterator[No
 
 def fail_over_streams(stage: str) -> str:
     """Rank 1 fails after the verdict, and stays alive; the error of each rank."""
-    transport = connections.control_group(session_of(), notes=True)
+    transport = opening.control_group(session_of(), notes=True)
     rank, placement = transport.rank, Placement.ranks(4, 2, 4)
-    transport.streams = connections.streams(session_of(), transport, placement)
+    transport.streams = opening.streams(session_of(), transport, placement)
     transport.gather(b"", "the start")
     fails = rank == 1
     agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
