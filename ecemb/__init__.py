@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from .adapters.discover import tables
     from .checkpoint.interface import CheckpointReader, CheckpointWriter
     from .coding.code import Code
-    from .guard import Guard, Step
-    from .protection import protect
+    from .guard import Guard, Step, protect
     from .recovery.execute import RecoveryReport
     from .recovery.scrub import ScrubReport
     from .session import init_process_group
@@ -55,7 +54,7 @@ _HOME = {
     "Step": "guard",
     "init_process_group": "session",
     "nn": "nn",
-    "protect": "protection",
+    "protect": "guard",
     "tables": "adapters.discover",
 }
 

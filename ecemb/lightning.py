@@ -39,9 +39,8 @@ from torch import nn
 from .adapters.discover import modules_of
 from .coding.code import Code
 from .errors import ConfigurationError, UsageError
-from .guard import Guard, Step
+from .guard import Guard, Step, protect
 from .nn import ShardedEmbeddingBag
-from .protection import protect
 from .state import rank_state
 from .state.rank_state import Stateful, objects_of
 

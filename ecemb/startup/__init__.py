@@ -3,7 +3,7 @@
 `opening` tells the stages from top to bottom, and makes the process groups. `request` is what the user asks
 for and what the model holds; `spread` chooses code and placement; `negotiate` agrees on layout and plan with
 all ranks, from the `history` that surviving arenas share; `create` makes new arenas and fills them, and
-removes those of earlier starts; `remaining` says what this one leaves. Another number of ranks goes on from
+removes those of earlier starts. Another number of ranks goes on from
 the arenas that `history` describes, and `moving` fills new arenas from them. `survey` describes a training
 for `python -m ecemb check`.
 """

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import ecemb
-from ecemb import guard, protection
+from ecemb import guard
 from ecemb.arena import arena
 from ecemb.group import rendezvous
 from ecemb.kernels.contract import Kernels
@@ -424,7 +424,7 @@ def _watch_start(worker: Worker) -> None:
     _wrap(rendezvous, "assign", seats)
     around(rendezvous, "_claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)
-    _wrap(protection, "open_memory", opened)
+    _wrap(guard, "open_memory", opened)
     _wrap(arena.Arena, "_fill", filled)
     around(opening, "join", "joining")
     _wrap(create, "fill", turning("going live"))

@@ -20,7 +20,7 @@ launch planning
 state group session
 nn adapters
 recovery step checkpoint startup
-guard protection metrics lightning
+guard metrics lightning
 cli __init__ __main__
 """
 LEVEL = {room: level for level, room in enumerate(STORY.split())}

@@ -13,7 +13,7 @@ import pytest
 
 from ecemb.group import failure_detector
 from ecemb.group.error_file import Failure, Whereabouts
-from ecemb.startup.remaining import Remaining
+from ecemb.guard import Remaining
 
 
 @pytest.fixture
