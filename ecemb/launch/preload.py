@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 
-from .identity import is_of_a_worker
+from .wire import is_of_a_worker
 
 ALWAYS = (
     "torch",

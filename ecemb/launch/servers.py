@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arena import private_files
-from . import identity
+from . import wire
 from .command import Command
 
 LEVEL = ".warm"
@@ -78,7 +78,7 @@ def started(place: int, name: str, command: Command, numbers: list[int], blocked
         connection = connected(place, name)
         if connection is not None:
             return connection
-        waiting = identity.server_name(preloads(command), None)
+        waiting = wire.server_name(preloads(command), None)
         if is_there(place, waiting):
             for suffix in ("log", "sock"):
                 os.rename(f"{waiting}.{suffix}", f"{name}.{suffix}", src_dir_fd=place, dst_dir_fd=place)
@@ -162,7 +162,7 @@ def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
 
 def _spawn(place: int, listener: int, config: dict[str, Any], numbers: list[int], blocked: Set[int]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    environment = {name: value for name, value in os.environ.items() if not identity.is_of_a_worker(name)}
+    environment = {name: value for name, value in os.environ.items() if not wire.is_of_a_worker(name)}
     command = [*config["interpreter"], json.dumps(config)]
     with contextlib.ExitStack() as opened:
         log = os.open(f"{config['name']}.log", flags, 0o600, dir_fd=place)

@@ -6,6 +6,10 @@ be forked it becomes the plain start instead, and logs the reason in one line.
 
 Invariant: until the server has accepted (`_accepted`), whatever fails is a reason for a plain start, except
 the command line itself. After that, nothing but the worker's end ends this process (`_follow`).
+
+Owns the line of advice about torchrun's settings: those that decide how soon it restarts workers, and whether
+it does. It reads what torchrun shows to the commands that it starts: their environment, and its own command
+line.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigurationError, EcembError
-from . import agent, identity, processes, wire
+from . import processes, wire
 from .command import USAGE, Command, parse
 from .servers import (
     Cold,
@@ -125,7 +129,7 @@ def _advise() -> None:
         return
     try:
         with open(f"/proc/{os.getppid()}/cmdline") as file:
-            line = agent.advice(os.environ, file.read().split("\0"))
+            line = advice_on_torchrun(os.environ, file.read().split("\0"))
     except (OSError, ValueError):
         return
     if line is not None:
@@ -233,7 +237,7 @@ def _accepted(command: Command) -> _Worker:
 
 def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], blocked: Set[int]) -> _Worker:
     with place_of(command.arena_dir) as place:
-        name = identity.server_name(preloads(command), _job())
+        name = wire.server_name(preloads(command), _job())
         log = os.path.join(os.readlink(f"/proc/self/fd/{place}"), f"{name}.log")
         connection = connected(place, name) or started(place, name, command, numbers, blocked)
     try:
@@ -391,7 +395,7 @@ def _stand_by(command: Command) -> int:
     if reason is not None:
         _fail(f"there will be no fork server: {reason}")
     with place_of(command.arena_dir) as place, locked(place):
-        name = identity.server_name(preloads(command), None)
+        name = wire.server_name(preloads(command), None)
         if is_there(place, name):
             print("ecemb-run: a fork server already waits")
             return 0
@@ -457,3 +461,61 @@ def _descriptors() -> list[int]:
             if os.get_inheritable(number):
                 found.append(number)
     return found
+
+
+_MONITOR_S = 0.1
+"""torchrun's own default of the time between two looks at its workers."""
+_MOST_MONITOR_S = 0.05
+_KEEP_ALIVE = ("keep_alive_interval", "keep_alive_max_attempt")
+_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def advice_on_torchrun(environment: Mapping[str, str], command_line: Sequence[str]) -> str | None:
+    """Names the settings that torchrun lacks for fast restarts; None if it has them, or isn't torchrun.
+
+    Args:
+        environment: of a command that torchrun has started.
+        command_line: torchrun's.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    wanted: list[str] = []
+    if environment.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        wanted.append("--max-restarts 100 (it is 0: the first failure ends the training)")
+    if any(
+        word.endswith(("torchrun", "torch.distributed.run", "distributed/run.py")) for word in command_line
+    ):
+        interval = _option(command_line, "monitor-interval", environment.get("PET_MONITOR_INTERVAL"))
+        if _number(interval, _MONITOR_S) > _MOST_MONITOR_S:
+            wanted.append(f"--monitor-interval 0.01 (it is {interval or _MONITOR_S})")
+        nodes = _option(command_line, "nnodes", environment.get("PET_NNODES")) or "1"
+        if nodes not in ("1", "1:1"):
+            given = _option(command_line, "rdzv-conf", environment.get("PET_RDZV_CONF")) or ""
+            names = [*_KEEP_ALIVE, *(["last_call_timeout"] if _is_range(nodes) else [])]
+            values = {"keep_alive_max_attempt": 5}
+            if missing := [f"{name}={values.get(name, 1)}" for name in names if f"{name}=" not in given]:
+                wanted.append(f"--rdzv-conf {','.join(missing)}")
+            if environment.get(_SHARED_STORE) != "1":
+                wanted.append(f"{_SHARED_STORE}=1 in its environment")
+    return f"for fast restarts, launch torchrun with {' and '.join(wanted)}" if wanted else None
+
+
+def _option(words: Sequence[str], name: str, otherwise: str | None) -> str | None:
+    """The value of an option of torchrun, which may be written with - or _, and with = or a space."""
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and option[2:].replace("_", "-") == name:
+            return value if equals else next(iter(words[index + 1 : index + 2]), None)
+    return otherwise
+
+
+def _number(text: str | None, otherwise: float) -> float:
+    try:
+        return otherwise if text is None else float(text)
+    except ValueError:
+        return otherwise
+
+
+def _is_range(nodes: str) -> bool:
+    least, colon, most = nodes.partition(":")
+    return bool(colon) and least != most

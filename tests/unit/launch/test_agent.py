@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecemb.launch.agent import advice
+from ecemb.launch.stub import advice_on_torchrun
 
 JOB = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "3"}
 APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -26,7 +26,7 @@ KEPT = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=5"
     ],
 )
 def test_nothing_is_said_where_nothing_is_missing(environment: dict[str, str], words: list[str]) -> None:
-    assert advice(environment, words) is None
+    assert advice_on_torchrun(environment, words) is None
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_nothing_is_said_where_nothing_is_missing(environment: dict[str, str], w
 def test_what_is_missing_is_named_in_one_line(
     environment: dict[str, str], words: list[str], missing: list[str]
 ) -> None:
-    line = advice(environment, words)
+    line = advice_on_torchrun(environment, words)
     assert line is not None and "\n" not in line
     assert all(one in line for one in missing)
     assert line.count(" and ") == len(missing) - 1
