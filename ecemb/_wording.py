@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _MOST_RANKS = 8
 
@@ -34,3 +34,31 @@ def listed(ranks: Sequence[int]) -> str:
         names = [*names[: _MOST_RANKS - 1], f"{len(names) - _MOST_RANKS + 1} more"]
     joined = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return f"rank{'' if len(ranks) == 1 else 's'} {joined}"
+
+
+def aligned(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    *,
+    right: Collection[str] = (),
+) -> str:
+    """Returns a plain table in columns, with notes below it.
+
+    Args:
+        titles: One per column.
+        rows: Cells, one per title.
+        notes: Lines below the table.
+        right: Titles of the columns that are aligned to the right.
+    """
+    lines = [titles, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    columns = [(width, title in right) for width, title in zip(widths, titles, strict=True)]
+    texts = [
+        "  ".join(
+            cell.rjust(width) if to_the_right else cell.ljust(width)
+            for cell, (width, to_the_right) in zip(line, columns, strict=True)
+        )
+        for line in lines
+    ]
+    return "\n".join([*(text.rstrip() for text in texts), *notes])

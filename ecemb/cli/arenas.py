@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._wording import aligned
 from ..arena.header import Found
 from ..arena.scan import arenas, remove
 from ..errors import EcembError
-from .table import aligned, no_arenas
 
 _HELP = "memory that workers left behind on this machine, or hold"
 
@@ -167,3 +167,8 @@ def _text(rows: Sequence[Row]) -> str:
         alive = "yes" if row.alive else "no"
         lines.append([*shown, alive, f"{row.size_bytes / 2**20:.1f}", row.path])
     return aligned(titles, lines, [row.damage for row in rows if row.damage])
+
+
+def no_arenas(arena_dir: Path, job: str | None) -> str:
+    """Returns the line that stands for an empty table of arenas."""
+    return f"no arenas of this user{f' and job {job!r}' if job else ''} in {arena_dir}"

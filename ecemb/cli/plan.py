@@ -12,10 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._wording import byte_size, counted
+from .._wording import aligned, byte_size, counted
 from ..coding.code import Code
 from ..planning.cost import CODES, MONTH_H, Estimate, Job, bounds, compare
-from .table import aligned
 
 _HELP = "what codes would cost a job, and what they would survive"
 _SHOWS = """

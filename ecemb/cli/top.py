@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
+from .._wording import aligned
 from ..arena.header import Found, Header, State, Word
 from ..arena.scan import arenas
 from ..errors import ConfigurationError
 from ..recovery.plan import Kind
-from .arenas import add_arena_dir
-from .table import aligned, no_arenas
+from .arenas import add_arena_dir, no_arenas
 
 _HELP = "watch running jobs: a live view of their arenas on this machine"
 _SHOWS = """

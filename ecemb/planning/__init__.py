@@ -1,1 +1,1 @@
-"""The cost of a code for a job (`cost`), and the probability that failures exceed it (`data_loss`)."""
+"""The cost of a code for a job, and the probability that failures exceed it (`cost`)."""

@@ -18,8 +18,7 @@ from bench.harness.result import Row, WrongResult, once
 from bench.questions.simulate.faults import Fault, drawn, episodes, sets_by_size
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
-from ecemb.planning.cost import MONTH_H, Job, losses_per_month, placed
-from ecemb.planning.data_loss import Odds
+from ecemb.planning.cost import MONTH_H, Job, Odds, losses_per_month, placed
 
 CLOSE = 0.02
 """How far simulation and formula may be apart."""

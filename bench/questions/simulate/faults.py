@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness.result import BadFile
-from ecemb.planning.cost import BURST_SIZES, Job
-from ecemb.planning.data_loss import RackBursts
+from ecemb.planning.cost import BURST_SIZES, Job, RackBursts
 
 INFINITEHBD_SERVERS = 400
 TOGETHER_H = 1 / 6

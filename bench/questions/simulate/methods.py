@@ -26,8 +26,7 @@ from bench.questions.simulate import step_cost
 from bench.questions.simulate.training import Method
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.planning.cost import MONTH_H, Job, host_recovery_s, losses_per_month, placed
-from ecemb.planning.data_loss import Odds
+from ecemb.planning.cost import MONTH_H, Job, Odds, host_recovery_s, losses_per_month, placed
 from ecemb.step.window import best
 
 LONGEST_H = 24.0

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from bench.questions.simulate.faults import Fault
-from ecemb.planning.data_loss import Odds
+from ecemb.planning.cost import Odds
 
 Back = Literal["none", "failed", "all"]
 
