@@ -52,7 +52,7 @@ test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRe
 test-long: $(READY)  ## variants of the tests that take too long for CI
 	$(BIN)/pytest -m long --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
-test-seeds: $(READY)  ## the tests of drawn cases, each with SEEDS=200 fresh seeds: hours (ARGS="tests/unit/local")
+test-seeds: $(READY)  ## the tests of drawn cases, each with SEEDS=200 fresh seeds: hours (ARGS="tests/unit/memory")
 	$(BIN)/pytest -m "not long" --seeds=$(SEEDS) -o tmp_path_retention_policy=failed \
 		--numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 

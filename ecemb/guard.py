@@ -21,10 +21,6 @@ from torch import nn
 from ._wording import counted, short
 from .adapters.discover import listed, modules_of, optimizers_of
 from .adapters.engine import Hooks
-from .arena import scan
-from .arena.arena import Arena
-from .arena.header import Word
-from .arena.private_files import lost_name
 from .checkpoint.interface import CheckpointReader, CheckpointWriter
 from .checkpoint.saver import reader_of
 from .checkpoint.transfer import Transfer
@@ -40,6 +36,10 @@ from .errors import (
 )
 from .group.error_file import cause_of, follows, is_last_attempt, own_failure, placed
 from .group.failure_detector import before_hard_exit, forget, last_exception
+from .memory import scan
+from .memory.arena import Arena
+from .memory.header import Word
+from .memory.private_files import lost_name
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session, current

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ._wording import counted, listed
-from .arena.arena import Arena
-from .arena.private_files import check_name
-from .arena.scan import Directory
 from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
 from .group import rendezvous
 from .group.assignment import Roster
 from .group.error_file import Whereabouts
 from .group.failure_detector import FailureDetector
+from .memory.arena import Arena
+from .memory.private_files import check_name
+from .memory.scan import Directory
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

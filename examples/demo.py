@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from ecemb.arena.header import Found, State, words_of
-from ecemb.arena.scan import arenas
+from ecemb.memory.header import Found, State, words_of
+from ecemb.memory.scan import arenas
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--code", default="4,3", help="n,k: n-k ranks are killed at once")

@@ -78,7 +78,7 @@ def roomiest(device: str, sizes: Iterable[tuple[T, int, int]]) -> tuple[T, str] 
 
     import torch
 
-    from ecemb.arena.capacity import machine_limit
+    from ecemb.memory.capacity import machine_limit
 
     memory = machine_limit()
     free_bytes = {folder: shutil.disk_usage(folder).free for folder in (_MEMORY, tempfile.gettempdir())}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from ecemb.arena.header import Found
+    from ecemb.memory.header import Found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class GuardedJob:
 
     def arenas(self) -> list[Found]:
         """The job's arenas on this host."""
-        from ecemb.arena.scan import arenas
+        from ecemb.memory.scan import arenas
 
         return [one for one in arenas(self.arena_dir) if one.job == self.job]
 
     def remove_arenas(self) -> None:
         """Removes the job's arenas, held or not, and the empty folders of a job that had no guard."""
-        from ecemb.arena.scan import remove
+        from ecemb.memory.scan import remove
 
         for one in self.arenas():
             remove(one, force=True)

@@ -93,7 +93,7 @@ RULES: tuple[tuple[str, str, Activity], ...] = (
     ("", "ecemb/launch/", LAUNCHING),
     ("", "ecemb/cli/check.py", LAUNCHING),
     ("", "ecemb/__main__.py", LAUNCHING),
-    ("", "ecemb/arena/", OPERATING),
+    ("", "ecemb/memory/", OPERATING),
     ("", "ecemb/cli/", OPERATING),
     ("", "ecemb/metrics.py", OPERATING),
     ("", "ecemb/recovery/scrub.py", OPERATING),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ..coding.rows import Column, TableLayout, base
 from ..errors import CheckpointMismatch, ConfigurationError
-from ..local.rank_memory import RankMemory, StateStore
+from ..memory.rank_memory import RankMemory, StateStore
 from ..state import rank_state as rank_states
 from ..state.flatten import blank, in_front, outline_of, unpacked
 from ..state.rank_state import RankState, scalars_in

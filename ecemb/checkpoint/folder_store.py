@@ -40,7 +40,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..arena import private_files
 from ..errors import (
     CheckpointFailed,
     CheckpointInsecure,
@@ -48,6 +47,7 @@ from ..errors import (
     ConfigurationError,
     EcembError,
 )
+from ..memory import private_files
 from . import index
 from .index import Index, damaged
 from .interface import CheckpointReader, Piece, Stored, is_stored

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..group.collectives import Transport
 from ..group.worker_exit import before_end
-from ..local.rank_memory import RankMemory
+from ..memory.rank_memory import RankMemory
 from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState
 from .contents import JobIdentity, Shard, account, facts_of, pieces_of

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .._wording import aligned
-from ..arena.header import Found
-from ..arena.scan import arenas, remove
 from ..errors import EcembError
+from ..memory.header import Found
+from ..memory.scan import arenas, remove
 
 _HELP = "memory that workers left behind on this machine, or hold"
 

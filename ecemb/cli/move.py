@@ -10,10 +10,10 @@ import sys
 import time
 from typing import Any
 
-from ..arena import scan
-from ..arena.header import Found
-from ..arena.private_files import Folder
-from ..arena.scan import arenas
+from ..memory import scan
+from ..memory.header import Found
+from ..memory.private_files import Folder
+from ..memory.scan import arenas
 from .arenas import add_arena_dir
 
 _HELP = "end a running job's launch with a save, so that it goes on elsewhere"

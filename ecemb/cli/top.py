@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 from .._wording import aligned
-from ..arena.header import Found, Header, State, Word
-from ..arena.scan import arenas
 from ..errors import ConfigurationError
+from ..memory.header import Found, Header, State, Word
+from ..memory.scan import arenas
 from ..recovery.plan import Kind
 from .arenas import add_arena_dir, no_arenas
 

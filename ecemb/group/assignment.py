@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from ..arena.classify import Judgement, classify
-from ..arena.header import NONE, Header
 from ..errors import ArenaBusy, ArenaIncompatible, InconsistentArenas, RendezvousError
+from ..memory.classify import Judgement, classify
+from ..memory.header import NONE, Header
 
 
 @dataclasses.dataclass(frozen=True)

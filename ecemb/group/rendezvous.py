@@ -27,9 +27,9 @@ import torch.distributed as dist
 # optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-from ..arena.arena import Arena
-from ..arena.scan import Directory, Found
 from ..errors import ConfigurationError, RendezvousError
+from ..memory.arena import Arena
+from ..memory.scan import Directory, Found
 from ..state.ddp_buckets import note_made
 from . import rollcall
 from .assignment import Assignment, Report, Roster, Worker, assign

@@ -41,8 +41,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..arena.header import NONE, Header, Identity, State
 from ..errors import RendezvousError
+from ..memory.header import NONE, Header, Identity, State
 from .assignment import Report, Roster, Worker
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..arena import private_files
+from ..memory import private_files
 from . import wire
 from .command import Command
 

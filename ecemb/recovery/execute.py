@@ -17,7 +17,7 @@ from .._wording import counted, listed
 from ..errors import InconsistentArenas
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
-from ..local.rank_memory import RankMemory
+from ..memory.rank_memory import RankMemory
 from .plan import Kind, RecoveryPlan
 from .relay import Ready, rebuild_lost
 from .scrub import collect_parity, compare_parity, longest_block, parity_chunks

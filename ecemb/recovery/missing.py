@@ -18,7 +18,7 @@ import numpy as np
 from ..coding.rows import WORD_BYTES
 from ..errors import KernelError
 from ..kernels.contract import Ids, RowSet, Words, check_ids
-from ..local.rank_memory import RankMemory
+from ..memory.rank_memory import RankMemory
 
 CHUNK_WORDS = 1 << 17
 """1 MiB: of parity there is a bit for each."""
@@ -79,7 +79,7 @@ class Missing:
     """The rows and the parity that a replacement rank has, and those that it lacks: all, at first.
 
     Tables are given by their index in `RowSpace.named`, and rows by their number there, as for
-    `ecemb.local.journal.RowJournal.capture`.
+    `ecemb.memory.journal.RowJournal.capture`.
 
     Args:
         memory: the rank's, whose rows `store_rows_` and `store_span_` write, and `store_parity_` its parity.

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .._wording import listed
-from ..arena.classify import Judgement, classify
-from ..arena.header import NONE, Header
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
+from ..memory.classify import Judgement, classify
+from ..memory.header import NONE, Header
 
 Kind = Literal["fresh", "process", "memory", "checkpoint", "move"]
 

@@ -31,7 +31,7 @@ from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels, Words
-from ..local.rank_memory import Geometry, RankMemory
+from ..memory.rank_memory import Geometry, RankMemory
 from .plan import Rebuild, RecoveryPlan
 from .relayout import Layout, Move, Relayout, chunks
 

@@ -27,7 +27,7 @@ from ..errors import PeerFailure, UndeclaredWrite
 from ..group.channels import Mesh
 from ..group.error_file import Whereabouts, follows
 from ..kernels.contract import Ids, Words
-from ..local.rank_memory import RankMemory
+from ..memory.rank_memory import RankMemory
 from .background import Background, partners
 from .missing import CHUNK_WORDS, Chunk, Missing
 from .plan import Rebuild, RecoveryPlan

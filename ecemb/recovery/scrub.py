@@ -42,7 +42,7 @@ from ..coding.rows import Addresses, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, UsageError
 from ..group.collectives import Transport
 from ..kernels.contract import Ids, Words
-from ..local.rank_memory import RankMemory, encoded
+from ..memory.rank_memory import RankMemory, encoded
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -22,7 +22,7 @@ from ..coding.parity import class_words
 from ..errors import InconsistentArenas, PeerFailure
 from ..group.channels import Mesh
 from ..kernels.contract import Ids, Words
-from ..local.rank_memory import RankMemory
+from ..memory.rank_memory import RankMemory
 from .background import Background, partners
 from .missing import CHUNK_WORDS
 from .plan import RecoveryPlan

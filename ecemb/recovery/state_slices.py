@@ -23,7 +23,7 @@ from ..coding.rows import WORD_BYTES
 from ..errors import InconsistentArenas, PeerFailure
 from ..group.collectives import Transport
 from ..kernels.contract import Words
-from ..local.rank_memory import RankMemory, StateCopy, StateStore
+from ..memory.rank_memory import RankMemory, StateCopy, StateStore
 from ..state.flatten import measured
 from .plan import RecoveryPlan
 from .relay import Wait, chunked

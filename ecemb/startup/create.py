@@ -20,9 +20,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.arena import Arena, Backing, promised
-from ..arena.header import CONSTANTS_OFFSET, Constants, State, page_aligned
-from ..arena.scan import remove
 from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
 from ..checkpoint.saver import shared
@@ -35,8 +32,11 @@ from ..errors import ConfigurationError, EcembError, InconsistentArenas
 from ..group.assignment import Report
 from ..group.collectives import Transport
 from ..kernels.contract import Kernels
-from ..local.journal import ROW_JOURNALS
-from ..local.rank_memory import Geometry, RankMemory
+from ..memory.arena import Arena, Backing, promised
+from ..memory.header import CONSTANTS_OFFSET, Constants, State, page_aligned
+from ..memory.journal import ROW_JOURNALS
+from ..memory.rank_memory import Geometry, RankMemory
+from ..memory.scan import remove
 from ..recovery.execute import RecoveryReport, Stopwatch, fill
 from ..recovery.plan import RecoveryPlan
 from ..session import Session

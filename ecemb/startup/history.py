@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arena.arena import Arena
-from ..arena.header import MAX_CONSTANTS_BYTES, Constants
 from ..checkpoint.contents import FORMAT, Shard
 from ..checkpoint.interface import Stored
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, PeerFailure, RendezvousError
 from ..group.collectives import Transport, Words
+from ..memory.arena import Arena
+from ..memory.header import MAX_CONSTANTS_BYTES, Constants
 from ..recovery import relayout
 from ..recovery.plan import RecoveryPlan
 from ..session import Session

@@ -22,9 +22,6 @@ import torch
 from numpy.typing import NDArray
 
 from .._wording import byte_size, counted
-from ..arena import capacity
-from ..arena.arena import Arena
-from ..arena.header import NONE, Word, page_aligned
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.transfer import Source
@@ -32,7 +29,10 @@ from ..coding.placement import Share
 from ..coding.rows import Column, TableLayout
 from ..errors import CheckpointFailed, InconsistentArenas, NotEnoughSpace
 from ..kernels.contract import Kernels, Words
-from ..local.rank_memory import Geometry, RankMemory
+from ..memory import capacity
+from ..memory.arena import Arena
+from ..memory.header import NONE, Word, page_aligned
+from ..memory.rank_memory import Geometry, RankMemory
 from ..recovery.execute import RecoveryReport
 from ..recovery.relay import PROCESS_BYTES, carry
 from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout

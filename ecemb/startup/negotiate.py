@@ -30,8 +30,6 @@ import numpy as np
 from .._wording import listed
 from ..adapters.discover import Tables, check_alike
 from ..adapters.engine import EngineTable
-from ..arena.header import Constants, new_arena_id
-from ..arena.private_files import Folder
 from ..checkpoint import contents, saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
@@ -52,6 +50,8 @@ from ..errors import (
 )
 from ..group.assignment import Report
 from ..group.collectives import Transport
+from ..memory.header import Constants, new_arena_id
+from ..memory.private_files import Folder
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from .._wording import counted, listed
 from ..adapters.discover import Tables
 from ..adapters.host_mirror import Putter
-from ..arena.arena import Arena
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
@@ -54,7 +53,8 @@ from ..group.collectives import Fabric, Transport
 from ..group.links import Listener, Peer, connect, neighbours
 from ..kernels import contract
 from ..launch import processes
-from ..local.rank_memory import RankMemory
+from ..memory.arena import Arena
+from ..memory.rank_memory import RankMemory
 from ..recovery.background import Background, partners
 from ..recovery.execute import RecoveryReport, Stopwatch, details, headline, join, recover, write_to_header
 from ..recovery.plan import RecoveryPlan

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import LayoutMismatch
-from ..local.rank_memory import StateStore
+from ..memory.rank_memory import StateStore
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizers import drop_options, options, others, with_inner
 from .serialize import like, replaced

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
-from ..arena.header import Word
 from ..errors import ConfigurationError, UsageError
 from ..group.collectives import Transport
-from ..local.rank_memory import RankMemory
+from ..memory.header import Word
+from ..memory.rank_memory import RankMemory
 from ..planning.cost import HOST_FAULTS_PER_DAY, HOST_SHARE
 
 logger: logging.Logger = logging.getLogger("ecemb")

@@ -144,13 +144,13 @@ def test_rows_are_halved_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes = {"/dev/shm": 5 << 30, "/disk": 40 << 30}
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free_bytes[folder]))
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/disk")
-    monkeypatch.setattr("ecemb.arena.capacity.machine_limit", lambda: None)
+    monkeypatch.setattr("ecemb.memory.capacity.machine_limit", lambda: None)
     full = dataclasses.replace(gpu_step.FULL, device=APART)
     tables_bytes = 26 * 1_000_000 * 128 * 4 * 4 / 3
     assert tables_bytes / 4 > 0.8 * (5 << 30) > tables_bytes / 8
     scale = gpu_step.fitting(full, gpu_step.SHARED)  # in memory, though the disk would have all
     assert (scale.rows, scale.arena_dir) == (125_000, "/dev/shm")
-    monkeypatch.setattr("ecemb.arena.capacity.machine_limit", lambda: SimpleNamespace(free_bytes=2 << 30))
+    monkeypatch.setattr("ecemb.memory.capacity.machine_limit", lambda: SimpleNamespace(free_bytes=2 << 30))
     assert gpu_step.fitting(full, gpu_step.SHARED).rows == 62_500
     free_bytes["/dev/shm"] = 64 << 20
     scale = gpu_step.fitting(full, gpu_step.SHARED)

@@ -17,9 +17,9 @@ from bench.questions.recovery import question as recovery
 from bench.questions.recovery import wire as recovery_wire
 from bench.questions.recovery.question import COLD, MIB, PHASES, QUICK, WARM, Case, Launch, Life, Scale
 from bench.questions.recovery.rank import PROTECTED
-from ecemb.arena.header import Constants, Header, State
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
+from ecemb.memory.header import Constants, Header, State
 
 CASE = Case("memory", Code(4, 3), 2 * MIB, 1, alone=True, launches=1)
 SCALE = dataclasses.replace(QUICK, cases=(CASE,), device=APART)

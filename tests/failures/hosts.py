@@ -28,9 +28,9 @@ if __name__ == "__main__":
 
 from bench.harness.ports import ReservedPort
 from ecemb._wording import listed
-from ecemb.arena.arena import Arena
-from ecemb.arena.header import Constants, State
-from ecemb.arena.scan import Directory
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import Constants, State
+from ecemb.memory.scan import Directory
 from failures.driver import ROOT, Digests, differences
 from failures.namespaces import INTERFACE, Namespaces, NotPossible
 from failures.plan import Plan, Setting

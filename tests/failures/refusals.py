@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ecemb.arena.header import NONE, WORDS, WORDS_OFFSET
+from ecemb.memory.header import NONE, WORDS, WORDS_OFFSET
 from failures.board import AWAY, Board
 
 ALL_SAY_SO_S = 240.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ecemb.local.journal import RowJournal
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.journal import RowJournal
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.recovery import execute
 from ecemb.recovery.requester import Requester
 from ecemb.state.rank_state import RankState

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench.questions.gpu.question import KILLS
-from ecemb.arena.header import WORDS
+from ecemb.memory.header import WORDS
 from failures import board as board_module
 from failures import phases
 from failures.board import AWAY, NAMES, PHASES, REBUILD, Board, fell_together, memory_of

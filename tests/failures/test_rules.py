@@ -17,10 +17,10 @@ from unittest import mock
 
 import pytest
 
-from ecemb.arena.arena import Arena
 from ecemb.errors import InconsistentArenas
-from ecemb.local.journal import RowJournal
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.arena import Arena
+from ecemb.memory.journal import RowJournal
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.step.agreement import Agreement
 from failures import sabotage
 from failures.sabotage import Patch

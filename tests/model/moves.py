@@ -15,11 +15,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ecemb.arena.classify import classify
-from ecemb.arena.header import NONE, Constants, Header, State
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import EcembError
+from ecemb.memory.classify import classify
+from ecemb.memory.header import NONE, Constants, Header, State
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.relayout import Layout, Relayout, RowRange, Shard, plan_relayout
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ecemb.arena.header import NONE
+from ecemb.memory.header import NONE
 from ecemb.recovery.plan import RecoveryPlan
 
 TORN = -1

@@ -6,8 +6,8 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 
-from ecemb.arena.header import NONE, State
 from ecemb.coding.placement import Placement
+from ecemb.memory.header import NONE, State
 
 from .rank import (
     CREATED,

@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ecemb.arena.classify import classify
-from ecemb.arena.header import NONE, Constants, Header, State
 from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, InconsistentArenas, JobFinished
+from ecemb.memory.classify import classify
+from ecemb.memory.header import NONE, Constants, Header, State
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery, plan_resume
 
 from .rank import Broken

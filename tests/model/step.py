@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from ecemb.arena.header import NONE, State
+from ecemb.memory.header import NONE, State
 
 from .rank import CLOSED, CLOSING, DECIDED, READY, TORN, Broken, Life, Move, Rank, change
 from .start import Start

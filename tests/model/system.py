@@ -27,11 +27,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ecemb.arena.classify import classify
-from ecemb.arena.header import NONE, Constants, Header, State
 from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, JobFinished
 from ecemb.group.assignment import Report, Worker, assign
+from ecemb.memory.classify import classify
+from ecemb.memory.header import NONE, Constants, Header, State
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .apart import Apart

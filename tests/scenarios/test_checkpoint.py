@@ -31,7 +31,6 @@ from torch import nn
 
 import ecemb
 from ecemb.adapters.discover import Tables
-from ecemb.arena import scan
 from ecemb.checkpoint import contents
 from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import (
@@ -47,6 +46,7 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.group.collectives import Transport
+from ecemb.memory import scan
 from ecemb.recovery import scrub
 from support import training_lives
 from support.processes import run_ranks

@@ -20,10 +20,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ecemb.arena import header as headers
-from ecemb.arena.arena import Arena
-from ecemb.arena.header import CONSTANTS_OFFSET, WORDS, WORDS_OFFSET, Constants, State
-from ecemb.arena.scan import Directory
 from ecemb.coding.parity import Delta, size_words, unpack
 from ecemb.coding.placement import WHOLE
 from ecemb.errors import (
@@ -41,7 +37,11 @@ from ecemb.group import rollcall
 from ecemb.group.assignment import Roster, Worker, assign
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory import header as headers
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import CONSTANTS_OFFSET, WORDS, WORDS_OFFSET, Constants, State
+from ecemb.memory.rank_memory import RankMemory
+from ecemb.memory.scan import Directory
 from ecemb.recovery import execute, scrub, state_slices
 from ecemb.state import rank_state, serialize
 from ecemb.state.replicated import ReplicatedState

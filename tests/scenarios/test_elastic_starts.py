@@ -25,8 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.arena import arena as arenas
-from ecemb.arena import capacity
 from ecemb.errors import (
     CheckpointMismatch,
     ConfigurationError,
@@ -36,6 +34,8 @@ from ecemb.errors import (
     TooManyErasures,
 )
 from ecemb.group.collectives import Transport
+from ecemb.memory import arena as arenas
+from ecemb.memory import capacity
 from ecemb.recovery import scrub
 from support import training_lives
 from support.moves import everything

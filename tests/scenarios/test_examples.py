@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ecemb.arena.scan import arenas
+from ecemb.memory.scan import arenas
 from ecemb.step.transaction import Transactions
 from support.arena_holders import DEADLINE_S, holding
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ecemb.adapters.internals import INSTALL
-from ecemb.arena.header import Found
-from ecemb.arena.scan import arenas
+from ecemb.memory.header import Found
+from ecemb.memory.scan import arenas
 
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ecemb
-from ecemb.arena.header import State
-from ecemb.arena.scan import arenas
 from ecemb.errors import (
     ConfigurationError,
     LayoutMismatch,
@@ -37,6 +35,8 @@ from ecemb.errors import (
     UndeclaredWrite,
     UsageError,
 )
+from ecemb.memory.header import State
+from ecemb.memory.scan import arenas
 from ecemb.recovery import scrub
 from ecemb.recovery.execute import details, headline
 from ecemb.startup import opening

@@ -33,9 +33,6 @@ import torch.distributed as dist
 import ecemb
 from ecemb import session as sessions
 from ecemb.__main__ import main
-from ecemb.arena.arena import Arena
-from ecemb.arena.header import CONSTANTS_OFFSET, FORMAT, WORDS_OFFSET
-from ecemb.arena.scan import Directory, arenas
 from ecemb.errors import (
     ArenaBusy,
     ArenaIncompatible,
@@ -47,6 +44,9 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.group import rendezvous
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import CONSTANTS_OFFSET, FORMAT, WORDS_OFFSET
+from ecemb.memory.scan import Directory, arenas
 from support.arena_holders import constants, create, holding
 from support.fork_server import fork_server
 from support.processes import run_ranks

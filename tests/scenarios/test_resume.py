@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.arena.classify import classify
 from ecemb.errors import StateLost, TooManyErasures
+from ecemb.memory.classify import classify
 from ecemb.recovery.plan import RecoveryPlan, plan_resume
 from ecemb.state import rank_state
 from support.simulation import Job, Machines, Rank, job_of

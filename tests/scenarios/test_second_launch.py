@@ -10,7 +10,7 @@ from torch import nn
 
 import ecemb
 from bench.harness.ports import ReservedPort
-from ecemb.arena import scan
+from ecemb.memory import scan
 from support.fork_server import fork_server
 from support.processes import DEADLINE_S, run_ranks
 from support.training_lives import Training

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ecemb.arena.scan import arenas, remove
+from ecemb.memory.scan import arenas, remove
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0

@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ecemb
-from ecemb.arena import capacity
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import WORD_BYTES, Column, TableLayout
 from ecemb.errors import (
@@ -40,6 +39,7 @@ from ecemb.errors import (
     TooManyErasures,
     UnsupportedTable,
 )
+from ecemb.memory import capacity
 from ecemb.startup import create, opening, spread
 from ecemb.startup.request import Request, examine_training
 from ecemb.step.window import Window

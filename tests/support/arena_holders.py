@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ecemb.arena import arena as arena_module
-from ecemb.arena import capacity, private_files
-from ecemb.arena.arena import Arena
-from ecemb.arena.header import Constants, new_arena_id
-from ecemb.arena.scan import Directory
 from ecemb.errors import ArenaBusy, NotEnoughSpace, UsageError
+from ecemb.memory import arena as arena_module
+from ecemb.memory import capacity, private_files
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import Constants, new_arena_id
+from ecemb.memory.scan import Directory
 from support.fork_server import fork_server
 
 DEADLINE_S = 300.0

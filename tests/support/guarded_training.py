@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ecemb
-from ecemb.arena.header import Header
-from ecemb.arena.scan import arenas
+from ecemb.memory.header import Header
+from ecemb.memory.scan import arenas
 
 TIMEOUT_S = 300
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.recovery.missing import Missing
 from ecemb.recovery.server import Snapshot
 

@@ -27,10 +27,6 @@ import torch
 import zfec
 from numpy.typing import NDArray
 
-from ecemb.arena.arena import Arena
-from ecemb.arena.classify import Judgement, classify
-from ecemb.arena.header import NONE, Constants, Header, State, new_arena_id
-from ecemb.arena.scan import Directory
 from ecemb.coding.code import Code
 from ecemb.coding.parity import Delta, blank, class_words, parity_words, size_words
 from ecemb.coding.placement import Placement
@@ -39,8 +35,12 @@ from ecemb.errors import PeerFailure, StepFailed
 from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
 from ecemb.kernels.reference import Reference, product
-from ecemb.local.journal import ROW_JOURNALS
-from ecemb.local.rank_memory import Geometry, RankMemory
+from ecemb.memory.arena import Arena
+from ecemb.memory.classify import Judgement, classify
+from ecemb.memory.header import NONE, Constants, Header, State, new_arena_id
+from ecemb.memory.journal import ROW_JOURNALS
+from ecemb.memory.rank_memory import Geometry, RankMemory
+from ecemb.memory.scan import Directory
 from ecemb.recovery import state_slices
 from ecemb.recovery.execute import Stopwatch, fill, join, recover
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery

@@ -14,8 +14,8 @@ import pytest
 
 import ecemb
 from ecemb.__main__ import main
-from ecemb.arena.header import State
-from ecemb.arena.scan import Directory
+from ecemb.memory.header import State
+from ecemb.memory.scan import Directory
 from support.arena_holders import create, hold, holding
 
 

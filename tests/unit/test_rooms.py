@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # functions; within a room there is no cycle. A module at the top of the package is a room of its own.
 STORY = """
 errors _wording
-kernels coding arena local
+kernels coding memory
 launch planning
 state group session
 nn adapters
@@ -167,12 +167,12 @@ def test_the_public_face_is_narrow() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("coding.code", "from ecemb.arena.header import Header"),
-        ("coding.code", "from ..arena.header import Header"),
-        ("coding.code", "import ecemb.arena.header"),
+        ("coding.code", "from ecemb.memory.header import Header"),
+        ("coding.code", "from ..memory.header import Header"),
+        ("coding.code", "import ecemb.memory.header"),
         ("coding.code", "from ecemb import Code"),
-        ("coding.code", "def f():\n    from ..arena import arena"),
-        ("coding.code", "if TYPE_CHECKING:\n    from ecemb.arena.arena import Arena"),
+        ("coding.code", "def f():\n    from ..memory import arena"),
+        ("coding.code", "if TYPE_CHECKING:\n    from ecemb.memory.arena import Arena"),
         ("kernels.cpu", "from ..coding.rows import Rows"),
         ("coding.rows", "import torch.distributed as dist"),
         ("coding.rows", "from torch import distributed"),
@@ -202,10 +202,10 @@ def test_the_walk_lets_pass_what_is_allowed(name: str, source: str) -> None:
 def test_private_names_are_seen() -> None:
     public = {"Code", "nn", "errors"}
     for source in (
-        "from ecemb import arena",
+        "from ecemb import memory",
         "from ecemb.coding.code import Code",
         "import ecemb.guard",
-        "import ecemb\necemb.arena",
+        "import ecemb\necemb.memory",
     ):
         assert len(private_uses(source, public)) == 1, source
     for source in (

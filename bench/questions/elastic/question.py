@@ -31,7 +31,7 @@ from typing import Any
 from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
 from bench.questions.elastic.rank import RECORD_BYTES, Order, work
-from ecemb.arena.scan import remove
+from ecemb.memory.scan import remove
 
 MIB = 1 << 20
 MEGA, GIGA = 1e6, 1e9

@@ -26,9 +26,9 @@ from typing import Any
 from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Row, WrongResult, summary
 from bench.questions.memory.rank import RECORD_BYTES, Order, work
-from ecemb.arena.header import Found
-from ecemb.arena.scan import remove
 from ecemb.coding.code import Code
+from ecemb.memory.header import Found
+from ecemb.memory.scan import remove
 
 MIB = 1 << 20
 CODES = (Code(4, 3), Code(6, 4), Code(10, 8))

@@ -44,8 +44,8 @@ from bench.questions.rebuild.rank import Order
 from bench.questions.recovery.question import MIB, RANKS, Observer
 from bench.questions.recovery.question import Life as Restart
 from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
-from ecemb.arena.scan import arenas
 from ecemb.coding.code import Code
+from ecemb.memory.scan import arenas
 
 BLOCKING, BACKGROUND = "blocking", "background"
 PROCESSORS, ACCELERATOR = "processors", "accelerator"

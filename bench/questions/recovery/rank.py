@@ -213,7 +213,7 @@ class Training:
         while not self.order.file(self.life, "watched").exists():
             time.sleep(_POLL_S)
         if self.order.with_memory and self.order.method == PROTECTED:
-            from ecemb.arena.scan import arenas
+            from ecemb.memory.scan import arenas
 
             for one in arenas(self.order.arena_dir):
                 if one.job == self.order.job and one.pid == os.getpid():

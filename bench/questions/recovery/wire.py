@@ -11,10 +11,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ecemb.arena.header import Constants, Header
-from ecemb.arena.scan import arenas
 from ecemb.coding.parity import class_words
 from ecemb.coding.placement import Placement
+from ecemb.memory.header import Constants, Header
+from ecemb.memory.scan import arenas
 from ecemb.recovery.plan import plan_recovery
 
 WORD_BYTES = 8

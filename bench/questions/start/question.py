@@ -28,11 +28,11 @@ import torch.distributed as dist
 from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, summary
 from bench.questions.start.rank import KILLED, Order, work
-from ecemb.arena.header import Header, Identity, State
-from ecemb.arena.scan import remove
 from ecemb.coding.code import Code
 from ecemb.group import rollcall
 from ecemb.group.assignment import Report, Roster, Worker
+from ecemb.memory.header import Header, Identity, State
+from ecemb.memory.scan import remove
 
 CODE = Code(4, 3)
 PER_HOST = 8

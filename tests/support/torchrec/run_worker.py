@@ -41,7 +41,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 
 import ecemb  # noqa: E402
 from ecemb.adapters import engine  # noqa: E402
-from ecemb.arena.scan import arenas  # noqa: E402
+from ecemb.memory.scan import arenas  # noqa: E402
 from ecemb.recovery import requester, throttle  # noqa: E402
 from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
 from support.torchrec.stand_ins import collection_on_cpus, hash_on_cpus  # noqa: E402

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import ecemb
 from ecemb.adapters import host_mirror as image_module
 from ecemb.adapters.host_mirror import Aside, Image, Images, Putter, _Lane
-from ecemb.arena.scan import arenas
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
 from ecemb.kernels import contract
+from ecemb.memory.scan import arenas
 from support.guarded_training import Training, headers, initialise
 from support.processes import DEADLINE_S, RankFailed, launch
 from support.refusals import refused

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.arena.header import CONSTANTS_OFFSET, State
-from ecemb.arena.scan import Directory, arenas
 from ecemb.cli import top
+from ecemb.memory.header import CONSTANTS_OFFSET, State
+from ecemb.memory.scan import Directory, arenas
 from support.arena_holders import create, hold, holding
 
 SECOND_NS = 10**9

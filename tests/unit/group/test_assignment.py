@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecemb.arena.header import NONE, State
 from ecemb.errors import ArenaBusy, InconsistentArenas, RendezvousError
 from ecemb.group.assignment import Assignment, Report, Roster, Worker, assign
+from ecemb.memory.header import NONE, State
 from support.arena_reports import header, report
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import ecemb
 from ecemb import session
-from ecemb.arena.arena import Arena
-from ecemb.arena.scan import Directory
 from ecemb.errors import ConfigurationError, NotInitialized, RendezvousError, UsageError
 from ecemb.group import rendezvous
+from ecemb.memory.arena import Arena
+from ecemb.memory.scan import Directory
 from support.arena_holders import constants
 
 DEADLINE_S = 300

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ecemb.arena.header import Constants, Header, State
 from ecemb.errors import RendezvousError
 from ecemb.group import rollcall
 from ecemb.group.assignment import Report, Roster, Worker
+from ecemb.memory.header import Constants, Header, State
 from support.arena_reports import header, report
 
 DEADLINE_S = 300

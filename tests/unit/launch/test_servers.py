@@ -255,7 +255,7 @@ def test_cold_starts_say_why(here: Home) -> None:
 
 def test_the_stub_imports_neither_torch_nor_numpy(here: Home) -> None:
     heavy = "{'torch', 'numpy', 'argparse', 'asyncio'}"
-    for code in ("from ecemb.launch import stub", "import ecemb", "import ecemb.arena.scan"):
+    for code in ("from ecemb.launch import stub", "import ecemb", "import ecemb.memory.scan"):
         tell = f"{code}; import sys; print(sorted({heavy} & {{*sys.modules}}))"
         assert here.plain("-c", tell) == (0, "[]\n", "")
     for words in (["--version"], ["arenas", "ls"]):

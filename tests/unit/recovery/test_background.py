@@ -22,13 +22,13 @@ import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ecemb.arena.arena import Backing, promised
-from ecemb.arena.header import Word
-from ecemb.arena.scan import Directory
 from ecemb.errors import PeerFailure
 from ecemb.group.error_file import Whereabouts
 from ecemb.kernels.contract import get_kernels
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.arena import Backing, promised
+from ecemb.memory.header import Word
+from ecemb.memory.rank_memory import RankMemory
+from ecemb.memory.scan import Directory
 from ecemb.recovery import missing
 from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery

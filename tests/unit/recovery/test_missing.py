@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
 from ecemb.errors import KernelError
 from ecemb.kernels.contract import get_kernels
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.recovery import missing as missing_module
 from ecemb.recovery.missing import Chunk, Missing
 from support.interleaved import Ranks, grouped, take_turns

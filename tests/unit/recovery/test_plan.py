@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecemb.arena.header import NONE, Constants, Header, State
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
+from ecemb.memory.header import NONE, Constants, Header, State
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 ERRORS = (JobFinished, StateLost, TooManyErasures, InconsistentArenas)

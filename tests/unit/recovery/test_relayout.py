@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.arena.header import Constants, Header, State
 from ecemb.checkpoint.contents import states_of
 from ecemb.coding.code import Code, multiply
 from ecemb.coding.parity import class_words
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Addresses, Column, TableLayout
 from ecemb.errors import InconsistentArenas, LayoutMismatch, StateLost, TooManyErasures
+from ecemb.memory.header import Constants, Header, State
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.relayout import Layout, Move, Relayout, RowRange, Shard, chunks, plan_relayout
 

@@ -36,7 +36,7 @@ from ecemb.errors import (
     UndeclaredWrite,
     UsageError,
 )
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.recovery import scrub
 from ecemb.recovery.scrub import Scrubber, ScrubReport
 from ecemb.state.rank_state import NAME as RANK_STATE

@@ -18,7 +18,7 @@ import pytest
 from ecemb.coding.parity import class_words
 from ecemb.coding.rows import Table
 from ecemb.errors import InconsistentArenas
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.recovery import server
 from ecemb.recovery.server import Request, Snapshot
 from support.interleaved import Ranks, Truth, grouped, runs, take_turns, windows

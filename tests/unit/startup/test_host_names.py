@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.arena.private_files import Folder
 from ecemb.errors import RendezvousError
+from ecemb.memory.private_files import Folder
 from ecemb.startup.negotiate import HostFolder, check_hosts
 
 

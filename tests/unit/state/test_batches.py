@@ -37,8 +37,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import ecemb
-from ecemb.arena import private_files
 from ecemb.errors import ConfigurationError, LayoutMismatch, StepFailed, UsageError
+from ecemb.memory import private_files
 from ecemb.state import data as module
 from ecemb.state import rank_state
 from ecemb.state.data import Batches

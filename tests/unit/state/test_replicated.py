@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ecemb.errors import ConfigurationError, InconsistentArenas, LayoutMismatch, NotEnoughSpace
-from ecemb.local.rank_memory import Slots
+from ecemb.memory.rank_memory import Slots
 from ecemb.state import rank_state, serialize
 from ecemb.state.flatten import Outline, unpacked
 from ecemb.state.replicated import ReplicatedState

@@ -15,7 +15,7 @@ from torch import nn
 
 from ecemb.coding.placement import Share
 from ecemb.errors import ConfigurationError
-from ecemb.local.rank_memory import StateCopy
+from ecemb.memory.rank_memory import StateCopy
 from ecemb.state import walk
 from ecemb.state.flatten import same, separated
 from ecemb.state.replicated import ReplicatedState

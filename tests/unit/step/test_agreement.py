@@ -20,8 +20,8 @@ from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
 from ecemb.group.channels import Channels
 from ecemb.group.collectives import rounds
-from ecemb.local.journal import Inbox
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.journal import Inbox
+from ecemb.memory.rank_memory import RankMemory
 from ecemb.startup import opening
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement

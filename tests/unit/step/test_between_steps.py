@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.local.rank_memory import StateCopy
+from ecemb.memory.rank_memory import StateCopy
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.transaction import Between
 from support.guarded_training import bags, initialise

@@ -30,8 +30,8 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.group.failure_detector import EXIT_UNDECIDED
-from ecemb.local.journal import Inbox
-from ecemb.local.rank_memory import RankMemory, Slots
+from ecemb.memory.journal import Inbox
+from ecemb.memory.rank_memory import RankMemory, Slots
 from ecemb.recovery import state_slices
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement

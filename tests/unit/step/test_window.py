@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ecemb.arena.scan import arenas
 from ecemb.errors import ConfigurationError, NotEnoughSpace
 from ecemb.group.collectives import Transport
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.rank_memory import RankMemory
+from ecemb.memory.scan import arenas
 from ecemb.step import window
 from ecemb.step.window import MOST, Window, best
 from support.guarded_training import TIMEOUT_S, bags, headers, initialise

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecemb.arena import scan as directories
-from ecemb.arena.header import WORDS_OFFSET, State
-from ecemb.arena.scan import Directory, arenas, remove
 from ecemb.errors import ArenaBusy, ArenaInsecure, ConfigurationError
+from ecemb.memory import scan as directories
+from ecemb.memory.header import WORDS_OFFSET, State
+from ecemb.memory.scan import Directory, arenas, remove
 from support.arena_holders import DEADLINE_S, create, hold, holding
 
 

@@ -12,19 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecemb.arena import private_files
-from ecemb.arena.arena import Arena
-from ecemb.arena.header import (
-    CONSTANTS_OFFSET,
-    FORMAT,
-    NONE,
-    WORDS,
-    WORDS_OFFSET,
-    Header,
-    State,
-    new_arena_id,
-)
-from ecemb.arena.scan import Directory, remove
 from ecemb.errors import (
     ArenaBusy,
     ArenaDamaged,
@@ -35,6 +22,19 @@ from ecemb.errors import (
     NotEnoughSpace,
     UsageError,
 )
+from ecemb.memory import private_files
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import (
+    CONSTANTS_OFFSET,
+    FORMAT,
+    NONE,
+    WORDS,
+    WORDS_OFFSET,
+    Header,
+    State,
+    new_arena_id,
+)
+from ecemb.memory.scan import Directory, remove
 from support.arena_holders import (
     DEADLINE_S,
     ROWS_BYTES,
@@ -556,7 +556,7 @@ class TestSpace:
         arena.region("journal")[: wanted + 4096] = 8  # no SIGBUS
 
     def test_the_kernel_has_the_last_word(self, small_mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ecemb.arena.capacity.check", lambda *_: None)
+        monkeypatch.setattr("ecemb.memory.capacity.check", lambda *_: None)
         arena = create(Directory(small_mount, "ctr", "a"))
         with pytest.raises(NotEnoughSpace, match="No space left on device"):
             arena.reserve("journal", 5 * MIB)

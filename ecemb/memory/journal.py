@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..arena.arena import Arena, populate
-from ..arena.header import NONE, Word
 from ..coding.parity import Delta, Received, Scratch, blank, place, sections, size_words, unpack, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import EcembError, InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
+from .arena import Arena, populate
+from .header import NONE, Word
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -25,14 +25,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena import capacity, private_files
-from ..arena.arena import Arena, Backing
-from ..arena.header import NONE, State, Word
 from ..coding.parity import Delta, ParityBlocks, Received, Scratch, blank, messages, size_words
 from ..coding.placement import WHOLE, Placement, Share
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
 from ..errors import InconsistentArenas
 from ..kernels.contract import Ids, Kernels, Words
+from . import capacity, private_files
+from .arena import Arena, Backing
+from .header import NONE, State, Word
 from .journal import PART_BYTES, ROW_JOURNALS, Ahead, Inbox, Outbox, ParityJournal, RowJournal
 
 

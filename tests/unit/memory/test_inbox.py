@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.arena.arena import Arena
 from ecemb.coding.parity import Delta, write_heads_
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace
-from ecemb.local.journal import Inbox
+from ecemb.memory.arena import Arena
+from ecemb.memory.journal import Inbox
 from support.simulation import alone, message_of
 
 SENDERS, HEAD = (5, 0, 2), 2

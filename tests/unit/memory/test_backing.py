@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecemb.arena import capacity, header
-from ecemb.arena.arena import Arena, Backing, promised
-from ecemb.arena.scan import Directory
 from ecemb.errors import NotEnoughSpace
+from ecemb.memory import capacity, header
+from ecemb.memory.arena import Arena, Backing, promised
+from ecemb.memory.scan import Directory
 from support.arena_holders import constants
 
 PAGE = 4096
@@ -139,7 +139,7 @@ def test_in_the_end_the_regions_are_reserved(directory: Directory, arena: Arena,
 
 
 def test_a_kernel_without_the_call(arena: Arena, backing: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecemb.arena.arena.populate_runs", lambda _, runs: list(runs))
+    monkeypatch.setattr("ecemb.memory.arena.populate_runs", lambda _, runs: list(runs))
     before = backed_bytes(arena)
     backing.ensure("rows", np.array([3 * PAGE, 39 * PAGE]), PAGE)
     assert backed_bytes(arena) - before == 2 * PAGE
@@ -151,7 +151,7 @@ def test_a_kernel_that_refuses(arena: Arena, backing: Backing, monkeypatch: pyte
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ecemb.arena.arena.populate_runs", lambda _, runs: list(runs))
+    monkeypatch.setattr("ecemb.memory.arena.populate_runs", lambda _, runs: list(runs))
     with monkeypatch.context() as refusing:
         refusing.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(NotEnoughSpace, match=f"needs {2 * PAGE} bytes .* No space left"):

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ecemb.coding.parity import unpack
 from ecemb.coding.rows import Column, Table, TableLayout
-from ecemb.local import journal as outboxes
-from ecemb.local.journal import Outbox
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory import journal as outboxes
+from ecemb.memory.journal import Outbox
+from ecemb.memory.rank_memory import RankMemory
 from support.simulation import alone
 
 LAYOUTS = [

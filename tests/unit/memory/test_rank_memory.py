@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.arena.arena import Arena
 from ecemb.coding.parity import Scratch, sections, unpack
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import InconsistentArenas
-from ecemb.local.rank_memory import RankMemory, encoded
+from ecemb.memory.arena import Arena
+from ecemb.memory.rank_memory import RankMemory, encoded
 from ecemb.state import rank_state
 from support.simulation import (
     Job,

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from ecemb.arena import header
-from ecemb.arena.header import WORDS, Constants, Header, State
 from ecemb.errors import ArenaDamaged, ConfigurationError
+from ecemb.memory import header
+from ecemb.memory.header import WORDS, Constants, Header, State
 from support.arena_holders import constants
 
 CONSTANTS = constants(rank=0, arena_id="00000000")

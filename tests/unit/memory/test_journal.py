@@ -14,13 +14,13 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.adapters.engine import all_rows
-from ecemb.arena.arena import Arena
 from ecemb.coding.parity import Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract
-from ecemb.local.journal import RowJournal
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.arena import Arena
+from ecemb.memory.journal import RowJournal
+from ecemb.memory.rank_memory import RankMemory
 from support.simulation import Killed, Moments, Torn, alone, watched
 
 LAYOUTS = [
@@ -270,7 +270,7 @@ def test_a_capture_that_an_exception_cuts_off_is_the_last(memory: RankMemory, wh
     memory.journal.arm(1)
     memory.journal.capture(0, ids(1))
     memory.journal.extend(2)
-    with mock.patch(f"ecemb.local.journal.{where}", side_effect=TimeoutError), pytest.raises(TimeoutError):
+    with mock.patch(f"ecemb.memory.journal.{where}", side_effect=TimeoutError), pytest.raises(TimeoutError):
         memory.journal.capture(0, ids(1, 2))
     for _ in range(2):
         with pytest.raises(StepFailed, match="an exception interrupted the saving of rows"):

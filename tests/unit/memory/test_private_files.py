@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.arena import private_files
-from ecemb.arena.arena import Arena
-from ecemb.arena.private_files import Folder
-from ecemb.arena.scan import Directory, arenas
 from ecemb.errors import ArenaError, ArenaInsecure, ConfigurationError, NotEnoughSpace
+from ecemb.memory import private_files
+from ecemb.memory.arena import Arena
+from ecemb.memory.private_files import Folder
+from ecemb.memory.scan import Directory, arenas
 from support.arena_holders import create, holding
 
 LEVELS = ["user", "job", "host"]
@@ -305,7 +305,7 @@ def test_a_file_system_that_cannot_map(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
 
-    monkeypatch.setattr("ecemb.arena.arena.map_shared", refuse)
+    monkeypatch.setattr("ecemb.memory.arena.map_shared", refuse)
     with pytest.raises(ConfigurationError, match="can't reserve space for a file or map it.*/dev/shm"):
         create(Directory(tmp_path, "ctr", "a"))
 

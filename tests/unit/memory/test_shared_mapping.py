@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecemb.arena.arena import map_shared
+from ecemb.memory.arena import map_shared
 from support import holdings
 
 SIZE_BYTES = 3 * 4096

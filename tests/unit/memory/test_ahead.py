@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ecemb.arena import arena
-from ecemb.arena.arena import Arena
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import NotEnoughSpace
 from ecemb.kernels.contract import get_kernels
-from ecemb.local.journal import Ahead, RowJournal
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory import arena
+from ecemb.memory.arena import Arena
+from ecemb.memory.journal import Ahead, RowJournal
+from ecemb.memory.rank_memory import RankMemory
 from support.simulation import alone
 
 ROWS = 4000

@@ -10,10 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ecemb.arena import private_files
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.local import rank_memory
-from ecemb.local.rank_memory import RankMemory, Room, journal_bytes, with_owed
+from ecemb.memory import private_files, rank_memory
+from ecemb.memory.rank_memory import RankMemory, Room, journal_bytes, with_owed
 from support.simulation import alone
 
 MIB = 1 << 20
@@ -80,7 +79,7 @@ def test_ranks_of_one_host_share_what_is_free(memory: RankMemory) -> None:
 def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
     before = rank_memory.free_bytes(memory.arena)
     assert before > 0
-    limits = mock.patch("ecemb.arena.capacity.limits", return_value=[])
+    limits = mock.patch("ecemb.memory.capacity.limits", return_value=[])
     with limits:
         assert rank_memory.free_bytes(memory.arena) > before, "a file system without limits"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ecemb.arena.classify import classify
-from ecemb.arena.header import NONE, Header, State
 from ecemb.errors import InconsistentArenas
+from ecemb.memory.classify import classify
+from ecemb.memory.header import NONE, Header, State
 from support.arena_holders import constants
 
 OLD, NEW = 1, 2

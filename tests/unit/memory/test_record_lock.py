@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.arena import private_files
 from ecemb.errors import ArenaBusy
+from ecemb.memory import private_files
 from support.arena_holders import DEADLINE_S, wait_until
 
 

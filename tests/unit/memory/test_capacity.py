@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 
 import ecemb
-from ecemb.arena import capacity
-from ecemb.arena.arena import Arena
-from ecemb.arena.capacity import Claim
-from ecemb.arena.scan import Directory
 from ecemb.errors import ArenaBusy, NotEnoughSpace
+from ecemb.memory import capacity
+from ecemb.memory.arena import Arena
+from ecemb.memory.capacity import Claim
+from ecemb.memory.scan import Directory
 from support.arena_holders import constants
 from support.fork_server import fork_server
 from support.killed_child import cut_off

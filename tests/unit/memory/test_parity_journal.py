@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecemb.arena.header import NONE
 from ecemb.coding.parity import Delta
 from ecemb.errors import InconsistentArenas, UsageError
-from ecemb.local.journal import ParityJournal
-from ecemb.local.rank_memory import RankMemory
+from ecemb.memory.header import NONE
+from ecemb.memory.journal import ParityJournal
+from ecemb.memory.rank_memory import RankMemory
 from support.simulation import Machines, job_of
 
 
