@@ -18,8 +18,8 @@ import signal
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import arenas, check, move, plan, top
 from .errors import EcembError
+from .tools import arenas, check, move, plan, top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 
 BY_PATH = {
-    "processes": ("unit/launch/", "unit/cli/test_check.py"),
+    "processes": ("unit/launch/", "unit/tools/test_check.py"),
     "torchrec": ("torchrec",),
     "slow": (
         "scenarios/test_recovery.py",

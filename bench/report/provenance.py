@@ -34,7 +34,7 @@ _FOLLOWER = (
     *("ecemb/checkpoint/index.py", "ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
 )
 _CLICKS = "bench/workloads/click_training.py"
-_PLAN = ("ecemb/planning", "ecemb/coding/placement.py", "ecemb/coding/code.py")
+_PLAN = ("ecemb/tools/cost.py", "ecemb/coding/placement.py", "ecemb/coding/code.py")
 _COSTS = ("compare", "overhead", "recovery")
 """Answers that the simulation starts from."""
 

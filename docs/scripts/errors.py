@@ -67,7 +67,7 @@ ACTIVITIES = (LAUNCHING, PROTECTING, TRAINING, RESTARTING, SAVING, OPERATING, PL
 
 RULES: tuple[tuple[str, str, Activity], ...] = (
     ("", "ecemb/checkpoint/", SAVING),
-    ("", "ecemb/planning/", PLANNING),
+    ("", "ecemb/tools/cost.py", PLANNING),
     ("NotEnoughSpace", "", OPERATING),
     ("ArenaInsecure", "", OPERATING),
     ("ArenaError", "", OPERATING),
@@ -91,10 +91,10 @@ RULES: tuple[tuple[str, str, Activity], ...] = (
     ("EcembError", "", ANY),
     ("", "ecemb/group/", LAUNCHING),
     ("", "ecemb/launch/", LAUNCHING),
-    ("", "ecemb/cli/check.py", LAUNCHING),
+    ("", "ecemb/tools/check.py", LAUNCHING),
     ("", "ecemb/__main__.py", LAUNCHING),
     ("", "ecemb/memory/", OPERATING),
-    ("", "ecemb/cli/", OPERATING),
+    ("", "ecemb/tools/", OPERATING),
     ("", "ecemb/metrics.py", OPERATING),
     ("", "ecemb/recovery/scrub.py", OPERATING),
     ("UsageError", "", TRAINING),

@@ -33,7 +33,8 @@ import time
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from . import preload, processes, wire
+from ..group import processes
+from . import preload, wire
 from .worker import Request, Work, become
 
 LISTENER, FOLDER = 3, 4

@@ -25,7 +25,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigurationError, EcembError
-from . import processes, wire
+from ..group import processes
+from . import wire
 from .command import USAGE, Command, parse
 from .servers import (
     Cold,

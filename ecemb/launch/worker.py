@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any
 
-from . import processes
+from ..group import processes
 
 
 class Request:

@@ -48,11 +48,11 @@ from ..errors import (
     LayoutMismatch,
     UsageError,
 )
+from ..group import processes
 from ..group.channels import Mesh, Notes
 from ..group.collectives import Fabric, Transport
 from ..group.links import Listener, Peer, connect, neighbours
 from ..kernels import contract
-from ..launch import processes
 from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
 from ..recovery.background import Background, partners

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
+from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE
 from ..errors import ConfigurationError, UsageError
 from ..group.collectives import Transport
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
-from ..planning.cost import HOST_FAULTS_PER_DAY, HOST_SHARE
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -29,7 +29,7 @@ from bench.questions.simulate.faults import Fault, drawn, episodes, read, replay
 from bench.questions.simulate.training import Method, train
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
-from ecemb.planning.cost import BURST_SIZES, Odds
+from ecemb.tools.cost import BURST_SIZES, Odds
 
 JOB = replace(simulate.JOB, hosts=32, rack_hosts=4, mtbf_h=1.0)
 CHOSEN = simulate_methods.costs(Path("no results"))

@@ -16,12 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STORY = """
 errors _wording
 kernels coding memory
-launch planning
 state group session
 nn adapters
 recovery step checkpoint startup
-guard metrics lightning
-cli __init__ __main__
+guard launch tools metrics lightning
+__init__ __main__
 """
 LEVEL = {room: level for level, room in enumerate(STORY.split())}
 KNOWS_DISTRIBUTED = LEVEL["state"]  # the lowest room that may import torch.distributed
@@ -142,6 +141,18 @@ def test_no_import_cycle() -> None:
         named = {target(dotted, set(SOURCES)) for _, dotted in found if dotted.split(".")[0] == "ecemb"}
         graph[name] = named - {name}
     assert not cycle(graph)
+
+
+RIM = {"launch", "tools", "metrics", "lightning", "__init__", "__main__"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in SOURCES if room(name) not in RIM))
+def test_the_core_imports_none_of_the_rim(name: str) -> None:
+    found = dependencies(name, SOURCES[name].read_text(), set(SOURCES), is_package=is_package(name))
+    named = {target(dotted, set(SOURCES)) for _, dotted in found if dotted.split(".")[0] == "ecemb"}
+    assert (
+        not {one for one in named if room(one) in RIM or one == "checkpoint.follower"} or name == "checkpoint"
+    )
 
 
 def test_a_cycle_is_seen() -> None:

@@ -18,7 +18,7 @@ from bench.harness.result import Row, WrongResult, once
 from bench.questions.simulate.faults import Fault, drawn, episodes, sets_by_size
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
-from ecemb.planning.cost import MONTH_H, Job, Odds, losses_per_month, placed
+from ecemb.tools.cost import MONTH_H, Job, Odds, losses_per_month, placed
 
 CLOSE = 0.02
 """How far simulation and formula may be apart."""
@@ -99,7 +99,7 @@ def _train(method: Method, mtbf_h: float, faults: int, seed: int) -> Outcome:
 
 
 def _losses(job: Job, code: Code, recovery_h: float, faults: int, seed: int) -> tuple[float, float]:
-    """Losses of data in a month: counted, and by `ecemb.planning.cost.losses_per_month`."""
+    """Losses of data in a month: counted, and by `ecemb.tools.cost.losses_per_month`."""
     placement, hosts = placed(job, code, "host")
     odds = Odds(placement, hosts, job.rack_hosts)
     hours = 10 * faults / job.host_faults_per_h

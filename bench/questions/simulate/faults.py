@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness.result import BadFile
-from ecemb.planning.cost import BURST_SIZES, Job, RackBursts
+from ecemb.tools.cost import BURST_SIZES, Job, RackBursts
 
 INFINITEHBD_SERVERS = 400
 TOGETHER_H = 1 / 6
-"""Faults this close to the one before are one burst (chosen: as in `ecemb.planning.cost.BURST_SIZES`)."""
+"""Faults this close to the one before are one burst (chosen: as in `ecemb.tools.cost.BURST_SIZES`)."""
 _LANL = ("System", "nodes", "nodenumz", "Prob Started")
 _DATES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M")
 MOST_NODES = 1 << 20

@@ -26,8 +26,8 @@ from bench.questions.simulate import step_cost
 from bench.questions.simulate.training import Method
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.planning.cost import MONTH_H, Job, Odds, host_recovery_s, losses_per_month, placed
 from ecemb.step.window import best
+from ecemb.tools.cost import MONTH_H, Job, Odds, host_recovery_s, losses_per_month, placed
 
 LONGEST_H = 24.0
 """Between durable saves under a method that survives in memory (chosen)."""
@@ -245,7 +245,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     Args:
         job: The job.
         all_costs: See `costs`.
-        spread: Of parity and copies; see `ecemb.planning.cost.placed`.
+        spread: Of parity and copies; see `ecemb.tools.cost.placed`.
     """
     cost = {name: one.value for name, one in all_costs.items()}
     job = measured(job, all_costs)

@@ -80,7 +80,7 @@ from bench.questions.simulate.step_cost import TERMS
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.planning.cost import MONTH_H, Job, Odds, estimate, host_recovery_s, placed
+from ecemb.tools.cost import MONTH_H, Job, Odds, estimate, host_recovery_s, placed
 
 CODES = (Code(2, 1), Code(4, 3), Code(8, 7), Code(3, 1), Code(6, 4), Code(10, 8))
 SIZES, QUICK_SIZES = (16, 64, 256, 1024, 4096), (16, 64)

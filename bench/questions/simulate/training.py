@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from bench.questions.simulate.faults import Fault
-from ecemb.planning.cost import Odds
+from ecemb.tools.cost import Odds
 
 Back = Literal["none", "failed", "all"]
 

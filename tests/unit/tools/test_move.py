@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.cli import move
 from ecemb.errors import ConfigurationError
 from ecemb.memory import scan
 from ecemb.memory.header import State
 from ecemb.memory.scan import Directory
+from ecemb.tools import move
 from support.arena_holders import create, hold, holding
 
 

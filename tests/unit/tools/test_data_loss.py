@@ -9,7 +9,7 @@ import pytest
 
 from ecemb.coding.placement import Placement
 from ecemb.errors import PlacementError
-from ecemb.planning.cost import Odds, RackBursts, different
+from ecemb.tools.cost import Odds, RackBursts, different
 
 
 def on_hosts(hosts: int, each: int) -> list[int]:

@@ -29,16 +29,11 @@ from numpy.typing import NDArray
 
 from .._wording import counted
 from ..coding.code import Code
-from ..coding.placement import Placement, fitting_codes
+from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE, Placement, fitting_codes
 from ..errors import ConfigurationError, PlacementError
 
 MONTH_H = 730.5
 """A twelfth of 365.25 days."""
-HOST_FAULTS_PER_DAY = 4.2e-3
-"""Of one host: 584 faults of 400 GPU servers in 349 days (published: InfiniteHBD's fault trace, 2025)."""
-HOST_SHARE = 0.25
-"""The part of a job's faults that lose a host's memory: three of four faults end with a restart of the
-process (published: DLRover)."""
 BURST_SHARE = 56 / 483
 """The part of host failures in which several hosts fail within 10 minutes, in InfiniteHBD's trace."""
 BURST_SIZES = {2: 39 / 56, 3: 9 / 56, 4: 3 / 56, 5: 2 / 56, 6: 1 / 56, 9: 1 / 56, 14: 1 / 56}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.cli.check_job import survey, text
 from ecemb.coding.placement import Placement
 from ecemb.errors import ConfigurationError
 from ecemb.startup.survey import Survey, survives
+from ecemb.tools.check_job import survey, text
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """

@@ -14,7 +14,7 @@ from typing import Any
 
 from .._wording import aligned, byte_size, counted
 from ..coding.code import Code
-from ..planning.cost import CODES, MONTH_H, Estimate, Job, bounds, compare
+from .cost import CODES, MONTH_H, Estimate, Job, bounds, compare
 
 _HELP = "what codes would cost a job, and what they would survive"
 _SHOWS = """
@@ -22,7 +22,7 @@ For each code: how many hosts or racks (on one host: ranks) may be lost at once,
 beyond its tables; bytes that it sends in a step; the part of a step's time that this takes, if no rank waits
 for a slower one; seconds from the death of a process, or of a host, until training goes on; and the chance
 that a month loses data. Racks count where hosts of different racks take turns in the order of the ranks.
-Formulas: ecemb/planning/cost.py.
+Formulas: ecemb/tools/cost.py.
 """
 _REQUIRED = object()
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecemb.__main__ import main
-from ecemb.cli.plan import text
 from ecemb.coding.code import Code
+from ecemb.coding.placement import HOST_FAULTS_PER_DAY
 from ecemb.errors import ConfigurationError, PlacementError
-from ecemb.planning.cost import BURST_SIZES, HOST_FAULTS_PER_DAY, MONTH_H, Job, compare, estimate, placed
+from ecemb.tools.cost import BURST_SIZES, MONTH_H, Job, compare, estimate, placed
+from ecemb.tools.plan import text
 
 JOB = Job(
     hosts=8,

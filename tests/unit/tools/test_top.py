@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.cli import top
 from ecemb.memory.header import CONSTANTS_OFFSET, State
 from ecemb.memory.scan import Directory, arenas
+from ecemb.tools import top
 from support.arena_holders import create, hold, holding
 
 SECOND_NS = 10**9
