@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ._wording import counted, short
 from .adapters.discover import listed, modules_of, optimizers_of
 from .adapters.engine import Hooks
 from .checkpoint.interface import CheckpointReader, CheckpointWriter
@@ -34,12 +33,13 @@ from .errors import (
     UndeclaredWrite,
     UsageError,
 )
-from .group.error_file import cause_of, follows, is_last_attempt, own_failure, placed
-from .group.failure_detector import before_hard_exit, forget, last_exception
 from .memory import scan
 from .memory.arena import Arena
 from .memory.header import Word
 from .memory.private_files import lost_name
+from .net.error_file import cause_of, follows, is_last_attempt, own_failure, placed
+from .net.watch import before_hard_exit, forget, last_exception
+from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session, current

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ._wording import counted, listed
 from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
-from .group import rendezvous
-from .group.assignment import Roster
-from .group.error_file import Whereabouts
-from .group.failure_detector import FailureDetector
 from .memory.arena import Arena
 from .memory.private_files import check_name
 from .memory.scan import Directory
+from .net import rendezvous
+from .net.assignment import Roster
+from .net.error_file import Whereabouts
+from .net.watch import FailureDetector
+from .net.wording import counted, listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

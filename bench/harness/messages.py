@@ -15,8 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from ecemb.group.collectives import Transport
 from ecemb.kernels.contract import Words
+from ecemb.net.collectives import Transport
 
 MARK_BYTES = 64
 """A message of at most this many bytes says how things stand; a longer one may carry deltas."""

@@ -89,7 +89,7 @@ RULES: tuple[tuple[str, str, Activity], ...] = (
     ("KernelError", "", PLANNING),
     ("KernelUnavailable", "", PLANNING),
     ("EcembError", "", ANY),
-    ("", "ecemb/group/", LAUNCHING),
+    ("", "ecemb/net/", LAUNCHING),
     ("", "ecemb/launch/", LAUNCHING),
     ("", "ecemb/tools/check.py", LAUNCHING),
     ("", "ecemb/__main__.py", LAUNCHING),

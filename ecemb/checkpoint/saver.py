@@ -30,9 +30,9 @@ from ..errors import (
     JobFinished,
     PeerFailure,
 )
-from ..group.collectives import Transport
-from ..group.worker_exit import before_end
 from ..memory.rank_memory import RankMemory
+from ..net.collectives import Transport
+from ..net.worker_exit import before_end
 from ..recovery.state_slices import gathered
 from ..state.replicated import ReplicatedState
 from .contents import JobIdentity, Shard, account, facts_of, pieces_of

@@ -96,7 +96,7 @@ def load(name: str) -> None:
         for public in module.__all__:
             getattr(module, public)
         importlib.import_module("ecemb.kernels.contract").get_kernels("cpu")
-        importlib.import_module("ecemb.group.channels").loop()
+        importlib.import_module("ecemb.net.mesh").loop()
 
 
 def residue(children: int) -> str | None:

@@ -33,7 +33,7 @@ import time
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from ..group import processes
+from ..net import processes
 from . import preload, wire
 from .worker import Request, Work, become
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigurationError, EcembError
-from ..group import processes
+from ..net import processes
 from . import wire
 from .command import USAGE, Command, parse
 from .servers import (

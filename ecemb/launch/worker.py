@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any
 
-from ..group import processes
+from ..net import processes
 
 
 class Request:

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..group.channels import Mesh
 from ..kernels.contract import Ids
+from ..net.mesh import Mesh
 from .plan import RecoveryPlan
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import get_args
 
-from .._wording import counted, listed
 from ..errors import InconsistentArenas
-from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..memory.rank_memory import RankMemory
+from ..net.collectives import Transport
+from ..net.wording import counted, listed
 from .plan import Kind, RecoveryPlan
 from .relay import Ready, rebuild_lost
 from .scrub import collect_parity, compare_parity, longest_block, parity_chunks

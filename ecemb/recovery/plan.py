@@ -12,11 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-from .._wording import listed
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, JobFinished, StateLost, TooManyErasures
 from ..memory.classify import Judgement, classify
 from ..memory.header import NONE, Header
+from ..net.wording import listed
 
 Kind = Literal["fresh", "process", "memory", "checkpoint", "move"]
 

@@ -29,9 +29,9 @@ from ..coding.code import Code
 from ..coding.parity import class_words
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES
-from ..group.collectives import Transport
 from ..kernels.contract import Kernels, Words
 from ..memory.rank_memory import Geometry, RankMemory
+from ..net.collectives import Transport
 from .plan import Rebuild, RecoveryPlan
 from .relayout import Layout, Move, Relayout, chunks
 

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailure, UndeclaredWrite
-from ..group.channels import Mesh
-from ..group.error_file import Whereabouts, follows
 from ..kernels.contract import Ids, Words
 from ..memory.rank_memory import RankMemory
+from ..net.error_file import Whereabouts, follows
+from ..net.mesh import Mesh
 from .background import Background, partners
 from .missing import CHUNK_WORDS, Chunk, Missing
 from .plan import Rebuild, RecoveryPlan

@@ -40,9 +40,9 @@ from ..coding.parity import Delta, Syndrome, parted, size_words, unpack
 from ..coding.placement import Placement
 from ..coding.rows import Addresses, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, UsageError
-from ..group.collectives import Transport
 from ..kernels.contract import Ids, Words
 from ..memory.rank_memory import RankMemory, encoded
+from ..net.collectives import Transport
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from ..coding.parity import class_words
 from ..errors import InconsistentArenas, PeerFailure
-from ..group.channels import Mesh
 from ..kernels.contract import Ids, Words
 from ..memory.rank_memory import RankMemory
+from ..net.mesh import Mesh
 from .background import Background, partners
 from .missing import CHUNK_WORDS
 from .plan import RecoveryPlan

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from ..coding.placement import ALIGN_BYTES, Share, runs
 from ..coding.rows import WORD_BYTES
 from ..errors import InconsistentArenas, PeerFailure
-from ..group.collectives import Transport
 from ..kernels.contract import Words
 from ..memory.rank_memory import RankMemory, StateCopy, StateStore
+from ..net.collectives import Transport
 from ..state.flatten import measured
 from .plan import RecoveryPlan
 from .relay import Wait, chunked

@@ -29,14 +29,14 @@ from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Share
 from ..coding.rows import WORD_BYTES, arrange, split
 from ..errors import ConfigurationError, EcembError, InconsistentArenas
-from ..group.assignment import Report
-from ..group.collectives import Transport
 from ..kernels.contract import Kernels
 from ..memory.arena import Arena, Backing, promised
 from ..memory.header import CONSTANTS_OFFSET, Constants, State, page_aligned
 from ..memory.journal import ROW_JOURNALS
 from ..memory.rank_memory import Geometry, RankMemory
 from ..memory.scan import remove
+from ..net.assignment import Report
+from ..net.collectives import Transport
 from ..recovery.execute import RecoveryReport, Stopwatch, fill
 from ..recovery.plan import RecoveryPlan
 from ..session import Session

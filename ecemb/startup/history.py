@@ -31,9 +31,9 @@ from ..checkpoint.interface import Stored
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, PeerFailure, RendezvousError
-from ..group.collectives import Transport, Words
 from ..memory.arena import Arena
 from ..memory.header import MAX_CONSTANTS_BYTES, Constants
+from ..net.collectives import Transport, Words
 from ..recovery import relayout
 from ..recovery.plan import RecoveryPlan
 from ..session import Session

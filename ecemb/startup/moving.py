@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .._wording import byte_size, counted
 from ..checkpoint import contents
 from ..checkpoint.interface import Piece, Stored
 from ..checkpoint.transfer import Source
@@ -33,6 +32,7 @@ from ..memory import capacity
 from ..memory.arena import Arena
 from ..memory.header import NONE, Word, page_aligned
 from ..memory.rank_memory import Geometry, RankMemory
+from ..net.wording import byte_size, counted
 from ..recovery.execute import RecoveryReport
 from ..recovery.relay import PROCESS_BYTES, carry
 from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout

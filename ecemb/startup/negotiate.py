@@ -27,7 +27,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from .._wording import listed
 from ..adapters.discover import Tables, check_alike
 from ..adapters.engine import EngineTable
 from ..checkpoint import contents, saver
@@ -48,10 +47,11 @@ from ..errors import (
     StateLost,
     TooManyErasures,
 )
-from ..group.assignment import Report
-from ..group.collectives import Transport
 from ..memory.header import Constants, new_arena_id
 from ..memory.private_files import Folder
+from ..net.assignment import Report
+from ..net.collectives import Transport
+from ..net.wording import listed
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state

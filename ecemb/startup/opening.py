@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._wording import counted, listed
 from ..adapters.discover import Tables
 from ..adapters.host_mirror import Putter
 from ..checkpoint.contents import JobIdentity
@@ -48,13 +47,14 @@ from ..errors import (
     LayoutMismatch,
     UsageError,
 )
-from ..group import processes
-from ..group.channels import Mesh, Notes
-from ..group.collectives import Fabric, Transport
-from ..group.links import Listener, Peer, connect, neighbours
 from ..kernels import contract
 from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
+from ..net import processes
+from ..net.collectives import Fabric, Transport
+from ..net.links import Listener, Peer, connect, neighbours
+from ..net.mesh import Mesh, Notes
+from ..net.wording import counted, listed
 from ..recovery.background import Background, partners
 from ..recovery.execute import RecoveryReport, Stopwatch, details, headline, join, recover, write_to_header
 from ..recovery.plan import RecoveryPlan

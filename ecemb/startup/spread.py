@@ -9,10 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from .._wording import counted
 from ..coding.code import Code
 from ..coding.placement import Placement
 from ..errors import PlacementError
+from ..net.wording import counted
 
 FailureDomain = Literal["auto", "host", "rank"]
 

@@ -28,8 +28,8 @@ from ..adapters.discover import Tables
 from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Placement, Share
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
-from ..group.collectives import Transport
 from ..memory import capacity
+from ..net.collectives import Transport
 from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of

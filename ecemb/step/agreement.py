@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from ..coding.placement import Placement
 from ..errors import InconsistentArenas, PeerFailure, StepFailed
-from ..group.channels import Channels
-from ..group.collectives import Kind, Rounds, Transport, say
-from ..group.error_file import follows
 from ..kernels.contract import Words
 from ..kernels.threads import to_the_end
+from ..net.collectives import Kind, Rounds, Transport, say
+from ..net.error_file import follows
+from ..net.mesh import Channels
 from ..state.flatten import checksums
 
 Ints = NDArray[np.int64]

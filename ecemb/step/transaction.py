@@ -53,18 +53,18 @@ from numpy.typing import NDArray
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from .._wording import short
 from ..adapters.host_mirror import Aside, Images
 from ..errors import NotEnoughSpace, UsageError
-from ..group import error_file
-from ..group.collectives import Transport
-from ..group.error_file import Whereabouts, cause_of
-from ..group.failure_detector import EXIT_UNDECIDED, FailureDetector, say_last_words
 from ..kernels.contract import Ids
 from ..kernels.threads import hand_over, to_the_end
 from ..memory.journal import RowJournal
 from ..memory.private_files import lost_name
 from ..memory.rank_memory import RankMemory
+from ..net import error_file
+from ..net.collectives import Transport
+from ..net.error_file import Whereabouts, cause_of
+from ..net.watch import EXIT_UNDECIDED, FailureDetector, say_last_words
+from ..net.wording import short
 from ..recovery.background import Background
 from ..recovery.state_slices import gathered
 from ..state.rank_state import RankState, front, read

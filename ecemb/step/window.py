@@ -25,9 +25,9 @@ from typing import Literal
 
 from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE
 from ..errors import ConfigurationError, UsageError
-from ..group.collectives import Transport
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
+from ..net.collectives import Transport
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

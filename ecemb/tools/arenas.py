@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._wording import aligned
 from ..errors import EcembError
 from ..memory.header import Found
 from ..memory.scan import arenas, remove
+from ..net.wording import aligned
 
 _HELP = "memory that workers left behind on this machine, or hold"
 

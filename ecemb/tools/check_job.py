@@ -18,8 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .. import session as sessions
-from .._wording import byte_size, counted
 from ..errors import ConfigurationError, NotInitialized
+from ..net.wording import byte_size, counted
 from ..startup.survey import Survey, Surveyed
 
 _POLL_S = 0.05

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._wording import counted
 from ..coding.code import Code
 from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE, Placement, fitting_codes
 from ..errors import ConfigurationError, PlacementError
+from ..net.wording import counted
 
 MONTH_H = 730.5
 """A twelfth of 365.25 days."""

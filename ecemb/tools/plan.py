@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._wording import aligned, byte_size, counted
 from ..coding.code import Code
+from ..net.wording import aligned, byte_size, counted
 from .cost import CODES, MONTH_H, Estimate, Job, bounds, compare
 
 _HELP = "what codes would cost a job, and what they would survive"

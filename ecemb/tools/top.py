@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
-from .._wording import aligned
 from ..errors import ConfigurationError
 from ..memory.header import Found, Header, State, Word
 from ..memory.scan import arenas
+from ..net.wording import aligned
 from ..recovery.plan import Kind
 from .arenas import add_arena_dir, no_arenas
 

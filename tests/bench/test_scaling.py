@@ -15,7 +15,7 @@ from bench.questions.scaling import question as scaling
 from bench.questions.scaling.question import CODE, Scale
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
-from ecemb.group.collectives import Transport
+from ecemb.net.collectives import Transport
 from support.processes import run_ranks
 
 SCALE = Scale(ranks=(5,), rows=4000, batch=200, steps=1, timeout_s=600)

@@ -34,7 +34,7 @@ def test_the_page_is_current() -> None:
 
 def test_each_message_is_in_one_section() -> None:
     kinds = errors_page.tree(ROOT / "ecemb" / "errors.py")
-    kinds["UsageError"].messages = {"ecemb/guard.py": ["too late"], "ecemb/group/links.py": ["too soon"]}
+    kinds["UsageError"].messages = {"ecemb/guard.py": ["too late"], "ecemb/net/links.py": ["too soon"]}
     for kind in kinds.values():
         sections = [errors_page.entry(kind, activity) for activity in errors_page.ACTIVITIES]
         assert len([section for section in sections if section]) == max(1, len(kind.messages))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.group import rendezvous
+from ecemb.net import rendezvous
 
 STEPS = 12
 

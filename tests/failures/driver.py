@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ecemb._wording import listed
+from ecemb.net.wording import listed
 from failures.board import NAMES, Board, fell_together
 from failures.plan import Plan, Refused, Setting, Timed, Victim
 

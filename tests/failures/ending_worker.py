@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import ecemb
-from ecemb.group import error_file, worker_exit
+from ecemb.net import error_file, worker_exit
 
 
 def end_after_the_cause() -> None:

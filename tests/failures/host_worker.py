@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import ecemb
-from ecemb.group.collectives import Transport
+from ecemb.net.collectives import Transport
 from failures.plan import Plan
 from failures.trace import Opened, Trace
 from failures.worker import train

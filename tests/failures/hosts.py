@@ -27,10 +27,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness.ports import ReservedPort
-from ecemb._wording import listed
 from ecemb.memory.arena import Arena
 from ecemb.memory.header import Constants, State
 from ecemb.memory.scan import Directory
+from ecemb.net.wording import listed
 from failures.driver import ROOT, Digests, differences
 from failures.namespaces import INTERFACE, Namespaces, NotPossible
 from failures.plan import Plan, Setting

@@ -32,10 +32,10 @@ import torch
 
 import ecemb
 from ecemb import guard
-from ecemb.group import rendezvous
 from ecemb.kernels.contract import Kernels
 from ecemb.kernels.cpu import Cpu
 from ecemb.memory import arena, journal, rank_memory
+from ecemb.net import rendezvous
 from ecemb.recovery import background, execute, missing, relay, requester, scrub, server, throttle
 from ecemb.startup import create, opening
 from ecemb.step import transaction

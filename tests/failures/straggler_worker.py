@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.group import failure_detector, worker_exit
+from ecemb.net import watch, worker_exit
 
 RANKS = 3
 
@@ -33,11 +33,11 @@ def await_all(folder: Path, how: str, rank: int) -> None:
     (folder / f"there.{rank}").touch()
     while len(list(folder.glob("there.*"))) < RANKS:
         time.sleep(0.01)
-    failure_detector.WAIT_S = 2.0
+    watch.WAIT_S = 2.0
 
 
 def train(folder: Path, how: str) -> None:
-    failure_detector.WAIT_S = failure_detector._ANSWER_S = 1e6
+    watch.WAIT_S = watch._ANSWER_S = 1e6
     ecemb.init_process_group("gloo", job="straggler", arena_dir=folder)
     rank = dist.get_rank()
     threading.Thread(target=await_all, args=(folder, how, rank), daemon=True).start()

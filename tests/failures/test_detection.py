@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ecemb
 from bench.harness.ports import ReservedPort
-from ecemb.group.failure_detector import EXIT_UNDECIDED
+from ecemb.net.watch import EXIT_UNDECIDED
 from failures.driver import ROOT
 from support.arena_holders import Holder, holding
 

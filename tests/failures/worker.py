@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ecemb
 from ecemb.adapters import sparse as sparse_tables
-from ecemb.group.collectives import Fabric
+from ecemb.net.collectives import Fabric
 from ecemb.recovery import scrub as scrub_module
 from ecemb.startup import opening
 from failures import phases

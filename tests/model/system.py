@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, JobFinished
-from ecemb.group.assignment import Report, Worker, assign
 from ecemb.memory.classify import classify
 from ecemb.memory.header import NONE, Constants, Header, State
+from ecemb.net.assignment import Report, Worker, assign
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .apart import Apart

@@ -45,8 +45,8 @@ from ecemb.errors import (
     TooManyErasures,
     UsageError,
 )
-from ecemb.group.collectives import Transport
 from ecemb.memory import scan
+from ecemb.net.collectives import Transport
 from ecemb.recovery import scrub
 from support import training_lives
 from support.processes import run_ranks

@@ -33,15 +33,15 @@ from ecemb.errors import (
     RecoveryError,
     RendezvousError,
 )
-from ecemb.group import rollcall
-from ecemb.group.assignment import Roster, Worker, assign
-from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
 from ecemb.memory import header as headers
 from ecemb.memory.arena import Arena
 from ecemb.memory.header import CONSTANTS_OFFSET, WORDS, WORDS_OFFSET, Constants, State
 from ecemb.memory.rank_memory import RankMemory
 from ecemb.memory.scan import Directory
+from ecemb.net import roster
+from ecemb.net.assignment import Roster, Worker, assign
+from ecemb.net.collectives import Transport
 from ecemb.recovery import execute, scrub, state_slices
 from ecemb.state import rank_state, serialize
 from ecemb.state.replicated import ReplicatedState
@@ -158,24 +158,24 @@ def test_a_roster_of_nonsense_is_a_rendezvous_error(seed: int) -> None:
     rng = random.Random(seed)
     reports = (report(0, "a", ("a", "b")), report(1, "b", ("a", "b")))
     workers = (Worker("a", "00ff", 12, ("10.0.0.1", "fe80::1"), 4000), Worker("b", "00fe"))
-    good = rollcall.write_roster(Roster(1, 2, "x", False, False, workers, reports, "ab" * 16, 3), whole=True)
+    good = roster.write_roster(Roster(1, 2, "x", False, False, workers, reports, "ab" * 16, 3), whole=True)
     read = 0
     for _ in range(3000):
         data = mutated(good, rng)
         try:
-            rollcall.read_roster(data)
+            roster.read_roster(data)
         except RendezvousError:
             continue
         read += 1
     assert read < 2000
     for size in range(len(good)):
         with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
-            rollcall.read_roster(good[:size])
+            roster.read_roster(good[:size])
     for text in (b"", b"\xff", b"[]", b'{"workers": 3}', good + b"x", good[:-4] + b"\xff" * 4):
         with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
-            rollcall.read_roster(text)
+            roster.read_roster(text)
         with pytest.raises(RendezvousError):
-            rollcall.read_domains(text)
+            roster.read_domains(text)
 
 
 def test_one_arena_in_two_files_gives_nobody_a_seat() -> None:

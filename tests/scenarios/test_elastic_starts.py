@@ -33,9 +33,9 @@ from ecemb.errors import (
     RendezvousError,
     TooManyErasures,
 )
-from ecemb.group.collectives import Transport
 from ecemb.memory import arena as arenas
 from ecemb.memory import capacity
+from ecemb.net.collectives import Transport
 from ecemb.recovery import scrub
 from support import training_lives
 from support.moves import everything

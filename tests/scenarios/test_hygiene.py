@@ -43,10 +43,10 @@ from ecemb.errors import (
     TooManyErasures,
     UsageError,
 )
-from ecemb.group import rendezvous
 from ecemb.memory.arena import Arena
 from ecemb.memory.header import CONSTANTS_OFFSET, FORMAT, WORDS_OFFSET
 from ecemb.memory.scan import Directory, arenas
+from ecemb.net import rendezvous
 from support.arena_holders import constants, create, holding
 from support.fork_server import fork_server
 from support.processes import run_ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ecemb.group.assignment import Report
 from ecemb.memory.header import Header, Identity, State
+from ecemb.net.assignment import Report
 
 
 def header(rank: int, domains: Sequence[str], **words: int | State) -> Header:

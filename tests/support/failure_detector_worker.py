@@ -139,9 +139,9 @@ def lock() -> None:
 
 def clog() -> None:
     """Fills stdout, where the logs also go: while no process reads, this hangs with the stream's lock."""
-    from ecemb.group import failure_detector
+    from ecemb.net import watch as watch_module
 
-    failure_detector.REPORT_S = 1.0
+    watch_module.REPORT_S = 1.0
     logging.getLogger("ecemb").addHandler(logging.StreamHandler(sys.stdout))
     while True:
         sys.stdout.write("x" * 4096)
@@ -168,12 +168,12 @@ def main(index: int, size: int, timeout_s: float) -> None:
     package = types.ModuleType("ecemb")  # the real one imports torch
     package.__path__ = [str(ROOT / "ecemb")]
     sys.modules["ecemb"] = package
-    from ecemb.group import failure_detector
-    from ecemb.group.error_file import Failure, Whereabouts
-    from ecemb.group.failure_detector import FailureDetector
-    from ecemb.group.links import Listener, Peer, connect, neighbours
+    from ecemb.net import watch as watch_module
+    from ecemb.net.error_file import Failure, Whereabouts
+    from ecemb.net.links import Listener, Peer, connect, neighbours
+    from ecemb.net.watch import FailureDetector
 
-    failure_detector.REPORT_S = DEADLINE_S
+    watch_module.REPORT_S = DEADLINE_S
     logging.getLogger("ecemb").addHandler(Telling())
     with Listener() as listener:
         say(listener.port)

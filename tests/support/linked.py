@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ecemb.group.channels import Mesh
-from ecemb.group.links import Link, keep
+from ecemb.net.links import Link, keep
+from ecemb.net.mesh import Mesh
 from support.processes import DEADLINE_S
 
 

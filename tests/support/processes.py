@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness.ports import ReservedPort
-from ecemb.group.error_file import Whereabouts
+from ecemb.net.error_file import Whereabouts
 from support.fork_server import fork_server
 
 DEADLINE_S = 300.0

@@ -32,7 +32,6 @@ from ecemb.coding.parity import Delta, blank, class_words, parity_words, size_wo
 from ecemb.coding.placement import Placement
 from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut, split
 from ecemb.errors import PeerFailure, StepFailed
-from ecemb.group.collectives import Transport
 from ecemb.kernels import contract
 from ecemb.kernels.reference import Reference, product
 from ecemb.memory.arena import Arena
@@ -41,6 +40,7 @@ from ecemb.memory.header import NONE, Constants, Header, State, new_arena_id
 from ecemb.memory.journal import ROW_JOURNALS
 from ecemb.memory.rank_memory import Geometry, RankMemory
 from ecemb.memory.scan import Directory
+from ecemb.net.collectives import Transport
 from ecemb.recovery import state_slices
 from ecemb.recovery.execute import Stopwatch, fill, join, recover
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecemb._wording import byte_size, counted, listed, short
+from ecemb.net.wording import byte_size, counted, listed, short
 
 
 @pytest.mark.parametrize(

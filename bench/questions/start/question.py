@@ -29,10 +29,10 @@ from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Row, WrongResult, by_metric, once, summary
 from bench.questions.start.rank import KILLED, Order, work
 from ecemb.coding.code import Code
-from ecemb.group import rollcall
-from ecemb.group.assignment import Report, Roster, Worker
 from ecemb.memory.header import Header, Identity, State
 from ecemb.memory.scan import remove
+from ecemb.net import roster
+from ecemb.net.assignment import Report, Roster, Worker
 
 CODE = Code(4, 3)
 PER_HOST = 8
@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> list[Row]:
         scale = replace(scale, ranks=(int(arguments.setting),))
     rows = [row for ranks in scale.ranks for row in measure(scale, ranks, arguments.seed)]
     for ranks in SIMULATED_RANKS:
-        size = len(rollcall.write_roster(simulated(ranks), whole=True))
+        size = len(roster.write_roster(simulated(ranks), whole=True))
         rows.append(once("store_value_bytes_max", "bytes", size, ranks=ranks, simulated=1))
     return by_metric(rows)
 

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ecemb.errors import PeerFailure
-from ecemb.group.error_file import Whereabouts
 from ecemb.kernels.contract import get_kernels
 from ecemb.memory.arena import Backing, promised
 from ecemb.memory.header import Word
 from ecemb.memory.rank_memory import RankMemory
 from ecemb.memory.scan import Directory
+from ecemb.net.error_file import Whereabouts
 from ecemb.recovery import missing
 from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery

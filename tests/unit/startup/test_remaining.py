@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from ecemb.group import failure_detector
-from ecemb.group.error_file import Failure, Whereabouts
 from ecemb.guard import Remaining
+from ecemb.net import watch
+from ecemb.net.error_file import Failure, Whereabouts
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     calls: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", calls.append)
     monkeypatch.setattr(atexit, "unregister", calls.remove)
-    monkeypatch.setattr(failure_detector, "_calls", [])
+    monkeypatch.setattr(watch, "_calls", [])
     return calls
 
 
@@ -44,7 +44,7 @@ def test_of_all_ranks_one_says_it(
         "on from step 7; to remove it, on each host: rm"
     )
     every[0].forget()
-    assert not registered and not failure_detector._calls
+    assert not registered and not watch._calls
 
 
 def test_memory_that_is_gone_and_a_forked_child_say_nothing(
@@ -73,7 +73,7 @@ def test_a_hard_exit_says_it_too_and_both_say_it_once(
         if end == "exit":
             registered[0]()
         else:
-            failure_detector.say_last_words()
+            watch.say_last_words()
         assert len(caplog.records) == 1
 
 
@@ -91,5 +91,5 @@ def test_after_a_failed_step_and_at_a_hard_exit_the_last_attempt_alone_says_it(
     registered[0]()
     assert len(caplog.records) == (restarts == 0)
     remaining(0)
-    failure_detector.say_last_words()
+    watch.say_last_words()
     assert len(caplog.records) == 2 * (restarts == 0)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ecemb.coding.parity import messages, write_heads_
 from ecemb.coding.placement import Placement
 from ecemb.errors import InconsistentArenas, StepFailed
-from ecemb.group.channels import Channels
-from ecemb.group.collectives import rounds
 from ecemb.memory.journal import Inbox
 from ecemb.memory.rank_memory import RankMemory
+from ecemb.net.collectives import rounds
+from ecemb.net.mesh import Channels
 from ecemb.startup import opening
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement

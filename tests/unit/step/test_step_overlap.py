@@ -17,8 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.errors import NotEnoughSpace, PeerFailure, UsageError
-from ecemb.group.failure_detector import EXIT_UNDECIDED
 from ecemb.memory.rank_memory import RankMemory
+from ecemb.net.watch import EXIT_UNDECIDED
 from ecemb.step.agreement import Agreement
 from ecemb.step.transaction import Transactions
 from ecemb.step.window import Window

@@ -29,9 +29,9 @@ from ecemb.errors import (
     StepFailed,
     UsageError,
 )
-from ecemb.group.failure_detector import EXIT_UNDECIDED
 from ecemb.memory.journal import Inbox
 from ecemb.memory.rank_memory import RankMemory, Slots
+from ecemb.net.watch import EXIT_UNDECIDED
 from ecemb.recovery import state_slices
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement

@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from ecemb.errors import ConfigurationError, NotEnoughSpace
-from ecemb.group.collectives import Transport
 from ecemb.memory.rank_memory import RankMemory
 from ecemb.memory.scan import arenas
+from ecemb.net.collectives import Transport
 from ecemb.step import window
 from ecemb.step.window import MOST, Window, best
 from support.guarded_training import TIMEOUT_S, bags, headers, initialise

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from ecemb.errors import RendezvousError
-from ecemb.group import rollcall
-from ecemb.group.assignment import Report, Roster, Worker
 from ecemb.memory.header import Constants, Header, State
+from ecemb.net import roster as roster_module
+from ecemb.net.assignment import Report, Roster, Worker
 from support.arena_reports import header, report
 
 DEADLINE_S = 300
@@ -40,7 +40,7 @@ class Starts:
         def run() -> None:
             try:
                 store, deadline = self._open(), time.monotonic() + DEADLINE_S
-                self.rosters[nonce] = rollcall.agree(store, worker, arenas, index, size, deadline)
+                self.rosters[nonce] = roster_module.agree(store, worker, arenas, index, size, deadline)
             except BaseException as error:  # noqa: BLE001 - raised again by join()
                 self._errors.append(error)
 
@@ -74,8 +74,8 @@ class Starts:
         return roster
 
     def die_after_announcing(self, index: int, nonce: str) -> None:
-        board = rollcall._Board(self._open(), time.monotonic() + DEADLINE_S)
-        rollcall._announce(board, Worker("host", nonce), (), index)
+        board = roster_module._Board(self._open(), time.monotonic() + DEADLINE_S)
+        roster_module._announce(board, Worker("host", nonce), (), index)
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -161,14 +161,14 @@ def test_a_start_without_a_plan_is_not_planned_with_once_its_successors_have_com
         starts.begin(index, 3, f"old{index}")
     starts.agreed("old0", "old1", "old2")
     starts.die_after_announcing(1, "unplanned")
-    looked, read = threading.Event(), rollcall._Leader._read
+    looked, read = threading.Event(), roster_module._Leader._read
 
-    def reads(self: rollcall._Leader, indices: Sequence[int]) -> list[Roster]:
+    def reads(self: roster_module._Leader, indices: Sequence[int]) -> list[Roster]:
         found = read(self, indices)
         looked.set()
         return found
 
-    monkeypatch.setattr(rollcall._Leader, "_read", reads)
+    monkeypatch.setattr(roster_module._Leader, "_read", reads)
     starts.begin(0, 3, "a")
     assert looked.wait(DEADLINE_S)
     come = starts.store.add("arrivals", 0)
@@ -198,7 +198,7 @@ def test_the_marks_reach_the_roster(starts: Starts) -> None:
 
 
 def alone(store: dist.Store, nonce: str, reports: Sequence[Report] = ()) -> Roster:
-    return rollcall.agree(store, Worker("a", nonce), reports, 0, 1, time.monotonic() + DEADLINE_S)
+    return roster_module.agree(store, Worker("a", nonce), reports, 0, 1, time.monotonic() + DEADLINE_S)
 
 
 def test_the_generation_is_above_every_reported_one() -> None:
@@ -243,10 +243,10 @@ def test_a_start_that_meets_another_launch_remembers_that_the_job_had_started() 
 def test_the_deadline_names_who_is_missing(index: int, announced: tuple[int, ...], silent: str) -> None:
     store = dist.HashStore()
     for other in announced:
-        board = rollcall._Board(store, time.monotonic() + DEADLINE_S)
-        rollcall._announce(board, Worker("host", f"dead{other}"), (), other)
+        board = roster_module._Board(store, time.monotonic() + DEADLINE_S)
+        roster_module._announce(board, Worker("host", f"dead{other}"), (), other)
     with pytest.raises(RendezvousError, match=rf"3 workers .* no word from torchrun ranks {silent}"):
-        rollcall.agree(store, Worker("host", "me"), (), index, 3, time.monotonic() - 1)
+        roster_module.agree(store, Worker("host", "me"), (), index, 3, time.monotonic() - 1)
 
 
 # --- what it takes of the store -----------------------------------------------------------------
@@ -373,17 +373,19 @@ class Cluster:
 
         def run(index: int) -> None:
             arenas = found[index // self.per_host]
-            rosters[index] = rollcall.agree(clients[index], workers[index], arenas, index, size, deadline)
+            rosters[index] = roster_module.agree(
+                clients[index], workers[index], arenas, index, size, deadline
+            )
 
-        boards = [rollcall._Board(client, deadline) for client in clients]
+        boards = [roster_module._Board(client, deadline) for client in clients]
         for index in range(1, size - 1):
-            rollcall._announce(boards[index], workers[index], found[index // self.per_host], index)
+            roster_module._announce(boards[index], workers[index], found[index // self.per_host], index)
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in (0, size - 1)]
         for thread in threads:
             thread.start()
         for index in range(1, size - 1):
             name = boards[index].wait(f"plan/{workers[index].nonce}", lambda: "no plan")
-            rollcall._take(boards[index], name, workers[index].nonce, size)
+            roster_module._take(boards[index], name, workers[index].nonce, size)
         for thread in threads:
             thread.join(DEADLINE_S)
         assert rosters[0] == rosters[size - 1]
@@ -417,15 +419,15 @@ def test_the_store_keeps_nothing_of_older_starts() -> None:
 def test_what_a_start_needs_of_the_store_does_not_grow_with_its_tables() -> None:
     """The first tables' constants are in no rank's announcement, and in no roster."""
     roster, *_ = Cluster(hosts=4).start()
-    text = rollcall.write_roster(roster, whole=True)
+    text = roster_module.write_roster(roster, whole=True)
     assert b"sparse_arch" not in text
     assert len(text) < 8192
 
 
 def test_a_roster_that_the_store_would_refuse_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's store resets the connection of the process that sends more than 8 MiB."""
-    assert rollcall.MOST_BYTES < 8 << 20
-    monkeypatch.setattr(rollcall, "MOST_BYTES", 100)
+    assert roster_module.MOST_BYTES < 8 << 20
+    monkeypatch.setattr(roster_module, "MOST_BYTES", 100)
     with pytest.raises(RendezvousError, match=r"announce/0 of this start takes \d+ bytes.* at most 100"):
         alone(dist.HashStore(), "n", [report(0, "a", "a")])
 
@@ -438,7 +440,7 @@ def test_a_store_that_ends_is_said_to_have_ended() -> None:
 
     def wait() -> None:
         try:
-            rollcall.agree(client, Worker("a", "n"), (), 1, 2, time.monotonic() + DEADLINE_S)
+            roster_module.agree(client, Worker("a", "n"), (), 1, 2, time.monotonic() + DEADLINE_S)
         except RendezvousError as error:
             errors.append(error)
 
@@ -455,9 +457,9 @@ def test_a_roster_comes_back_as_it_was() -> None:
     named = dataclasses.replace(reports[0], path="/a/00000000.arena", holder=0)
     workers = (Worker("a", "1", 7, ("10.0.0.1", "fe80::1"), 65535), Worker("b", "2"))
     roster = Roster(2**62, 2**62 - 1, "abc", True, False, workers, (*reports, named), "ab" * 16, 2**61)
-    assert rollcall.read_roster(rollcall.write_roster(roster, whole=True)) == roster
-    short = rollcall.write_roster(roster, whole=False)
-    tables = {rollcall.digest(("a", "b")): ("a", "b")}
-    assert rollcall.read_roster(short, tables.__getitem__) == roster
+    assert roster_module.read_roster(roster_module.write_roster(roster, whole=True)) == roster
+    short = roster_module.write_roster(roster, whole=False)
+    tables = {roster_module.digest(("a", "b")): ("a", "b")}
+    assert roster_module.read_roster(short, tables.__getitem__) == roster
     with pytest.raises(RendezvousError):
-        rollcall.read_roster(short)
+        roster_module.read_roster(short)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ecemb.errors import NotEnoughSpace, PeerFailure
-from ecemb.group.collectives import Fabric, Transport
+from ecemb.net.collectives import Fabric, Transport
 from support.processes import DEADLINE_S, run_ranks
 
 

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from ..errors import EcembError, NotEnoughSpace, PeerFailure
 from ..kernels.contract import Words
 from ..kernels.threads import to_the_end
-from .channels import Channels, Mesh, Notes
 from .error_file import Whereabouts, follows, lost_peer
+from .mesh import Channels, Mesh, Notes
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

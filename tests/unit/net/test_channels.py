@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.errors import PeerFailure
-from ecemb.group import channels
-from ecemb.group.channels import Channels, Mesh
+from ecemb.net import mesh as mesh_module
+from ecemb.net.mesh import Channels, Mesh
 from support.linked import mesh, together
 from support.processes import DEADLINE_S
 
@@ -238,13 +238,13 @@ def test_a_wait_lasts_from_the_last_byte_on_whatever_signals_come(parts: int) ->
 
         def interrupted(*_: Any) -> int:
             if next(turns) < parts:
-                one._plan[0, channels._IN_LEFT] -= 1
-            return channels._AGAIN
+                one._plan[0, mesh_module._IN_LEFT] -= 1
+            return mesh_module._AGAIN
 
         clock = itertools.count(0.0, 0.6 * TIMEOUT_S)
         with (
-            mock.patch.object(channels, "loop", return_value=interrupted),
-            mock.patch.object(channels.time, "monotonic", side_effect=clock),
+            mock.patch.object(mesh_module, "loop", return_value=interrupted),
+            mock.patch.object(mesh_module.time, "monotonic", side_effect=clock),
             pytest.raises(PeerFailure, match="nothing came within 10 s"),
         ):
             one.run("a test")
@@ -254,10 +254,10 @@ def test_a_wait_lasts_from_the_last_byte_on_whatever_signals_come(parts: int) ->
 def test_bytes_that_come_after_a_late_signal_begin_a_new_deadline() -> None:
     """What the signal has left of the deadline passes after them: the rank is not lost."""
     turns = [
-        (channels._AGAIN, 0.0, 0),
-        (channels._AGAIN, 9.0, 0),
-        (channels._LATE, 1.5, 8),
-        (channels._LATE, 10.0, 0),
+        (mesh_module._AGAIN, 0.0, 0),
+        (mesh_module._AGAIN, 9.0, 0),
+        (mesh_module._LATE, 1.5, 8),
+        (mesh_module._LATE, 10.0, 0),
     ]
     now, waited_ms = 0.0, list[int]()
     with mesh(2, TIMEOUT_S) as (mesh_of_0, _):
@@ -269,12 +269,12 @@ def test_bytes_that_come_after_a_late_signal_begin_a_new_deadline() -> None:
             ended, passed_s, came = turns[len(waited_ms)]
             waited_ms.append(arguments[-1])
             now += passed_s
-            one._plan[0, channels._IN_LEFT] -= came
+            one._plan[0, mesh_module._IN_LEFT] -= came
             return ended
 
         with (
-            mock.patch.object(channels, "loop", return_value=turn),
-            mock.patch.object(channels.time, "monotonic", side_effect=lambda: now),
+            mock.patch.object(mesh_module, "loop", return_value=turn),
+            mock.patch.object(mesh_module.time, "monotonic", side_effect=lambda: now),
             pytest.raises(PeerFailure, match=r"after 20\.5 s .* nothing came within 10 s"),
         ):
             one.run("a test")

@@ -7,7 +7,7 @@ import sys
 
 DROPS = """
 import os, signal
-from ecemb.group import processes
+from ecemb.net import processes
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
 os.kill(os.getpid(), signal.SIGIO)
 assert signal.SIGIO in signal.sigpending()

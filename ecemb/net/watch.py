@@ -39,12 +39,12 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, Final
 
-from .._wording import listed
 from ..kernels.llvm import assembled
 from ..kernels.threads import without_signals
 from . import error_file
 from .error_file import Failure, Whereabouts
 from .links import Link, drop, neighbours, pair
+from .wording import listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -5,7 +5,7 @@ i - 2^j (mod N): all others while N is small, O(log N) of them when N is large. 
 separate the others.
 
 All sockets are closed in forked children: a descriptor that is open there hides the end of this process from
-its peers. `failure_detector` sends the messages.
+its peers. `watch` sends the messages.
 
 Nothing that comes over the network is trusted. A connection becomes a `Link` only when both ends have proved
 that they know the secret of this start: by a digest over a number of the answering end, as the secret never
@@ -32,8 +32,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from .._wording import counted
 from ..errors import RendezvousError
+from .wording import counted
 
 _CHUNK_BYTES = 4096
 _SIOCGIFADDR = 0x8915

@@ -1,7 +1,7 @@
 """Identity: which worker is which rank, and whose memory it gets (docs/protocol.md, 3.1).
 
 torchrun may give a restarted worker another RANK, and keeps dead addresses in its store. So the workers of
-every start agree on one list of workers and of the memory on their hosts (`rollcall`), and `assign` gives out
+every start agree on one list of workers and of the memory on their hosts (`roster`), and `assign` gives out
 logical ranks from that list: ranks follow their memory, and replacement ranks take what is missing.
 `ecemb.session` calls this module's functions in their order. Must not know: what an arena holds.
 """
@@ -31,11 +31,11 @@ from ..errors import ConfigurationError, RendezvousError
 from ..memory.arena import Arena
 from ..memory.scan import Directory, Found
 from ..state.ddp_buckets import note_made
-from . import rollcall
 from .assignment import Assignment, Report, Roster, Worker, assign
 from .error_file import Whereabouts
-from .failure_detector import FailureDetector
 from .links import Listener, Peer, connect, neighbours, own_addresses
+from .roster import agree
+from .watch import FailureDetector
 from .worker_exit import hook
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -150,7 +150,7 @@ def assemble(
         addresses = own_addresses(os.environ["MASTER_ADDR"])
         worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port)
         reports = [_report(directory, one) for one in found]
-        roster = rollcall.agree(job_flags, worker, reports, index, world_size, deadline)
+        roster = agree(job_flags, worker, reports, index, world_size, deadline)
         assignments = assign(roster.workers, roster.reports, roster.opened)
         hook.watch = watch = _watch(listener, roster, assignments, index, timeout_s, deadline, whereabouts)
     return Workers(index, roster, assignments, watch)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ecemb.errors import PeerFailure
-from ecemb.group.collectives import Rounds, rounds, say
+from ecemb.net.collectives import Rounds, rounds, say
 from support.simulation import Hub, Wires
 
 LAST = 99

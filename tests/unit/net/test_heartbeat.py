@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import pytest
 
-from ecemb.group import failure_detector
-from ecemb.group.failure_detector import Beats
+from ecemb.net import watch
+from ecemb.net.watch import Beats
 from support import holdings
 
 Ends: TypeAlias = tuple[socket.socket, socket.socket]
@@ -109,14 +109,14 @@ def test_a_thread_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch
         def pthread_create(*_: object) -> int:
             return 11
 
-    monkeypatch.setattr(failure_detector, "_library", Library)
+    monkeypatch.setattr(watch, "_library", Library)
     with pytest.raises(OSError, match="temporarily"):
         Beats([], 1.0, b"\7")
 
 
 def test_a_process_ends_well_whose_beats_nobody_stops() -> None:
     code = (
-        "import socket\nfrom ecemb.group.failure_detector import Beats\nnear, far = socket.socketpair()\n"
+        "import socket\nfrom ecemb.net.watch import Beats\nnear, far = socket.socketpair()\n"
         "one = Beats([near.fileno()], 0.001, b'x')\nassert far.recv(1) == b'x'\n"
         "import os\nchild = os.fork()\n"
         "if child == 0:\n    one.stop()\n    os._exit(7)\n"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import ecemb
 from ecemb import session
 from ecemb.errors import ConfigurationError, NotInitialized, RendezvousError, UsageError
-from ecemb.group import rendezvous
 from ecemb.memory.arena import Arena
 from ecemb.memory.scan import Directory
+from ecemb.net import rendezvous
 from support.arena_holders import constants
 
 DEADLINE_S = 300

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecemb.group import links
-from ecemb.group.links import Link, calls, keep, neighbours, own_addresses, pair
+from ecemb.net import links
+from ecemb.net.links import Link, calls, keep, neighbours, own_addresses, pair
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 12, 33, 100, 1000]
 

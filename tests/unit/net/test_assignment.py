@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecemb.errors import ArenaBusy, InconsistentArenas, RendezvousError
-from ecemb.group.assignment import Assignment, Report, Roster, Worker, assign
 from ecemb.memory.header import NONE, State
+from ecemb.net.assignment import Assignment, Report, Roster, Worker, assign
 from support.arena_reports import header, report
 
 

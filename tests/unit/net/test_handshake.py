@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ecemb.errors import RendezvousError
-from ecemb.group import links as links_module
-from ecemb.group.links import Link, Listener, Peer, calls, connect, keep, neighbours
+from ecemb.net import links as links_module
+from ecemb.net.links import Link, Listener, Peer, calls, connect, keep, neighbours
 from support import holdings
 
 SECRET = b"of this start"
@@ -332,7 +332,7 @@ def test_connections_between_ranks_are_accepted_in_one_module() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "accept"
     }
-    assert accepting == {"group/links.py", "launch/server.py"}
+    assert accepting == {"net/links.py", "launch/server.py"}
 
 
 def test_a_worker_of_another_start_is_no_worker_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from support.warm_starts import Home, home
 ENDS = """
 import atexit, builtins, ctypes, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from ecemb.group import failure_detector
-from ecemb.group import worker_exit
-from ecemb.group.worker_exit import hook
+from ecemb.net import watch
+from ecemb.net import worker_exit
+from ecemb.net.worker_exit import hook
 
 how, worker_exit.GRACE_S, worker_exit.REPORT_S = sys.argv[1], *map(float, sys.argv[2:4])
 hook.prepare()
-failure_detector.before_hard_exit(lambda: print("last words", file=sys.stderr))
+watch.before_hard_exit(lambda: print("last words", file=sys.stderr))
 stuck = threading.Event().wait
 
 def blocks():

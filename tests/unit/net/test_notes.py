@@ -17,8 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ecemb.errors import PeerFailure
-from ecemb.group.channels import Channels, Mesh, Notes
-from ecemb.group.links import Link, pair
+from ecemb.net.links import Link, pair
+from ecemb.net.mesh import Channels, Mesh, Notes
 from support.processes import DEADLINE_S
 
 Words = NDArray[np.uint64]

@@ -34,11 +34,11 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType, TracebackType
 
-from .._wording import short
 from ..errors import PeerFailure
 from . import error_file
 from .error_file import Whereabouts, cause_of, follows, is_lost_connection
-from .failure_detector import REPORT_S, FailureDetector, claim_last_line, report_within, say_last_words
+from .watch import REPORT_S, FailureDetector, claim_last_line, report_within, say_last_words
+from .wording import short
 
 logger: logging.Logger = logging.getLogger("ecemb")
 

@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from ecemb.errors import ConfigurationError, PeerFailure, StepFailed
-from ecemb.group import error_file, failure_detector, worker_exit
-from ecemb.group.error_file import cause_of, follows
-from ecemb.group.worker_exit import ExceptHook
+from ecemb.net import error_file, worker_exit
+from ecemb.net import watch as watch_module
+from ecemb.net.error_file import cause_of, follows
+from ecemb.net.worker_exit import ExceptHook
 
 
 class Attempts:
@@ -42,7 +43,7 @@ class Attempts:
         path.parent.mkdir(parents=True)
         self.patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(self.count))
-        self.patch.setattr(failure_detector, "_last_line", threading.Lock())  # of another process
+        self.patch.setattr(watch_module, "_last_line", threading.Lock())  # of another process
         hook = ExceptHook()
         with self.patch.context() as during:
             during.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
@@ -222,8 +223,8 @@ def test_what_ends_a_step_of_this_ranks_own_accord_has_pythons_code(
 
 
 def test_of_all_threads_one_says_why_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_detector, "_last_line", threading.Lock())
-    assert [failure_detector.claim_last_line() for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(watch_module, "_last_line", threading.Lock())
+    assert [watch_module.claim_last_line() for _ in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize(

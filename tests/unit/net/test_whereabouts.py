@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ecemb.group.error_file import Whereabouts, placed
+from ecemb.net.error_file import Whereabouts, placed
 
 
 def test_waits_of_the_main_thread_count_and_no_others() -> None:

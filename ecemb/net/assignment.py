@@ -2,7 +2,7 @@
 
 torchrun may give a restarted worker another RANK. `assign` gives out logical ranks from the reports of all
 workers: ranks follow their memory, replacement ranks go to workers without memory. This module touches no
-files, processes or network; `rollcall` packs these values.
+files, processes or network; `roster` packs these values.
 """
 
 from __future__ import annotations

@@ -20,19 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.group import error_file
-from ecemb.group import failure_detector as watch_module
-from ecemb.group.failure_detector import (
-    _BEAT,
-    _BYE,
-    _DEAD,
-    _DIED,
-    _MESSAGE,
-    EXIT_UNDECIDED,
-    FailureDetector,
-    _Death,
-)
-from ecemb.group.links import Link, Listener, Peer, connect, drop, neighbours, pair
+from ecemb.net import error_file
+from ecemb.net import watch as watch_module
+from ecemb.net.links import Link, Listener, Peer, connect, drop, neighbours, pair
+from ecemb.net.watch import _BEAT, _BYE, _DEAD, _DIED, _MESSAGE, EXIT_UNDECIDED, FailureDetector, _Death
 from support import holdings
 from support.failure_detector_worker import Worker, watched
 
