@@ -15,9 +15,9 @@ from . import errors
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import nn
-    from .adapters.discover import tables
     from .checkpoint.interface import CheckpointReader, CheckpointWriter
     from .coding.code import Code
+    from .engines.discover import tables
     from .guard import Guard, Step, protect
     from .recovery.execute import RecoveryReport
     from .recovery.scrub import ScrubReport
@@ -55,7 +55,7 @@ _HOME = {
     "init_process_group": "session",
     "nn": "nn",
     "protect": "guard",
-    "tables": "adapters.discover",
+    "tables": "engines.discover",
 }
 
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .adapters.discover import listed, modules_of, optimizers_of
-from .adapters.engine import Hooks
 from .checkpoint.interface import CheckpointReader, CheckpointWriter
 from .checkpoint.saver import reader_of
 from .checkpoint.transfer import Transfer
 from .coding.code import Code
+from .engines.contract import Hooks
+from .engines.discover import listed, modules_of, optimizers_of
 from .errors import (
     ArenaInsecure,
     ConfigurationError,

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .adapters.discover import modules_of
 from .coding.code import Code
+from .engines.discover import modules_of
 from .errors import ConfigurationError, UsageError
 from .guard import Guard, Step, protect
 from .nn import ShardedEmbeddingBag

@@ -44,7 +44,7 @@ def begin(device: str, rank: int = 0) -> str | None:
     if device == ARENA:
         return None
     if device == APART:
-        from ecemb.adapters import fbgemm, sparse
+        from ecemb.engines import fbgemm, sparse
 
         sparse.is_apart = fbgemm.is_apart = lambda tensor: True
         return "cpu"

@@ -23,7 +23,7 @@ STALE = "stale.txt"
 _BYTES = ("ecemb/kernels", "ecemb/coding")
 _STEP = (
     *_BYTES,
-    *("ecemb/guard.py", "ecemb/nn.py", "ecemb/adapters", "ecemb/memory", "ecemb/net"),
+    *("ecemb/guard.py", "ecemb/nn.py", "ecemb/engines", "ecemb/memory", "ecemb/net"),
     *("ecemb/state", "ecemb/step"),
 )
 _RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")

@@ -24,7 +24,7 @@ are in [a page of their own](errors.md).
 PARTS = {
     "Starting": ["ecemb.init_process_group", "ecemb.protect", "ecemb.Code"],
     "Training": ["ecemb.Guard", "ecemb.Step", "ecemb.RecoveryReport", "ecemb.ScrubReport"],
-    "Tables": ["ecemb.nn.ShardedEmbeddingBag", "ecemb.tables", "ecemb.adapters.discover.LiveTable"],
+    "Tables": ["ecemb.nn.ShardedEmbeddingBag", "ecemb.tables", "ecemb.engines.discover.LiveTable"],
     "Watching": [
         "ecemb.metrics.TensorBoard",
         "ecemb.metrics.Prometheus",

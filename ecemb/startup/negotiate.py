@@ -27,14 +27,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..adapters.discover import Tables, check_alike
-from ..adapters.engine import EngineTable
 from ..checkpoint import contents, saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
 from ..checkpoint.transfer import Sources, Taking, Transfer, examine, refusal
 from ..coding.placement import Placement
 from ..coding.rows import TableLayout, cut
+from ..engines.contract import EngineTable
+from ..engines.discover import Tables, check_alike
 from ..errors import (
     ArenaDamaged,
     CheckpointError,

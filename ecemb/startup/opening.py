@@ -33,12 +33,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..adapters.discover import Tables
-from ..adapters.host_mirror import Putter
 from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
 from ..coding.placement import Placement
+from ..engines.discover import Tables
+from ..engines.host_mirror import Putter
 from ..errors import (
     ConfigurationError,
     EcembError,

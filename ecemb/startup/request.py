@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..adapters.discover import Tables, find
 from ..checkpoint.interface import CheckpointReader
 from ..checkpoint.saver import name_of, reader_of
 from ..checkpoint.transfer import Transfer
 from ..coding.code import Code
+from ..engines.discover import Tables, find
 from ..errors import ConfigurationError
 from ..state import rank_state as rank_states
 from ..state.ddp_buckets import GradientBuckets, check_apart, found_in

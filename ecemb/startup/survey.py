@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..adapters.discover import Tables
 from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Placement, Share
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
+from ..engines.discover import Tables
 from ..memory import capacity
 from ..net.collectives import Transport
 from ..session import CHECKED, Session

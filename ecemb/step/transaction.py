@@ -53,7 +53,7 @@ from numpy.typing import NDArray
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from ..adapters.host_mirror import Aside, Images
+from ..engines.host_mirror import Aside, Images
 from ..errors import NotEnoughSpace, UsageError
 from ..kernels.contract import Ids
 from ..kernels.threads import hand_over, to_the_end

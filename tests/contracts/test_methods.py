@@ -21,7 +21,7 @@ from baselines.method import Promise, Training
 from bench.methods.ledger import account
 from bench.methods.life import Failure, live
 from bench.methods.registry import METHODS, OF_TORCHREC, Place
-from ecemb.adapters.internals import INSTALL
+from ecemb.engines.internals import INSTALL
 from support.guarded_training import bags
 from support.killed_child import Moments
 from support.processes import RankFailed, launch

@@ -39,9 +39,9 @@ from torchrec.optim import keyed, optimizers, warmup  # isort: skip
 from torchrec.optim.fused import FusedOptimizer  # isort: skip
 from torchrec.optim.semi_sync import SemisyncOptimizer  # isort: skip
 
-from ecemb.adapters import discover
-from ecemb.adapters import torchrec as adapter
-from ecemb.adapters.members import KERNELS
+from ecemb.engines import discover
+from ecemb.engines import torchrec as adapter
+from ecemb.engines.members import KERNELS
 from ecemb.errors import UnsupportedOptimizer, UnsupportedTable
 from ecemb.state import rank_state
 from ecemb.state.replicated import ReplicatedState

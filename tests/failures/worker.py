@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ecemb
-from ecemb.adapters import sparse as sparse_tables
+from ecemb.engines import sparse as sparse_tables
 from ecemb.net.collectives import Fabric
 from ecemb.recovery import scrub as scrub_module
 from ecemb.startup import opening

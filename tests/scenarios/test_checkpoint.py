@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.adapters.discover import Tables
 from ecemb.checkpoint import contents
 from ecemb.checkpoint.folder_store import CheckpointFolder
+from ecemb.engines.discover import Tables
 from ecemb.errors import (
     CheckpointFailed,
     CheckpointInsecure,

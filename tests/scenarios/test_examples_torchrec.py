@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ecemb.adapters.internals import INSTALL
+from ecemb.engines.internals import INSTALL
 from ecemb.memory.header import Found
 from ecemb.memory.scan import arenas
 

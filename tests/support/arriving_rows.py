@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.adapters.engine import Ids
 from ecemb.coding.rows import TableLayout, joined, joined_to
+from ecemb.engines.contract import Ids
 
 POISON = 0xFF
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ecemb.adapters.discover import LiveTable
+from ecemb.engines.discover import LiveTable
 
 
 class Heard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ecemb.adapters.discover import Tables
+from ecemb.engines.discover import Tables
 
 
 class Stepping:

@@ -17,7 +17,7 @@ STORY = """
 errors
 kernels coding memory
 state net session
-nn adapters
+nn engines
 recovery step checkpoint startup
 guard launch tools metrics lightning
 __init__ __main__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ecemb.adapters import members
+from ecemb.engines import members
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,10 +34,10 @@ with warnings.catch_warnings():
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from ecemb.adapters import torchrec as adapter
-from ecemb.adapters.discover import Tables
-from ecemb.adapters.engine import Hooks
 from ecemb.coding.rows import Table, arrange, joined
+from ecemb.engines import torchrec as adapter
+from ecemb.engines.contract import Hooks
+from ecemb.engines.discover import Tables
 from ecemb.kernels import contract
 from support.arriving_rows import Arriving
 

@@ -40,7 +40,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
 
 import ecemb  # noqa: E402
-from ecemb.adapters import engine  # noqa: E402
+from ecemb.engines import contract  # noqa: E402
 from ecemb.memory.scan import arenas  # noqa: E402
 from ecemb.recovery import requester, throttle  # noqa: E402
 from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
@@ -301,7 +301,7 @@ def main() -> None:
             throttle.BUSY_NS, throttle.FLOOR_BYTES_PER_S, throttle._LOOKS = 0, 1e-6, sys.maxsize
             os.environ[requester.POISON] = "1"
         n, k = setting["code"]
-        engine._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
+        contract._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
         killers: list[Killer] = []
         count_evictions(folder, killers)  # before methods of the model get ecemb's calls
         guard = ecemb.protect(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ecemb.adapters.engine import all_rows
 from ecemb.coding.parity import Scratch, unpack
 from ecemb.coding.rows import Column, RowSpace, TableLayout
+from ecemb.engines.contract import all_rows
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract
 from ecemb.memory.arena import Arena
@@ -105,7 +105,7 @@ def test_a_whole_table_takes_the_journal_its_size_once(tmp_path: Path) -> None:
     """8 bytes a row, and a quarter more; nothing for rows declared again, nor in the other journal."""
     rows, chunk = 16_000, 1 << 20
     layouts = [TableLayout("whole", rows, (Column("weight", "float32", 1024),)), LAYOUTS[-1]]
-    with alone(tmp_path, layouts) as memory, mock.patch("ecemb.adapters.engine._CHUNK_BYTES", chunk):
+    with alone(tmp_path, layouts) as memory, mock.patch("ecemb.engines.contract._CHUNK_BYTES", chunk):
         memory.arena.set("prepared", 0)
         memory.commit(0)
         memory.arm(1)

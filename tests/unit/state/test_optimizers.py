@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ecemb
-from ecemb.adapters import torchrec
+from ecemb.engines import torchrec
 from ecemb.errors import ConfigurationError, UnsupportedOptimizer, UsageError
 from ecemb.state.optimizers import NamedOptimizers
 from support.guarded_training import initialise

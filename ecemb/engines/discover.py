@@ -25,7 +25,7 @@ from ..coding.rows import RowSpace, Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
-from .engine import Engine, EngineTable, Hooks, Ids, all_rows
+from .contract import Engine, EngineTable, Hooks, Ids, all_rows
 from .host_mirror import Image, Images, Putter
 from .internals import Before
 from .sparse import SparseTables, announced, check_memory

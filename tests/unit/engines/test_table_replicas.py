@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ecemb.adapters import torchrec as adapter
+from ecemb.engines import torchrec as adapter
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
 from support.torchrec.models import QUIET, Watched, batch, build

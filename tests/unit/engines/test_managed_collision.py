@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters import managed_collision
-from ecemb.adapters import torchrec as adapter
 from ecemb.checkpoint.contents import FORMAT, Shard, check
 from ecemb.checkpoint.interface import Stored
+from ecemb.engines import collisions
+from ecemb.engines import torchrec as adapter
 from ecemb.errors import CheckpointMismatch, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
 from support.torchrec.models import QUIET, Watched, batch, build_managed
@@ -90,20 +90,20 @@ LEFT_OUT = ["_mch_counts", "_mch_last_access_iter", "_history_accumulator", "_hi
 
 def leave_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a defect: the maps' engine protects all buffers but one."""
-    every = managed_collision.parts_of
+    every = collisions.parts_of
 
     def some(module: Any) -> dict[str, list[str]]:
         parts = {part: [one for one in names if one != name] for part, names in every(module).items()}
         return {part: names or ["_mch_sorted_raw_ids"] for part, names in parts.items()}
 
-    monkeypatch.setattr(managed_collision, "parts_of", some)
+    monkeypatch.setattr(collisions, "parts_of", some)
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_buffer_that_is_left_out_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart continues with another map: the test before this one fails."""
     leave_out(name, monkeypatch)
-    monkeypatch.setattr(managed_collision, "check_inside", lambda *_: None)  # which would stop the start
+    monkeypatch.setattr(collisions, "check_inside", lambda *_: None)  # which would stop the start
     with pytest.raises(AssertionError):
         test_what_was_stored_continues_the_same("DistanceLFU", False, 6)
 

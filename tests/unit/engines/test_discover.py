@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters.discover import Tables, find
-from ecemb.adapters.engine import Hooks, Ids
 from ecemb.coding.rows import Column, TableLayout
+from ecemb.engines.contract import Hooks, Ids
+from ecemb.engines.discover import Tables, find
 from ecemb.errors import ConfigurationError, UnsupportedTable, UsageError
 from support.refusals import refused
 

@@ -30,7 +30,7 @@ from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..kernels.contract import Ids
 from ..state.optimizers import drop_options, options
-from .engine import Hooks, Move, Places
+from .contract import Hooks, Move, Places
 from .host_mirror import is_apart
 from .internals import TESTED, held, own, version
 

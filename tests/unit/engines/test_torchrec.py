@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.distributed.train_pipeline import train_pipelines
 
-from ecemb.adapters import torchrec as adapter
+from ecemb.engines import torchrec as adapter
 from ecemb.errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from support.refusals import refused
 
@@ -293,7 +293,7 @@ def test_writes_show_in_the_arena_and_in_all_views() -> None:
 def test_tables_that_lie_apart_have_images(
     kind: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecemb.adapters.fbgemm.is_apart", lambda _: True)
+    monkeypatch.setattr("ecemb.engines.fbgemm.is_apart", lambda _: True)
     model = build(TABLES, kind, sequence=sequence)
     places = [shard.data_ptr() for shard in shards(model)]
     watched = Watched(model)
@@ -329,7 +329,7 @@ def test_rows_of_a_lookup_are_the_same_without_a_look_at_them(
     index: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Ids that FBGEMM doesn't know are its row 0; ids behind the last bag may be marked all the same."""
-    monkeypatch.setattr("ecemb.adapters.fbgemm.is_apart", lambda _: True)
+    monkeypatch.setattr("ecemb.engines.fbgemm.is_apart", lambda _: True)
     (one,) = Watched(build(TABLES, "rowwise-adagrad")).engine._batches
     assert one.marks
     random = torch.Generator().manual_seed(seed)
@@ -371,7 +371,7 @@ def test_loading_belongs_into_a_step() -> None:
 
 
 def test_whole_tables_are_captured_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecemb.adapters.engine._CHUNK_BYTES", 50)  # two rows
+    monkeypatch.setattr("ecemb.engines.contract._CHUNK_BYTES", 50)  # two rows
     model = build(TABLES, "rowwise-adagrad")
     watched = Watched(model)
     every = {f"{BAGS}.user": set(range(7)), f"{BAGS}.item": set(range(5)), f"{BAGS}.one": {0}}

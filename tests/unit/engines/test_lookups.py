@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ecemb.adapters import sparse
-from ecemb.adapters.discover import Tables, find
-from ecemb.adapters.discover import tables as live_tables
-from ecemb.adapters.engine import Hooks, Ids
 from ecemb.coding.rows import Table, arrange
+from ecemb.engines import sparse
+from ecemb.engines.contract import Hooks, Ids
+from ecemb.engines.discover import Tables, find
+from ecemb.engines.discover import tables as live_tables
 from ecemb.kernels import contract
 from ecemb.nn import ShardedEmbeddingBag
 from support.arriving_rows import Arriving

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ecemb
-from ecemb.adapters import host_mirror as image_module
-from ecemb.adapters.host_mirror import Aside, Image, Images, Putter, _Lane
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
+from ecemb.engines import host_mirror as image_module
+from ecemb.engines.host_mirror import Aside, Image, Images, Putter, _Lane
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
 from ecemb.kernels import contract
 from ecemb.memory.scan import arenas
@@ -194,7 +194,7 @@ def test_a_device_that_fails_keeps_no_other_from_its_rows() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_whole_tables_come_and_go_in_pieces(device: str) -> None:
-    with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", 1000):
+    with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", 1000):
         image, table, tensors = made(device, 777, (torch.float32, 3), (torch.float16, 1))
         image.fill()
         assert equal(table, tensors)
@@ -209,7 +209,7 @@ def test_a_lane_waits_for_the_device_that_copies() -> None:
     held, own = (torch.zeros(5, dtype=torch.uint8) for _ in range(2))
     with (
         mock.patch(
-            "ecemb.adapters.host_mirror._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)
+            "ecemb.engines.host_mirror._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)
         ),
         mock.patch("torch.cuda.Event") as event,
         mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
@@ -308,7 +308,7 @@ def test_rows_are_put_after_what_the_main_thread_has_begun() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_differ_are_found(device: str) -> None:
-    with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", 40):
+    with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", 40):
         image, table, tensors = made(device, 29, (torch.float32, 3), (torch.float64, 0), (torch.float16, 1))
         image.fill()
         assert image.differing(range(29)).tolist() == []
@@ -396,7 +396,7 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
             rows = rows[: len(rows) * 2 // 3].to(device)
             images.mark(i, rows)
             tensors[0][rows] += 1
-        with mock.patch("ecemb.adapters.host_mirror._CHUNK_BYTES", chunk_bytes):
+        with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", chunk_bytes):
             aside = images.take()
             assert aside.is_held is are_aside
             batches = list(image_module._batches(aside.pieces[0][1]))
@@ -463,7 +463,7 @@ def by_hand(device: str) -> Training:
 
 
 def taken_for_a_device(device: str) -> Any:
-    return mock.patch("ecemb.adapters.sparse.is_apart", lambda tensor: tensor.device.type == device)
+    return mock.patch("ecemb.engines.sparse.is_apart", lambda tensor: tensor.device.type == device)
 
 
 def image_fits(guard: ecemb.Guard, training: Training) -> bool:

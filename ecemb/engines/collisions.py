@@ -29,7 +29,7 @@ from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import UndeclaredWrite, UnsupportedTable
-from .engine import Hooks, Ids, Move, Places, Tied, all_rows, repoint
+from .contract import Hooks, Ids, Move, Places, Tied, all_rows, repoint
 from .fbgemm import check_inside, local
 from .internals import After, Before, own
 from .members import HASHED, POLICIES, REMAPPING

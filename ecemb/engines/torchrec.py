@@ -27,10 +27,10 @@ from torch import nn
 
 from ..coding.rows import Table, base
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
-from .engine import Hooks, Ids, Move, Places, Tied, all_rows, repoint
+from .collisions import Remaps
+from .contract import Hooks, Ids, Move, Places, Tied, all_rows, repoint
 from .fbgemm import REPLACED, Batch, FusedTable, check_inside, local
 from .internals import Before, held, need, own
-from .managed_collision import Remaps
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 
 Optimizer = torch.optim.Optimizer

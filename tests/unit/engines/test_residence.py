@@ -19,9 +19,9 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ecemb.adapters.discover import Tables
-from ecemb.adapters.engine import Hooks, Places
-from ecemb.adapters.sparse import SparseTables
+from ecemb.engines.contract import Hooks, Places
+from ecemb.engines.discover import Tables
+from ecemb.engines.sparse import SparseTables
 from ecemb.errors import EcembError, PeerFailure, StepFailed, UndeclaredWrite
 from support.fork_server import fork_server
 from support.guarded_training import Training, bags, headers, initialise

@@ -36,7 +36,7 @@ from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
-from .engine import Hooks, Ids, Places, Tied, all_rows
+from .contract import Hooks, Ids, Places, Tied, all_rows
 from .host_mirror import is_apart
 from .internals import After, Before
 

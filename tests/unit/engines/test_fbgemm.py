@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters import internals, torchrec
-from ecemb.adapters.engine import Move, repoint
-from ecemb.adapters.fbgemm import check_inside, local
-from ecemb.adapters.internals import own, version
+from ecemb.engines import internals, torchrec
+from ecemb.engines.contract import Move, repoint
+from ecemb.engines.fbgemm import check_inside, local
+from ecemb.engines.internals import own, version
 from ecemb.errors import UnsupportedTable
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ecemb.adapters import managed_collision
-from ecemb.adapters import torchrec as adapter
-from ecemb.adapters.managed_collision import slots_of
+from ecemb.engines import collisions
+from ecemb.engines import torchrec as adapter
+from ecemb.engines.collisions import slots_of
 from ecemb.errors import UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
 from support.torchrec.models import HASHED, QUIET, Watched, batch, build_managed
@@ -26,7 +26,7 @@ from support.torchrec.stand_ins import (
 ROWS, STEPS = 9, 8
 HashZchEvictionConfig = hash_mc_evictions.HashZchEvictionConfig
 HashZchEvictionPolicyName = hash_mc_evictions.HashZchEvictionPolicyName
-BUFFERS = managed_collision._PARTS
+BUFFERS = collisions._PARTS
 MODULE = "collection.module._managed_collision_collection._managed_collision_modules.user"
 WEIGHT = "collection.module._embedding_module.embedding_bags.user"
 POLICIES = [None, *(one.name for one in HashZchEvictionPolicyName)]
@@ -135,16 +135,16 @@ def test_a_buffer_that_is_left_out_would_be_noticed(
     name: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart continues with another map: the test before this one fails."""
-    monkeypatch.setattr(managed_collision, "_PARTS", tuple(one for one in BUFFERS if one != name))
-    monkeypatch.setattr(managed_collision, "check_inside", lambda *_: None)
-    monkeypatch.setattr("ecemb.adapters.managed_collision.check_inside", lambda *_: None)
+    monkeypatch.setattr(collisions, "_PARTS", tuple(one for one in BUFFERS if one != name))
+    monkeypatch.setattr(collisions, "check_inside", lambda *_: None)
+    monkeypatch.setattr("ecemb.engines.collisions.check_inside", lambda *_: None)
     with pytest.raises(AssertionError):
         test_what_was_stored_continues_the_same("LRU_EVICTION", clock)
 
 
 def test_slots_that_are_left_out_would_be_noticed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("LRU_EVICTION")
-    monkeypatch.setattr(managed_collision, "slots_of", lambda *found: slots_of(*found)[1:])
+    monkeypatch.setattr(collisions, "slots_of", lambda *found: slots_of(*found)[1:])
     watched = Watched(model)
     for step in range(STEPS):
         with watched.step():

@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ecemb
-from ecemb.adapters.discover import Tables
-from ecemb.adapters.engine import Hooks, Tied
-from ecemb.adapters.sparse import SparseTables
 from ecemb.coding.rows import Column, TableLayout
+from ecemb.engines.contract import Hooks, Tied
+from ecemb.engines.discover import Tables
+from ecemb.engines.sparse import SparseTables
 from ecemb.errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from support.refusals import refused
 from support.stepping import Stepping

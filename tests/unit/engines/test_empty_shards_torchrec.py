@@ -56,7 +56,7 @@ def test_the_rows_of_other_tables_are_captured() -> None:
 
 def beyond() -> str:
     """The error for row 0 of each table."""
-    from ecemb.adapters import torchrec as adapter
+    from ecemb.engines import torchrec as adapter
     from ecemb.errors import UsageError
 
     engine: Any = adapter.find(built())
@@ -82,13 +82,13 @@ def trained_apart() -> tuple[bool, list[str]]:
     """Whether exactly the marked rows have changed, without a look of the host; and errors of ids beyond."""
     from unittest import mock
 
-    from ecemb.adapters import fbgemm
+    from ecemb.engines import fbgemm
     from ecemb.errors import UndeclaredWrite
     from support.torchrec.models import Watched, batch
 
     told: list[str] = []
     with (
-        mock.patch("ecemb.adapters.fbgemm.is_apart", return_value=True),
+        mock.patch("ecemb.engines.fbgemm.is_apart", return_value=True),
         mock.patch.object(fbgemm.Features, "rows", side_effect=AssertionError("the host looked")),
     ):
         watched = Watched(model := built())

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.distributed.train_pipeline import train_pipelines
 
-from ecemb.adapters.fbgemm import Batch
+from ecemb.engines.fbgemm import Batch
 
 TABLES = {"user": (40, ("u", "v")), "item": (30, ("i",)), "none": (1, ("o",))}
 USER, ITEM = range(2)

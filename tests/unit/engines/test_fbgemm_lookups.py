@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ecemb.adapters.fbgemm import Features
+from ecemb.engines.fbgemm import Features
 
 
 def test_batch_sizes_of_features_go_to_the_device_without_a_wait() -> None:

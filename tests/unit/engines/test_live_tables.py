@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ecemb
-from ecemb.adapters.discover import LiveTable, find
-from ecemb.adapters.engine import Hooks
 from ecemb.coding.rows import TableLayout
+from ecemb.engines.contract import Hooks
+from ecemb.engines.discover import LiveTable, find
 from ecemb.errors import ConfigurationError, UndeclaredWrite, UnsupportedTable
 from support.refusals import refused
 from support.row_listener import Heard

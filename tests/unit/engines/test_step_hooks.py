@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ecemb.adapters.sparse import StepHooks
+from ecemb.engines.sparse import StepHooks
 from ecemb.errors import UsageError
 
 

@@ -1,8 +1,0 @@
-"""The adapters: each links one engine's tables to the arena.
-
-`engine` is the contract, with what all engines share, and notices tensors that left the arena; `internals`
-reads and wraps what other libraries don't promise. `sparse` serves torch.optim's sparse gradients, `torchrec`
-with `fbgemm` TorchRec's tables, `managed_collision` its maps of ids, and `members` knows its classes.
-`discover` finds a model's tables, also for `ecemb.tables`; `host_mirror` serves tables in another device's
-memory.
-"""
