@@ -43,8 +43,8 @@ from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
 from .session import Session, current
-from .startup.opening import Opened, open_memory
-from .startup.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
+from .start.opening import Opened, open_memory
+from .start.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
 from .state.data import Batches, bind
 from .state.rank_state import Stateful
 from .step.transaction import COMPARE_EVERY, Notice, Step, Transactions

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from unittest import mock
 
-from ecemb.startup import opening
+from ecemb.start import opening
 
 _PER_THREAD, _SCHEDULED = 4, 2  # bits of a clock's number, from the kernel's posix-timers.h
 

@@ -26,7 +26,7 @@ _STEP = (
     *("ecemb/guard.py", "ecemb/nn.py", "ecemb/engines", "ecemb/memory", "ecemb/net"),
     *("ecemb/state", "ecemb/step"),
 )
-_RESTART = (*_STEP, "ecemb/session.py", "ecemb/startup", "ecemb/recovery")
+_RESTART = (*_STEP, "ecemb/session.py", "ecemb/start", "ecemb/recovery")
 _WARM = (*_RESTART, "ecemb/launch")
 _TRAINED = ("bench/harness/messages.py", "bench/workloads/table_training.py")
 _FOLLOWER = (

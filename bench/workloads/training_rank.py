@@ -21,7 +21,7 @@ from baselines.live_copies import Replication, Shard
 from bench.harness.devices import ARENA
 from bench.harness.guarded_job import GuardedJob
 from bench.workloads.models import INTEGERS, Batch, Twin
-from ecemb.startup.request import ParityBackend
+from ecemb.start.request import ParityBackend
 
 PROTECTED, REPLICATION, BARE, CONTROL = "protected", "replication", "bare", "control"
 """The control is a second bare model."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .. import session as sessions
 from ..errors import ConfigurationError, NotInitialized
 from ..net.wording import byte_size, counted
-from ..startup.survey import Survey, Surveyed
+from ..start.survey import Survey, Surveyed
 
 _POLL_S = 0.05
 _GRACE_S = 20.0  # for the other ranks to end, when one has failed

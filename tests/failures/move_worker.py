@@ -19,7 +19,7 @@ from typing import Any
 
 import ecemb
 from ecemb.recovery import execute
-from ecemb.startup import create, moving, opening
+from ecemb.start import create, moving, opening
 from support import elastic_worker
 
 STAGES = {

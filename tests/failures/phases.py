@@ -37,7 +37,7 @@ from ecemb.kernels.cpu import Cpu
 from ecemb.memory import arena, journal, rank_memory
 from ecemb.net import rendezvous
 from ecemb.recovery import background, execute, missing, relay, requester, scrub, server, throttle
-from ecemb.startup import create, opening
+from ecemb.start import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
 from failures.board import BESIDE, PHASES, REBUILD, STARTING, Board, fell_together, memory_of

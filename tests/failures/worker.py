@@ -31,7 +31,7 @@ import ecemb
 from ecemb.engines import sparse as sparse_tables
 from ecemb.net.collectives import Fabric
 from ecemb.recovery import scrub as scrub_module
-from ecemb.startup import opening
+from ecemb.start import opening
 from failures import phases
 from failures.observer import SOAK_TIMEOUT_S, Observer
 from failures.plan import ABORT_EVERY, Plan, Setting

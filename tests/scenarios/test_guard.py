@@ -39,7 +39,7 @@ from ecemb.memory.header import State
 from ecemb.memory.scan import arenas
 from ecemb.recovery import scrub
 from ecemb.recovery.execute import details, headline
-from ecemb.startup import opening
+from ecemb.start import opening
 from ecemb.state.rank_state import NAME as RANK_STATE
 from support.guarded_training import TIMEOUT_S, Bags, Training, bags, headers, initialise
 from support.processes import RankFailed, launch

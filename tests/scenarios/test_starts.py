@@ -40,8 +40,8 @@ from ecemb.errors import (
     UnsupportedTable,
 )
 from ecemb.memory import capacity
-from ecemb.startup import create, opening, spread
-from ecemb.startup.request import Request, examine_training
+from ecemb.start import create, opening, spread
+from ecemb.start.request import Request, examine_training
 from ecemb.step.window import Window
 from support.processes import run_ranks
 from support.refusals import matching

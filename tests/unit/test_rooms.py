@@ -18,7 +18,7 @@ errors
 kernels coding memory
 state net session
 nn engines
-recovery step checkpoint startup
+recovery step checkpoint start
 guard launch tools metrics lightning
 __init__ __main__
 """

@@ -21,7 +21,7 @@ from bench.harness.ranks import Line
 from bench.questions.recovery.wire import WORD_BYTES, Links, seconds
 from ecemb.recovery.relay import PROCESS_BYTES
 from ecemb.recovery.relayout import Relayout
-from ecemb.startup import moving
+from ecemb.start import moving
 
 DIM = 64
 RECORD_BYTES = 2 * 4 * DIM

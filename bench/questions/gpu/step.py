@@ -37,7 +37,7 @@ from bench.questions.overhead import question as overhead
 from bench.questions.overhead.question import Scale
 from bench.workloads.training_rank import PROTECTED
 from ecemb.coding.code import Code
-from ecemb.startup.request import ParityBackend
+from ecemb.start.request import ParityBackend
 
 SAMPLES = 8192
 """Of a step, over all ranks."""

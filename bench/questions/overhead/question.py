@@ -103,7 +103,7 @@ from bench.workloads.training_rank import (
     Order,
 )
 from ecemb.coding.code import Code
-from ecemb.startup.request import ParityBackend
+from ecemb.start.request import ParityBackend
 from ecemb.step.window import published_mtbf
 
 CODES = (Code(4, 3), Code(4, 2))

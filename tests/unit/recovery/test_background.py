@@ -34,7 +34,7 @@ from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 from ecemb.recovery.requester import Holders, InFlight, Requester
 from ecemb.recovery.server import ANSWER_WORDS, Answer, Request, Server, Snapshot
-from ecemb.startup import opening
+from ecemb.start import opening
 from ecemb.state import rank_state
 from support.fork_server import fork_server
 from support.processes import DEADLINE_S, run_ranks, session_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ecemb.errors import LayoutMismatch, StepFailed
-from ecemb.startup import opening
+from ecemb.start import opening
 from ecemb.state.metric_states import MetricStates, is_metric
 from ecemb.state.rank_state import RankState
 

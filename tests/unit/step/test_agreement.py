@@ -22,7 +22,7 @@ from ecemb.memory.journal import Inbox
 from ecemb.memory.rank_memory import RankMemory
 from ecemb.net.collectives import rounds
 from ecemb.net.mesh import Channels
-from ecemb.startup import opening
+from ecemb.start import opening
 from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import FINE, Agreement
 from support.processes import run_ranks, session_of

@@ -13,7 +13,7 @@ import pytest
 from ecemb.__main__ import main
 from ecemb.coding.placement import Placement
 from ecemb.errors import ConfigurationError
-from ecemb.startup.survey import Survey, survives
+from ecemb.start.survey import Survey, survives
 from ecemb.tools.check_job import survey, text
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ import ecemb
 from ecemb.checkpoint import Transfer
 from ecemb.checkpoint.folder_store import CheckpointFolder
 from ecemb.errors import ConfigurationError
-from ecemb.startup.request import Request
+from ecemb.start.request import Request
 from ecemb.step.window import Window
 from support.refusals import refused
 

@@ -13,7 +13,7 @@ import pytest
 
 from ecemb.errors import RendezvousError
 from ecemb.memory.private_files import Folder
-from ecemb.startup.negotiate import HostFolder, check_hosts
+from ecemb.start.agree import HostFolder, check_hosts
 
 
 def seen(hosts: str, places: list[Path]) -> list[bool | None]:

@@ -66,10 +66,10 @@ from ..state import rank_state as rank_states
 from ..state.optimizers import NamedOptimizers
 from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
+from .agree import HostFolder, World, negotiate
 from .create import Start, begin, claim_or_create, discard_superseded
 from .history import is_former, shared_history
 from .moving import MovedContent, plan_move, settle
-from .negotiate import HostFolder, World, negotiate
 from .request import ParityBackend, Request, Training, examine_training
 from .survey import Surveyed, survey
 

@@ -7,7 +7,7 @@ The ranks of one host name must see one folder of arenas (docs/assumptions.md). 
 one name would pass for one failure domain, and a restart would look for memory where it isn't. So the first
 rank of each name locks the folder of its host, and the other ranks of the name look for the lock, after a
 collective of all ranks. A lock is no file: it takes no space, ends with its process, and leaves nothing
-behind. `negotiate` sends to all ranks what each of them saw.
+behind. `agree` sends to all ranks what each of them saw.
 
 The checkpoint that a start begins with, or takes tables from, is compared with the model on all ranks.
 """

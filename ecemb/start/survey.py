@@ -33,7 +33,7 @@ from ..net.collectives import Transport
 from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
-from .negotiate import World
+from .agree import World
 from .request import Request, Training
 
 _DEEP = 6  # attributes and items from an object that the script names

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ecemb.coding.placement import Placement
 from ecemb.errors import PeerFailure
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
-from ecemb.startup import opening
+from ecemb.start import opening
 from support.processes import run_ranks, session_of
 
 

@@ -43,7 +43,7 @@ from ..session import Session
 from ..state import rank_state as rank_states
 from ..state.replicated import ReplicatedState
 from ..step import agreement
-from .negotiate import World
+from .agree import World
 from .request import Request, Training
 
 logger: logging.Logger = logging.getLogger("ecemb")

@@ -58,7 +58,7 @@ class History:
         lineage: see `World`; empty in arenas that older versions made.
         rank_state_bytes: room for every rank's packed state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
-        everyone: where the rows of each rank stand, packed by `ecemb.startup.history`.
+        everyone: where the rows of each rank stand, packed by `ecemb.start.history`.
     """
 
     n: int

@@ -7,7 +7,7 @@ import pytest
 from ecemb.checkpoint.contents import Shard
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.errors import ConfigurationError, InconsistentArenas
-from ecemb.startup.history import check_hand, packed, unpacked
+from ecemb.start.history import check_hand, packed, unpacked
 
 COLUMNS = (Column("weight", "float32", 16), Column("sum", "float32", 16))
 
