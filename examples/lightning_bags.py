@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ecemb
-from ecemb.lightning import Protection
+from ecemb.integrations.lightning import Protection
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--epochs", type=int, default=5)

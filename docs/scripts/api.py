@@ -26,10 +26,10 @@ PARTS = {
     "Training": ["ecemb.Guard", "ecemb.Step", "ecemb.RecoveryReport", "ecemb.ScrubReport"],
     "Tables": ["ecemb.nn.ShardedEmbeddingBag", "ecemb.tables", "ecemb.engines.discover.LiveTable"],
     "Watching": [
-        "ecemb.metrics.TensorBoard",
-        "ecemb.metrics.Prometheus",
-        "ecemb.metrics.values",
-        "ecemb.lightning.Protection",
+        "ecemb.integrations.metrics.TensorBoard",
+        "ecemb.integrations.metrics.Prometheus",
+        "ecemb.integrations.metrics.values",
+        "ecemb.integrations.lightning.Protection",
     ],
     "Checkpoints": [
         "ecemb.CheckpointWriter",
@@ -49,7 +49,7 @@ PARTS = {
     ],
 }
 """Title -> public names, in the order of the page."""
-MEMBERS = {"ecemb.Code": ["r"], "ecemb.lightning.Protection": ["guard", "batches", "close"]}
+MEMBERS = {"ecemb.Code": ["r"], "ecemb.integrations.lightning.Protection": ["guard", "batches", "close"]}
 """Where not all members are for scripts, those that are."""
 UNTYPED = {"ecemb.Guard", "ecemb.Step"}
 """Classes that scripts don't make themselves."""

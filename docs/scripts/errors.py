@@ -95,7 +95,7 @@ RULES: tuple[tuple[str, str, Activity], ...] = (
     ("", "ecemb/__main__.py", LAUNCHING),
     ("", "ecemb/memory/", OPERATING),
     ("", "ecemb/tools/", OPERATING),
-    ("", "ecemb/metrics.py", OPERATING),
+    ("", "ecemb/integrations/metrics.py", OPERATING),
     ("", "ecemb/recovery/scrub.py", OPERATING),
     ("UsageError", "", TRAINING),
     ("", "ecemb/step", TRAINING),

@@ -16,13 +16,20 @@ from typing import Any
 from support.without_lightning import lightning
 
 LIST = Path(__file__).with_name("public_api.txt")
-MODULES = ["ecemb", "ecemb.checkpoint", "ecemb.errors", "ecemb.lightning", "ecemb.metrics", "ecemb.nn"]
+MODULES = [
+    "ecemb",
+    "ecemb.checkpoint",
+    "ecemb.errors",
+    "ecemb.integrations.lightning",
+    "ecemb.integrations.metrics",
+    "ecemb.nn",
+]
 
 
 def modules() -> Iterator[ModuleType]:
     """The public modules."""
     for name in MODULES:
-        yield lightning() if name == "ecemb.lightning" else importlib.import_module(name)
+        yield lightning() if name == "ecemb.integrations.lightning" else importlib.import_module(name)
 
 
 def names(module: ModuleType) -> list[str]:

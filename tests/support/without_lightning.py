@@ -1,4 +1,4 @@
-"""`ecemb.lightning` without Lightning, whose import takes seconds: over an empty base class of callbacks."""
+"""`ecemb.integrations.lightning` over an empty base class: Lightning takes seconds to import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-NAME = "ecemb.lightning"
+NAME = "ecemb.integrations.lightning"
 
 
 def lightning() -> ModuleType:

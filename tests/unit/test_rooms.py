@@ -19,12 +19,16 @@ kernels coding memory
 state net session
 nn engines
 recovery step checkpoint start
-guard launch tools metrics lightning
+guard
+launch tools integrations
 __init__ __main__
 """
 LEVEL = {room: level for level, room in enumerate(STORY.split())}
 KNOWS_DISTRIBUTED = LEVEL["state"]  # the lowest room that may import torch.distributed
-PUBLIC_MODULES = {f"ecemb{end}" for end in ("", ".nn", ".errors", ".checkpoint", ".metrics", ".lightning")}
+PUBLIC_MODULES = {
+    f"ecemb{end}"
+    for end in ("", ".nn", ".errors", ".checkpoint", ".integrations.metrics", ".integrations.lightning")
+}
 
 
 def module_name(path: Path) -> str:
@@ -143,7 +147,7 @@ def test_no_import_cycle() -> None:
     assert not cycle(graph)
 
 
-RIM = {"launch", "tools", "metrics", "lightning", "__init__", "__main__"}
+RIM = {"launch", "tools", "integrations", "__init__", "__main__"}
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SOURCES if room(name) not in RIM))

@@ -1,6 +1,6 @@
 """The numbers of `guard.stats()` and `guard.recovery`, for TensorBoard and for Prometheus.
 
-    from ecemb import metrics
+    from ecemb.integrations import metrics
     board = metrics.TensorBoard(guard, "runs/ctr")
     server = metrics.Prometheus(guard, port=9400 + local_rank)
 
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigurationError
-from .guard import Guard
+from ..errors import ConfigurationError
+from ..guard import Guard
 
 __all__ = ["Prometheus", "TensorBoard", "values"]
 
@@ -153,8 +153,8 @@ class Prometheus:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigurationError(
-                f"ecemb.metrics.Prometheus can't listen on port {port} of {addr} ({reason}): give "
-                f"each rank of a host its own port, such as 9400 + local rank, or port=0 for any"
+                f"ecemb.integrations.metrics.Prometheus can't listen on port {port} of {addr} ({reason}): "
+                f"give each rank of a host its own port, such as 9400 + local rank, or port=0 for any"
             ) from None
         self.port: int = self._server.server_port
 
@@ -209,5 +209,6 @@ def _families(guard: Guard) -> Iterator[_Family]:
 
 def _missing(name: str, package: str) -> ConfigurationError:
     return ConfigurationError(
-        f"ecemb.metrics.{name} needs {package}, which is not installed: pip install 'ecemb[metrics]'"
+        f"ecemb.integrations.metrics.{name} needs {package}, which is not installed: "
+        "pip install 'ecemb[metrics]'"
     )

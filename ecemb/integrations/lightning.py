@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .coding.code import Code
-from .engines.discover import modules_of
-from .errors import ConfigurationError, UsageError
-from .guard import Guard, Step, protect
-from .nn import ShardedEmbeddingBag
-from .state import rank_state
-from .state.rank_state import Stateful, objects_of
+from ..coding.code import Code
+from ..engines.discover import modules_of
+from ..errors import ConfigurationError, UsageError
+from ..guard import Guard, Step, protect
+from ..nn import ShardedEmbeddingBag
+from ..state import rank_state
+from ..state.rank_state import Stateful, objects_of
 
 __all__ = ["Protection"]
 
@@ -60,7 +60,8 @@ def _callback() -> Any:
     for name in [name for name in there if name in sys.modules] or there:
         return importlib.import_module(name).Callback
     raise ConfigurationError(
-        "ecemb.lightning needs PyTorch Lightning, which is not installed: pip install 'ecemb[lightning]'"
+        "ecemb.integrations.lightning needs PyTorch Lightning, which is not installed: "
+        "pip install 'ecemb[lightning]'"
     )
 
 

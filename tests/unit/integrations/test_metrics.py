@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from ecemb import metrics
 from ecemb.errors import ConfigurationError
+from ecemb.integrations import metrics
 from ecemb.recovery.execute import RecoveryReport
 from support.guarded_training import bags, initialise
 from support.processes import launch

@@ -206,9 +206,9 @@ def test_a_place_in_epochs_of_another_length(protection: Any, watched: Watched) 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "lightning" in name else find(name))
-    monkeypatch.delitem(sys.modules, "ecemb.lightning", raising=False)
+    monkeypatch.delitem(sys.modules, "ecemb.integrations.lightning", raising=False)
     with refused(ConfigurationError, "which is not installed", "pip install 'ecemb[lightning]'"):
-        importlib.import_module("ecemb.lightning")
+        importlib.import_module("ecemb.integrations.lightning")
 
 
 def test_schedules_and_the_users_objects_have_names(kind: Any, watched: Watched) -> None:
