@@ -224,7 +224,7 @@ def test_more_devices_give_each_rank_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert gpu_step.groups_on(1) == gpu_step.groups_on(3) == gpu_step.GROUPS
     several = gpu_step.groups_on(4)[len(gpu_step.GROUPS) :]
     assert [(group.backend, group.ranks, group.parity) for group in several] == [
-        ("nccl", 4, "gloo"),
+        ("nccl", 4, "tcp"),
         ("nccl", 4, "nccl"),
     ]
     taken: list[int] = []
@@ -257,4 +257,4 @@ def test_deltas_over_nccl_are_not_measured_with_overlap(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu_step, "measure", measure)
     monkeypatch.setattr(gpu_step.dist, "is_nccl_available", lambda: True)
     gpu.kept(gpu_step.ask(gpu_step.FULL, gpu_step.APIECE, 8192, 0, until=float("inf")))
-    assert asked == [("gloo", True), ("gloo", False), ("nccl", False)]
+    assert asked == [("tcp", True), ("tcp", False), ("nccl", False)]
