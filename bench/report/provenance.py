@@ -1,8 +1,8 @@
 """Which results are of the code that they measure: clean, of a commit of the history, and not older than it.
 
 Owns: `CODE`, the paths that a question's numbers depend on; and STALE, the file in bench/results that names
-the results that are older than these paths now. `python -m bench report` writes it, so that the pages, which
-say what is stale, are made from bench/results alone.
+the results that are older than these paths now. Comments and docstrings don't count. `python -m bench report`
+writes it, so that the pages, which say what is stale, are made from bench/results alone.
 
 A result is *refused* if it was never of its code: it is of a tree with changes, of a commit that isn't in the
 history, or its code was another one already when the result was committed.
@@ -10,6 +10,8 @@ history, or its code was another one already when the result was committed.
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import subprocess
 from collections.abc import Mapping
@@ -162,11 +164,37 @@ def _committed(path: Path) -> tuple[str, ...]:
 def _changed(question: str, commit: str, *until: str) -> list[str]:
     """Of a question's paths those that are not as in a commit; in another commit, or in the working tree."""
     names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *CODE[question], _PICTURES)
-    return [
-        path
+    below = {
+        path: [name for name in names.splitlines() if f"{name}/".startswith(f"{path}/")]
         for path in CODE[question]
-        if any(f"{name}/".startswith(f"{path}/") for name in names.splitlines())
-    ]
+    }
+    return [path for path, found in below.items() if any(_is_other(name, commit, *until) for name in found)]
+
+
+def _is_other(name: str, commit: str, *until: str) -> bool:
+    """Whether a file that changed since a commit does something else now: comments and docstrings aside."""
+    if not name.endswith(".py"):
+        return True
+    try:
+        then = _git("show", f"{commit}:{name}")
+        now = _git("show", f"{until[0]}:{name}") if until else (ROOT / name).read_text(encoding="utf-8")
+    except (OSError, subprocess.CalledProcessError):  # it is new, or gone
+        return True
+    return _code(then) != _code(now)
+
+
+@functools.cache
+def _code(source: str) -> str:
+    """A module without its comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = [one for one in node.body if not _is_text(one)]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _git(*words: str) -> str:

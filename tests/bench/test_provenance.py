@@ -72,6 +72,8 @@ def test_what_is_refused_and_what_is_stale(tmp_path: Path, monkeypatch: pytest.M
     assert provenance.stale(results) == {"foreign.json": "its commit is not in the history"}
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "results")
+    commit('"""Says what first is."""\n\nfirst  # of all\n')
+    assert "good.json" not in provenance.stale(results)
     commit("second")
     result("late.json", first)
     assert provenance.refused(results)["late.json"] == "older than code when it was committed"
