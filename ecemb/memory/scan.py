@@ -4,8 +4,7 @@ Owns the reports of a scan. Invariant: a scan changes nothing, and drops no lock
 
 Owns the request that a job leaves its machines: an empty file beside its arenas, on any of its hosts. It
 stands as long as the process that asks holds a lock of it: the kernel ends the request of a process that is
-killed. The job answers at its next `Guard.asked_to_leave`. Owns the file's name. Must not know the job's
-processes.
+killed. The job answers at its next `Guard.asked_to_leave`.
 
 Must not know the content of regions, nor the job's processes; never imports torch.distributed.
 """

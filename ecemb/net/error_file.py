@@ -3,10 +3,10 @@
 `Whereabouts` is the place of this process: its call, its step, and the time that it has waited there for
 other ranks. The main thread writes it, and the failure detector's thread reads it.
 
-Owns the error file, of which torchrun takes the one with the earliest time for the cause. Owns the file that
-TORCHELASTIC_ERROR_FILE names, in the form of torch.distributed.elastic's `record`, which scripts need not
-use. An error that began on this rank gets the time of the error; an error that another rank caused gets a
-later time. The file appears complete or not at all: torchrun's agent fails on a partial file.
+Owns the error file that TORCHELASTIC_ERROR_FILE names, in the form of torch.distributed.elastic's `record`,
+which scripts need not use. Of all ranks' files, torchrun takes the one with the earliest time for the cause.
+An error that began on this rank gets the time of the error; an error that another rank caused gets a later
+time. The file appears complete or not at all: torchrun's agent fails on a partial file.
 
 The files of the last attempt are beside it: they show an error that comes again and again.
 """

@@ -1,10 +1,9 @@
 """The position in the data as a part of the step: a failure neither loses nor repeats a batch.
 
-Owns the conversion between a loader and its position, and the resumption of an epoch in its middle. Owns the
-conversion between a loader and its position. The position counts the batches that were *given out*, not those
-that workers have read ahead, and is packed with the rank state when the step commits. It has the epoch, the
-number of its batches that were drawn, and the states of all random generators at the epoch's start, with
-which its iterator is created again.
+Owns the conversion between a loader and its position, and the resumption of an epoch in its middle. The
+position counts the batches that were *given out*, not those that workers have read ahead, and is packed with
+the rank state when the step commits. It has the epoch, the number of its batches that were drawn, and the
+states of all random generators at the epoch's start, with which its iterator is created again.
 
 `find_source` distinguishes three kinds:
 

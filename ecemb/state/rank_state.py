@@ -7,9 +7,9 @@ parity. It is read without pickle. Scalars come first, and generators last: a de
 word.
 
 Owns generators as plain state: those of the process (the global ones of torch (CPU), numpy and python), of
-its devices, and those that objects own. Owns the tables' scalars of several ranks together, as a table may be
-where it was not when they were saved: they are dicts of tables or buckets; an engine; what it names, such as
-a batch of tables.
+its devices, and those that objects own. Joins the tables' scalars of several ranks, as a table may be on
+another rank than when they were saved. They are dicts: of tables or buckets, then of engines, then of what an
+engine names, such as a batch of tables.
 
 Must not know: the place of the record, its protection, what a scalar is.
 """

@@ -23,14 +23,15 @@ time and then rests, so that no step is slowed down much, and never while traini
 `Between`, which warns of changes between two steps; `Notice`, which takes SIGTERM as a notice; `end_process`,
 the end of a process that has prepared a transaction and can't decide it (docs/protocol.md, 1.1).
 
-torchrun's agent passes the SIGTERM that announces the end of its machine to its workers, and kills them 30 s
-later (`--shutdown-timeout`). A worker that ends between two transactions takes no step of the others with it.
-An end at any other moment is as safe: that saves work, and no rule of recovery depends on it.
+SIGTERM: torchrun's agent passes the one that announces the end of its machine to its workers, and kills them
+30 s later (`--shutdown-timeout`). A worker that ends between two transactions takes no step of the others
+with it. An end at any other moment is as safe: that saves work, and no rule of recovery depends on it.
 
-Both continue from the last committed step. Code in front of a step (`lr = f(step)` at the top of the
-loop) then runs again and makes the same change. Code behind a step does not run again, and code between
-`ecemb.protect` and the loop runs on another state. So a thing that changes before the first step and again
-before the second one is set in front of every step, which is safe. Every other change gets a warning.
+Changes between two steps: after a failure or an abort, training continues from the last committed step. Code
+in front of a step (`lr = f(step)` at the top of the loop) then runs again and makes the same change. Code
+behind a step does not run again, and code between `ecemb.protect` and the loop runs on another state. So a
+thing that changes before the first step and again before the second one is set in front of every step, which
+is safe. Every other change gets a warning.
 """
 
 from __future__ import annotations
