@@ -55,8 +55,7 @@ from ..net.wording import listed
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
-from . import history as formers
-from .history import Former, History, check_hand, is_former, packed
+from .history import Former, History, check_former, check_hand, is_former, pack_places
 from .request import Request
 from .spread import placed
 
@@ -195,8 +194,9 @@ def negotiate(
     _compare_plans(transport, [plan, recovery], placement)
     lineage = _lineage(history, stored, proposals)
     own = _with_room(proposals[session.rank], room_bytes)
-    everyone = packed([one.shards() for one in proposals])
-    if history is not None and not plan.begins:
+    if history is None or plan.begins:
+        everyone = pack_places([one.shards() for one in proposals])
+    else:
         everyone = history.everyone
     generation = session.roster.generation + (former is not None)
     constants = Constants(
@@ -295,7 +295,7 @@ def _placement_of(
         LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
     if is_former(history, session):
-        formers.check_former(session, request, history)
+        check_former(session, request, history)
         return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))

@@ -2,14 +2,13 @@
 
 A *history* begins with the fresh start or the resume that made its first arenas; replacements are made with
 the same constants. These may be large, so that they don't go through torchrun's store at a start: survivors
-compare digests over the process group, and one of them sends the bytes to the ranks that have none. Writes
-to no arena.
+compare digests over the process group, and one of them sends the bytes to the ranks that have none.
 
 `Places` says where the rows of every rank stand in the whole tables, as one text for the arenas' constants:
-an arena describes the tables of its own rank, and an elastic job needs those of lost ranks as well. The text
-is compact: tables that ranks share are in it once. `Former` are the arenas of another number of ranks, from
-which an elastic start goes on: the refusals of such a start, and the arenas described as a checkpoint, so
-that tables are compared as at a resume.
+an arena describes the tables of its own rank, and another number of ranks needs those of lost ranks as well.
+The text is compact: tables that ranks share are in it once. `Former` are the arenas of another number of
+ranks, from which an elastic start goes on: the refusals of such a start, and the arenas described as a
+checkpoint, so that tables are compared as at a resume.
 
 Writes to no arena. Must not know: how rows move.
 """
@@ -29,7 +28,7 @@ import numpy as np
 from ..checkpoint.contents import FORMAT, Shard
 from ..checkpoint.interface import Stored
 from ..coding.placement import Placement
-from ..coding.rows import TableLayout
+from ..coding.rows import Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, PeerFailure, RendezvousError
 from ..memory.arena import Arena
 from ..memory.header import MAX_CONSTANTS_BYTES, Constants
@@ -58,7 +57,7 @@ class History:
         lineage: see `World`; empty in arenas that older versions made.
         rank_state_bytes: room for every rank's packed state.
         slot_bytes: room of the donor's slots: larger in some arenas than in others.
-        everyone: where the rows of each rank stand, packed by `ecemb.start.history`.
+        everyone: where the rows of each rank stand, by `pack_places`.
     """
 
     n: int
@@ -157,17 +156,20 @@ Places = list[list[Shard]]
 """Of each rank: its tables in the order of their addresses."""
 
 
-def packed(places: Sequence[Sequence[Shard]]) -> str:
+def pack_places(places: Sequence[Sequence[Shard]]) -> str:
     """One text for the tables of all ranks."""
-    tables: dict[str, int] = {}
-    ranks: list[list[list[int]]] = []
+    tables: dict[tuple[str, tuple[Column, ...], str, int | None], int] = {}
+    ranks: list[list[tuple[int, int, int]]] = []
     for of_rank in places:
         ranks.append([])
         for shard in of_rank:
-            name, _, columns, group = shard.layout.to_json()
-            number = tables.setdefault(json.dumps([name, columns, group, shard.rows]), len(tables))
-            ranks[-1].append([number, shard.layout.rows, shard.start])
-    return json.dumps([list(map(json.loads, tables)), ranks], separators=(",", ":"))
+            table = shard.layout.name, shard.layout.columns, shard.layout.group, shard.rows
+            ranks[-1].append((tables.setdefault(table, len(tables)), shard.layout.rows, shard.start))
+    described = [
+        [name, [[column.name, column.dtype, column.row_bytes] for column in columns], group, rows]
+        for name, columns, group, rows in tables
+    ]
+    return json.dumps([described, ranks], separators=(",", ":"))
 
 
 def check_hand(places: Sequence[Sequence[Shard]], named: Sequence[Sequence[str]]) -> None:
@@ -195,11 +197,11 @@ def check_hand(places: Sequence[Sequence[Shard]], named: Sequence[Sequence[str]]
             )
 
 
-def unpacked(text: str) -> Places:
-    """Inverse of `packed`.
+def unpack_places(text: str) -> Places:
+    """Inverse of `pack_places`.
 
     Raises:
-        InconsistentArenas: `packed` does not return such a text.
+        InconsistentArenas: `pack_places` does not return such a text.
     """
     try:
         tables, ranks = json.loads(text)
@@ -235,7 +237,7 @@ class Former:
     @classmethod
     def of(cls, history: History, recovery: RecoveryPlan) -> Former:
         """The ranks of a history that `check` let pass."""
-        return cls(history, recovery, unpacked(history.everyone))
+        return cls(history, recovery, unpack_places(history.everyone))
 
     @functools.cached_property
     def layout(self) -> relayout.Layout:

@@ -158,7 +158,7 @@ def survey(
         The same on all ranks.
     """
     tables, replicated = training.tables, training.replicated
-    _, dense = replicated.kept
+    kept, dense = replicated.kept
     share = Share.of(world.placement, session.rank)
     parity = 0
     if world.placement is not None:
@@ -193,7 +193,7 @@ def survey(
         hosts=session.hosts,
         code=(request.code.n, request.code.k),
         tables=rows,
-        replicated={name: _described(tensor) for name, tensor in replicated.kept[0].items()},
+        replicated={name: _described(tensor) for name, tensor in kept.items()},
         optimizers=[f"{type(one).__name__} of {_count(one, tables)}" for one in dense],
         generators=["torch", "numpy", "python", *(["cuda"] if torch.cuda.is_initialized() else [])],
         state=[
