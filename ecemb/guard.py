@@ -61,7 +61,7 @@ class Guard:
 
     def _begin(self, session: Session, opened: Opened) -> None:
         request = opened.request
-        self._session, self._whereabouts = session, session.whereabouts
+        self._session, self._activity = session, session.activity
         self._memory = opened.memory
         self._transport = opened.transport
         self._tables = opened.tables
@@ -75,7 +75,7 @@ class Guard:
             request.window,
             overlap=request.overlap,
             compare_every=request.compare_every,
-            whereabouts=session.whereabouts,
+            activity=session.activity,
             images=opened.tables.images or None,
             background=opened.background,
         )
@@ -142,7 +142,7 @@ class Guard:
             yield step
             self._tables.check()
             aborted = self._transactions.commit()
-            self._steps = self._whereabouts.steps = self._steps + 1
+            self._steps = self._activity.steps = self._steps + 1
             if aborted:
                 self._undone(step, aborted)
             self._notice.obey()
@@ -478,7 +478,7 @@ class Guard:
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._cause = cause_of(error)
-        self._whereabouts.failure = own_failure(error)
+        self._activity.failure = own_failure(error)
         if self._optimizers.refusal:  # a restart would go on without these gradients, and not see them
             with suppress(RuntimeError):  # no store is left
                 self._session.job_flags.set("refused", self._optimizers.refusal)
@@ -644,7 +644,7 @@ class Remaining:
         # session holds connections.
         self._job, self._hosts, self._directory = session.job, session.hosts, session.directory
         self._arena, self._pid = arena, os.getpid()
-        self._whereabouts = session.whereabouts
+        self._activity = session.activity
         self._unsaid = threading.Lock()  # taken by the thread that says it
         if session.rank == 0:
             atexit.register(self._say)
@@ -657,7 +657,7 @@ class Remaining:
 
     def _say(self) -> None:
         self._say_once(
-            is_failed=isinstance(last_exception(), Exception) or self._whereabouts.failure is not None
+            is_failed=isinstance(last_exception(), Exception) or self._activity.failure is not None
         )
 
     def _say_of_a_failed_process(self) -> None:

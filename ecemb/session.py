@@ -25,7 +25,7 @@ from .memory.private_files import check_name
 from .memory.scan import Directory
 from .net import rendezvous
 from .net.assignment import Roster
-from .net.error_file import Whereabouts
+from .net.error_file import Activity
 from .net.watch import FailureDetector
 from .net.wording import counted, listed
 
@@ -67,7 +67,7 @@ class Session:
         timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
         patience_s: deadline of collectives: a peer that is not silent is only slow.
         watch: watches the other ranks; None if there are none.
-        whereabouts: where this process is in the training.
+        activity: what this process does now.
         joined_s: how long the call that joined took, in seconds.
         protected: whether a guard has been made.
         check: set if the script is only checked, and ends where it calls `protect`.
@@ -85,7 +85,7 @@ class Session:
     timeout_s: float
     patience_s: float
     watch: FailureDetector | None
-    whereabouts: Whereabouts
+    activity: Activity
     held: tuple[Arena, ...] = ()
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     joined_s: float = 0.0
@@ -161,7 +161,7 @@ def init_process_group(
     timeout_s = timeout.total_seconds()
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
-    whereabouts = rendezvous.prepare()
+    activity = rendezvous.prepare()
     if _check is not None:
         check_name("job", job)
         job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
@@ -172,7 +172,7 @@ def init_process_group(
     found = directory.scan(timeout_s=timeout_s / 2)
     job_flags = dist.PrefixStore(f"ecemb/{job}", store)
     workers = rendezvous.assemble(
-        job_flags, directory, found, index, world_size, timeout_s, deadline, whereabouts
+        job_flags, directory, found, index, world_size, timeout_s, deadline, activity
     )
     patience_s = max(timeout_s, _PATIENCE_S)
     group_store = dist.PrefixStore(f"ecemb/{job}/{workers.roster.prefix}", store)
@@ -190,7 +190,7 @@ def init_process_group(
         timeout_s=timeout_s,
         patience_s=patience_s,
         watch=workers.watch,
-        whereabouts=whereabouts,
+        activity=activity,
         held=held,
         holders=workers.holders,
         joined_s=time.monotonic() - began,

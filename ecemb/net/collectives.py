@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..errors import EcembError, NotEnoughSpace, PeerFailure
 from ..kernels.contract import Words
 from ..kernels.threads import to_the_end
-from .error_file import Whereabouts, follows, lost_peer
+from .error_file import Activity, follows, lost_peer
 from .mesh import Channels, Mesh, Notes
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -51,7 +51,7 @@ class Waits:
         self._group = group
         self._timeout_s = timeout_s
         self._deadline = datetime.timedelta(seconds=timeout_s)
-        self.whereabouts = Whereabouts()
+        self.activity = Activity()
 
     def close(self) -> None:
         """Ends the group. All ranks, each for itself."""
@@ -77,7 +77,7 @@ class Waits:
             return
         began = time.monotonic()
         try:
-            with self.whereabouts.waiting():
+            with self.activity.waiting():
                 work.wait(self._deadline)  # with it NCCL's wait blocks the host
             if not work.is_completed():
                 raise RuntimeError("the wait has ended before it")

@@ -1,6 +1,6 @@
 """What others read of this process: where it is and how long it waits there, and torchrun's error file.
 
-`Whereabouts` is the place of this process: its call, its step, and the time that it has waited there for
+`Activity` is what this process does: its call, its step, and the time that it has waited there for
 other ranks. The main thread writes it, and the failure detector's thread reads it.
 
 Owns the error file that TORCHELASTIC_ERROR_FILE names, in the form of torch.distributed.elastic's `record`,
@@ -48,8 +48,8 @@ class Failure:
     at: float
 
 
-class Whereabouts:
-    """The place of this process's main thread.
+class Activity:
+    """What this process's main thread does.
 
     Attributes:
         failure: the error that ended a step here, if it began on this rank.
@@ -80,7 +80,7 @@ class _Waiting:
 
     __slots__ = ("_counts", "_where")
 
-    def __init__(self, where: Whereabouts) -> None:
+    def __init__(self, where: Activity) -> None:
         self._where = where
         self._counts = False
 
@@ -99,12 +99,12 @@ def placed(call: _C) -> _C:
 
     @functools.wraps(call)
     def within(self: Any, *arguments: Any, **named: Any) -> Any:
-        before = self._whereabouts.place
-        self._whereabouts.place = f"in guard.{call.__name__}(), before step {self.next_step}"
+        before = self._activity.place
+        self._activity.place = f"in guard.{call.__name__}(), before step {self.next_step}"
         try:
             return call(self, *arguments, **named)
         finally:
-            self._whereabouts.place = before
+            self._activity.place = before
 
     return cast("_C", within)
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from ..errors import PeerFailure
 from ..kernels.contract import Words
 from ..kernels.llvm import assembled
-from .error_file import Whereabouts, lost_peer
+from .error_file import Activity, lost_peer
 from .links import Link, kept_by
 
 Array = NDArray[Any]
@@ -62,12 +62,12 @@ class Mesh:
         rank: this rank.
         world_size: number of ranks.
         timeout_s: deadline of a wait.
-        whereabouts: says that the main thread waits.
+        activity: says that the main thread waits.
 
     Attributes:
         timeout_s: deadline of a wait.
         world_size: number of ranks.
-        whereabouts: says that the main thread waits.
+        activity: says that the main thread waits.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Mesh:
         rank: int,
         world_size: int,
         timeout_s: float,
-        whereabouts: Whereabouts | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.world_size, self.timeout_s, self._rank = world_size, timeout_s, rank
-        self.whereabouts = whereabouts or Whereabouts()
+        self.activity = activity or Activity()
         self._sockets = {link.peer: link.release() for link in links}
         self._end = kept_by(self, list(self._sockets.values()))
 
@@ -171,7 +171,7 @@ class Channels:
             PeerFailure: a rank has ended, or nothing came or went before the deadline.
             BaseException: that of a signal handler; the next call goes on.
         """
-        with self._mesh.whereabouts.waiting():
+        with self._mesh.activity.waiting():
             began = last = time.monotonic()
             wait_s, left = self._mesh.timeout_s, list[int]()
             while True:
@@ -284,7 +284,7 @@ class _Line:
             try:
                 with self._changed:
                     while tag not in self._notes and self._reader not in (None, me):
-                        with self._mesh.whereabouts.waiting():
+                        with self._mesh.activity.waiting():
                             self._changed.wait()
                     if tag in self._notes:
                         return self._notes[tag]

@@ -32,7 +32,7 @@ from ..memory.arena import Arena
 from ..memory.scan import Directory, Found
 from ..state.ddp_buckets import note_made
 from .assignment import Assignment, Report, Roster, Worker, assign
-from .error_file import Whereabouts
+from .error_file import Activity
 from .links import Listener, Peer, connect, neighbours, own_addresses
 from .roster import agree
 from .watch import FailureDetector
@@ -102,7 +102,7 @@ def environment() -> tuple[int, int]:
         ) from None
 
 
-def prepare() -> Whereabouts:
+def prepare() -> Activity:
     """Prepares this process for the end of its agent, and for its own; before any group is made.
 
     Returns:
@@ -113,9 +113,9 @@ def prepare() -> Whereabouts:
     """
     _die_with_agent()
     hook.prepare()
-    hook.watch, hook.whereabouts = None, Whereabouts()
+    hook.watch, hook.activity = None, Activity()
     note_made()
-    return hook.whereabouts
+    return hook.activity
 
 
 def assemble(
@@ -126,7 +126,7 @@ def assemble(
     world_size: int,
     timeout_s: float,
     deadline: float,
-    whereabouts: Whereabouts,
+    activity: Activity,
 ) -> Workers:
     """Agrees on the roster, gives out ranks, and begins to watch the other workers. All ranks.
 
@@ -138,7 +138,7 @@ def assemble(
         world_size: number of workers.
         timeout_s: how long a peer may be silent.
         deadline: of the whole, on the monotonic clock.
-        whereabouts: where this process is in the training.
+        activity: what this process does now.
 
     Raises:
         ArenaBusy: a living process holds an arena of this job.
@@ -152,7 +152,7 @@ def assemble(
         reports = [_report(directory, one) for one in found]
         roster = agree(job_flags, worker, reports, index, world_size, deadline)
         assignments = assign(roster.workers, roster.reports, roster.opened)
-        hook.watch = watch = _watch(listener, roster, assignments, index, timeout_s, deadline, whereabouts)
+        hook.watch = watch = _watch(listener, roster, assignments, index, timeout_s, deadline, activity)
     return Workers(index, roster, assignments, watch)
 
 
@@ -212,7 +212,7 @@ def _watch(
     index: int,
     timeout_s: float,
     deadline: float,
-    whereabouts: Whereabouts,
+    activity: Activity,
 ) -> FailureDetector | None:
     """Links this worker with its neighbours, and begins to watch them."""
     peers = [
@@ -222,7 +222,7 @@ def _watch(
     near = {one: peers[one] for one in neighbours(index, len(peers))}
     links = connect(listener, index, len(peers), near, bytes.fromhex(roster.secret), deadline)
     names = [peer.name for peer in peers]
-    return FailureDetector(links, index, names, timeout_s, whereabouts=whereabouts) if links else None
+    return FailureDetector(links, index, names, timeout_s, activity=activity) if links else None
 
 
 def _destroy_groups() -> None:

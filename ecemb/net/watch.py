@@ -42,7 +42,7 @@ from typing import Any, Final
 from ..kernels.llvm import assembled
 from ..kernels.threads import without_signals
 from . import error_file
-from .error_file import Failure, Whereabouts
+from .error_file import Activity, Failure
 from .links import Link, drop, neighbours, pair
 from .wording import listed
 
@@ -108,7 +108,7 @@ class FailureDetector:
         names: of all workers, by index, for messages.
         timeout_s: a longer silence is a death.
         end: called in the detector's thread with the verdict, in place of `end_process`.
-        whereabouts: this worker's place, for the ranks that wait for it.
+        activity: this worker's place, for the ranks that wait for it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class FailureDetector:
         names: Sequence[str],
         timeout_s: float,
         end: Callable[[str], None] | None = None,
-        whereabouts: Whereabouts | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._links = {link.fileno(): link for link in links}
         self._silence_s = {link.peer: 0.0 for link in links}
@@ -131,7 +131,7 @@ class FailureDetector:
         self._pid = os.getpid()
         self._wake, self._alarm = pair()
         self._poll = select.poll()
-        self._whereabouts = whereabouts or Whereabouts()
+        self._activity = activity or Activity()
         self._answers: dict[int, tuple[str, bool]] = {}  # of neighbours: their places, and whether they wait
         self._asked_at: float | None = None
         self._asked = ""  # this worker's place at that time
@@ -184,7 +184,7 @@ class FailureDetector:
                     end_process(
                         self._verdict(self._death),
                         briefly=self._another_rank_reports(self._death),
-                        own=self._whereabouts.failure,
+                        own=self._activity.failure,
                     )
                 else:
                     self._end(self._verdict(self._death))
@@ -263,7 +263,7 @@ class FailureDetector:
         Questions and answers are sent beside the beats. A beat could come between two parts of a message only
         on a full connection: to a neighbour that hasn't read for hours.
         """
-        place, waited_s = self._whereabouts.place, self._whereabouts.waited_s
+        place, waited_s = self._activity.place, self._activity.waited_s
         if waited_s < WAIT_S:
             self._asked_at = None
         elif self._asked_at is None and place != self._asked:
@@ -277,8 +277,8 @@ class FailureDetector:
             self._say_where_others_are(place, waited_s)
 
     def _answer(self, link: Link) -> None:
-        text = self._whereabouts.place.encode()[:_MOST_BYTES]
-        link.send(_MESSAGE.pack(_HERE, self._whereabouts.waited_s > 0, len(text), self._index, 0) + text)
+        text = self._activity.place.encode()[:_MOST_BYTES]
+        link.send(_MESSAGE.pack(_HERE, self._activity.waited_s > 0, len(text), self._index, 0) + text)
 
     def _say_where_others_are(self, place: str, waited_s: float) -> None:
         """Names the neighbours at other places, unless a lower rank that waits as well will name them."""

@@ -36,7 +36,7 @@ from types import FrameType, TracebackType
 
 from ..errors import PeerFailure
 from . import error_file
-from .error_file import Whereabouts, cause_of, follows, is_lost_connection
+from .error_file import Activity, cause_of, follows, is_lost_connection
 from .watch import REPORT_S, FailureDetector, claim_last_line, report_within, say_last_words
 from .wording import short
 
@@ -53,12 +53,12 @@ class ExceptHook:
 
     Attributes:
         watch: the failure detector, once it exists.
-        whereabouts: show whether a step has ended since the start.
+        activity: show whether a step has ended since the start.
     """
 
     def __init__(self) -> None:
         self.watch: FailureDetector | None = None
-        self.whereabouts = Whereabouts()
+        self.activity = Activity()
         self._first = self._before = sys.__excepthook__
         self._pid: int | None = (
             None  # of the process that has prepared it: not of one that it was forked from
@@ -96,7 +96,7 @@ class ExceptHook:
         if cause is None and news is not None:
             cause = cause_of(follows(error))
         name = "" if cause == "" or isinstance(error, PeerFailure) else kind.__name__
-        name = "" if self.whereabouts.steps else cause or name
+        name = "" if self.activity.steps else cause or name
         again = error_file.repeats(name) if name else 0
         self._leave_file(error, trace, name, again, news)
         try:

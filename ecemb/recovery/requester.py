@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import PeerFailure, UndeclaredWrite
 from ..kernels.contract import Ids, Words
 from ..memory.rank_memory import RankMemory
-from ..net.error_file import Whereabouts, follows
+from ..net.error_file import Activity, follows
 from ..net.mesh import Mesh
 from .background import Background, partners
 from .missing import CHUNK_WORDS, Chunk, Missing
@@ -120,17 +120,15 @@ class Requester(Background):
         memory: this rank's, in state REBUILDING; a thread of this object writes its rows and parity.
         requests: connections with the holders.
         plan: the same on all ranks.
-        whereabouts: says that the thread that trains waits.
+        activity: says that the thread that trains waits.
     """
 
-    def __init__(
-        self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan, whereabouts: Whereabouts
-    ) -> None:
+    def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan, activity: Activity) -> None:
         thread = threading.Thread(target=self._run, name="ecemb-requester", daemon=True)
         super().__init__(requests, [thread])
         if os.environ.get(POISON):
             _poison(memory)
-        self._memory, self._whereabouts = memory, whereabouts
+        self._memory, self._activity = memory, activity
         self._missing = Missing(memory)
         self._began_s, self._ended_s, self._stored_bytes = time.monotonic(), 0.0, 0
         self._waited_s, self._waited_by_table_s = 0.0, defaultdict[str, float](float)
@@ -244,7 +242,7 @@ class Requester(Background):
     def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> float:
         """Waits until `is_met`; returns for how long, in seconds."""
         began_s, left = time.monotonic(), self._missing.bytes_left
-        with self._changed, self._whereabouts.waiting():
+        with self._changed, self._activity.waiting():
             while not is_met():
                 if self._has_ended:
                     raise self._error or PeerFailure(

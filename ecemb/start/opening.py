@@ -104,7 +104,7 @@ def open_memory(session: Session, asked: Callable[[], Request]) -> Opened:
         EcembError: any of the tree; on all ranks if on one.
         Surveyed: the script is only checked; nothing was written.
     """
-    session.whereabouts.place = "in ecemb.protect()"
+    session.activity.place = "in ecemb.protect()"
     before_s = _before(session)
     with ExitStack() as if_it_fails, _naming_the_removal(session):
         opened = _open(_agree(session, asked, if_it_fails), before_s)
@@ -278,7 +278,7 @@ def _recover(
             with start.watch.phase("connect"):
                 partners = requests(start.session, transport, plan)
                 if memory.rank in plan.lost:
-                    background = Requester(memory, partners, plan, start.session.whereabouts)
+                    background = Requester(memory, partners, plan, start.session.activity)
                 else:
                     background = Server(memory, partners, plan)
                 background.start()
@@ -472,7 +472,7 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
             dist.Backend.register_backend(backend, _on_training_devices, devices=["cpu"])
     group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
     transport = Transport(group, session.patience_s)
-    transport.whereabouts = session.whereabouts
+    transport.activity = session.activity
     if notes:
         near = neighbours(session.rank, session.world_size)
         transport.notes = Notes(_mesh(session, transport, near, b"notes"))
@@ -501,7 +501,7 @@ def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: 
         secret = bytes.fromhex(session.roster.secret) + purpose
         deadline = time.monotonic() + session.patience_s  # a busy rank is waited for
         links = connect(listener, session.rank, session.world_size, peers, secret, deadline)
-    return Mesh(links, session.rank, session.world_size, session.patience_s, session.whereabouts)
+    return Mesh(links, session.rank, session.world_size, session.patience_s, session.activity)
 
 
 def training_devices() -> Sequence[Any]:

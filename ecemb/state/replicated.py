@@ -414,12 +414,12 @@ def _check_optimizers_fit(
                         f"group {group} of optimizer {number} of those with dense parameters (a "
                         f"{_kind(optimizer)}) has {one or _NONE} where {then or _NONE} was when the job was "
                         f"started, so it would get the state of another "
-                        f"parameter{_whereabouts(then, names)}: give optimizers and parameters in the "
+                        f"parameter{_moved_to(then, names)}: give optimizers and parameters in the "
                         f"original order, or use another job="
                     )
 
 
-def _whereabouts(name: str | None, names: Sequence[list[list[str | None]]]) -> str:
+def _moved_to(name: str | None, names: Sequence[list[list[str | None]]]) -> str:
     found = [number for number, groups in enumerate(names) if any(name in group for group in groups)]
     return f" (optimizer {found[0]} now has {name})" if name is not None and found else ""
 

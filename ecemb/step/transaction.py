@@ -63,7 +63,7 @@ from ..memory.private_files import lost_name
 from ..memory.rank_memory import RankMemory
 from ..net import error_file
 from ..net.collectives import Transport
-from ..net.error_file import Whereabouts, cause_of
+from ..net.error_file import Activity, cause_of
 from ..net.watch import EXIT_UNDECIDED, FailureDetector, say_last_words
 from ..net.wording import short
 from ..recovery.background import Background
@@ -95,7 +95,7 @@ class Transactions:
         window: Steps of a transaction, or the object that chooses their number.
         overlap: Whether to exchange, prepare and apply beside the next step's body.
         compare_every: Commits between two comparisons of replicated state among the ranks.
-        whereabouts: Updated at the begin and the end of each step.
+        activity: Updated at the begin and the end of each step.
         images: Of tables that are apart from the arena; None if there are none.
         background: The rebuild beside training, until no rank lacks anything.
     """
@@ -110,7 +110,7 @@ class Transactions:
         *,
         overlap: bool = False,
         compare_every: int = COMPARE_EVERY,
-        whereabouts: Whereabouts | None = None,
+        activity: Activity | None = None,
         images: Images | None = None,
         background: Background | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Transactions:
         self._replicated = replicated
         self._rank_state = rank_state
         self._window = window or Window(1)
-        self._whereabouts = whereabouts or Whereabouts()
+        self._activity = activity or Activity()
         self.in_flight: int | None = None
         self.aborting: bool = False
         self._steps = 0  # steps of the transaction that have ended
@@ -176,7 +176,7 @@ class Transactions:
             raise UsageError(f"step {self.in_flight - 1} is open: commit or undo it first")
         self._window.begin()
         self.in_flight = transaction = self.next_step + 1
-        self._whereabouts.place = f"in the body of step {transaction - 1}"
+        self._activity.place = f"in the body of step {transaction - 1}"
         if self._steps > 0:
             self._memory.journal.extend(transaction)
         else:
@@ -229,7 +229,7 @@ class Transactions:
             NotEnoughSpace: A journal can't grow. Undone here.
         """
         transaction, began = self._open(), time.perf_counter()
-        self._whereabouts.place = f"at the end of step {transaction - 1}"
+        self._activity.place = f"at the end of step {transaction - 1}"
         whole = self._steps + 1 >= self._window.size
         if whole or self._pending is None or self._pending.done():
             self.settle()
@@ -239,7 +239,7 @@ class Transactions:
         else:
             self._steps += 1
         self.in_flight = None
-        self._whereabouts.place = f"before step {transaction}"
+        self._activity.place = f"before step {transaction}"
         return aborted
 
     def drain(self) -> None:
@@ -274,7 +274,7 @@ class Transactions:
         """
         if self._pending is not None:
             self._pace.hurry()
-            with self.phase("wait"), self._whereabouts.waiting():
+            with self.phase("wait"), self._activity.waiting():
                 self._pending.result()
             self._pending = None
 

@@ -27,7 +27,7 @@ RANKS = 3
 def await_all(folder: Path, how: str, rank: int) -> None:
     """Beside the training: once all ranks wait where they hang, waits soon count as long."""
     one, place = {"save": (0, "in guard.save()"), "short": (1, "in guard.close()")}[how]
-    expected, where = place if rank == one else "at the end of step 2", worker_exit.hook.whereabouts
+    expected, where = place if rank == one else "at the end of step 2", worker_exit.hook.activity
     while not (where.place.startswith(expected) and where.waited_s > 0):
         time.sleep(0.01)
     (folder / f"there.{rank}").touch()

@@ -169,7 +169,7 @@ def main(index: int, size: int, timeout_s: float) -> None:
     package.__path__ = [str(ROOT / "ecemb")]
     sys.modules["ecemb"] = package
     from ecemb.net import watch as watch_module
-    from ecemb.net.error_file import Failure, Whereabouts
+    from ecemb.net.error_file import Activity, Failure
     from ecemb.net.links import Listener, Peer, connect, neighbours
     from ecemb.net.watch import FailureDetector
 
@@ -181,9 +181,9 @@ def main(index: int, size: int, timeout_s: float) -> None:
         peers = [Peer(f"rank {i} (host h{i})", ("127.0.0.1",), port) for i, port in enumerate(ports)]
         near = {peer: peers[peer] for peer in neighbours(index, size)}
         links = connect(listener, index, size, near, b"secret", time.monotonic() + DEADLINE_S)
-    where = Whereabouts()
+    where = Activity()
     names = [peer.name for peer in peers]
-    watch = FailureDetector(links, index, names, timeout_s, whereabouts=where)
+    watch = FailureDetector(links, index, names, timeout_s, activity=where)
 
     def exit_in_a_step(code: int) -> None:
         where.failure = Failure(f"SystemExit: {code}", "the stack", code, 7.0)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness.ports import ReservedPort
-from ecemb.net.error_file import Whereabouts
+from ecemb.net.error_file import Activity
 from support.fork_server import fork_server
 
 DEADLINE_S = 300.0
@@ -172,5 +172,5 @@ def session_of() -> Any:
         roster=SimpleNamespace(secret="5e"),
         timeout_s=DEADLINE_S,
         patience_s=60.0,
-        whereabouts=Whereabouts(),
+        activity=Activity(),
     )

@@ -48,7 +48,7 @@ class Attempts:
         with self.patch.context() as during:
             during.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
             hook.prepare()
-            hook.watch, hook.whereabouts.steps = watch, steps
+            hook.watch, hook.activity.steps = watch, steps
             hook(type(error), error, None)
         return json.loads(path.read_text())["message"] if path.exists() else {}
 

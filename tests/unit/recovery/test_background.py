@@ -28,7 +28,7 @@ from ecemb.memory.arena import Backing, promised
 from ecemb.memory.header import Word
 from ecemb.memory.rank_memory import RankMemory
 from ecemb.memory.scan import Directory
-from ecemb.net.error_file import Whereabouts
+from ecemb.net.error_file import Activity
 from ecemb.recovery import missing
 from ecemb.recovery import requester as requester_module
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
@@ -88,7 +88,7 @@ class Worker:
         if self.number in lost:
             requests.timeout_s = timeout_s
             _lose(self.memory)
-            self.requester = Requester(self.memory, requests, self.plan, Whereabouts())
+            self.requester = Requester(self.memory, requests, self.plan, Activity())
             self.requester.start()
         else:
             self.server = Server(self.memory, requests, self.plan)

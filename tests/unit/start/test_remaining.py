@@ -13,7 +13,7 @@ import pytest
 
 from ecemb.guard import Remaining
 from ecemb.net import watch
-from ecemb.net.error_file import Failure, Whereabouts
+from ecemb.net.error_file import Activity, Failure
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def remaining(rank: int, **arena: Any) -> Remaining:
-    session = mock.Mock(rank=rank, job="a", world_size=8, hosts=("h", "i") * 4, whereabouts=Whereabouts())
+    session = mock.Mock(rank=rank, job="a", world_size=8, hosts=("h", "i") * 4, activity=Activity())
     session.directory = mock.Mock(arena_dir="/arenas", removal="rm")
     return Remaining(session, mock.Mock(**{"get.return_value": 7, "is_named.return_value": True, **arena}))
 
@@ -87,7 +87,7 @@ def test_after_a_failed_step_and_at_a_hard_exit_the_last_attempt_alone_says_it(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     left = remaining(0)
-    left._whereabouts.failure = Failure("SystemExit: 0", "", 0, 0.0)  # no hook sees it
+    left._activity.failure = Failure("SystemExit: 0", "", 0, 0.0)  # no hook sees it
     registered[0]()
     assert len(caplog.records) == (restarts == 0)
     remaining(0)
