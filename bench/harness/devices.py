@@ -46,7 +46,7 @@ def begin(device: str, rank: int = 0) -> str | None:
     if device == APART:
         from ecemb.engines import fbgemm, sparse
 
-        sparse.is_apart = fbgemm.is_apart = lambda tensor: True
+        sparse.is_off_arena = fbgemm.is_off_arena = lambda tensor: True
         return "cpu"
     import torch
 

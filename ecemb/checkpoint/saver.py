@@ -79,7 +79,7 @@ class Saver:
         self._another = another
         self._listen = listen
         self._following: list[tuple[DifferentialWriter, Callable[[], None]]] = []
-        self._aside: Transport | None = None
+        self._background_transport: Transport | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stores: dict[str, CheckpointWriter] = {}
@@ -128,10 +128,10 @@ class Saver:
             with self._discarding(writer, token):
                 shared(self._transport, "copying all tables", lambda: _copy_(pieces))
         if asynchronous:
-            if self._aside is None:
-                self._aside = self._another()
+            if self._background_transport is None:
+                self._background_transport = self._another()
                 atexit.register(self._wait)
-            arguments = (self._aside, writer, token, facts, pieces, keep)
+            arguments = (self._background_transport, writer, token, facts, pieces, keep)
             self._thread = threading.Thread(
                 target=self._behind, args=arguments, name="ecemb-save", daemon=True
             )
@@ -163,9 +163,9 @@ class Saver:
 
     def close(self) -> None:
         """Ends the background's control group and all listeners, after all ranks have drained."""
-        if self._aside is not None:
-            self._aside.close()
-            self._aside = None
+        if self._background_transport is not None:
+            self._background_transport.close()
+            self._background_transport = None
             atexit.unregister(self._wait)
         for store, end in self._following:
             end()

@@ -212,7 +212,7 @@ class Remaps:
         self.tables: list[RemapTable] = [table for remap in self._remaps for table in remap.tables]
         self.parameters: list[nn.Parameter] = [one for remap in self._remaps for one in remap.parameters]
         self.stepped: dict[str, nn.Parameter] = {}
-        self.aside: list[nn.Module] = list(self._collections.values())
+        self.left_out: list[nn.Module] = list(self._collections.values())
         self.averaged: list[Any] = []
         self._handles: list[Any] = []
         self._touched: set[int] = set()
@@ -223,7 +223,7 @@ class Remaps:
         return self._remaps[number].tensors(table)
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves buffers into the arena, with all of this process's views of them, unless they stay apart."""
+        """Moves buffers into the arena, and all views of them here, unless they stay outside."""
         moves: list[Move] = []
         for number, remap in enumerate(self._remaps):
             of_map = [table for (its, _), table in zip(self._of, stored, strict=True) if its == number]
@@ -369,7 +369,7 @@ class HashedRemap:
             columns.append(Column(name.lstrip("_"), dtype, tensor.shape[1] * _SIZES[tensor.dtype]))
         name = f"{path}.map"
         layout = TableLayout(name, len(own(module, _PARTS[0])), tuple(columns))
-        self.tables: list[RemapTable] = [RemapTable(name, layout, is_apart=True)]
+        self.tables: list[RemapTable] = [RemapTable(name, layout, is_off_arena=True)]
         held = [getattr(module, name) for name in self._names]
         self.parameters: list[nn.Parameter] = [one for one in held if isinstance(one, nn.Parameter)]
         self.spans: list[torch.Tensor] = []
@@ -381,7 +381,7 @@ class HashedRemap:
         return {name.lstrip("_"): getattr(self.module, name).detach() for name in self._names}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Keeps the tensors where they are; the image is the business of all tables that stay apart."""
+        """Keeps the tensors where they are; the image is the business of all tables outside the arena."""
         self._places = Places()
         for name in self._names:
             self._places.keep(f"{name} of {self.path}", getattr(self.module, name))
@@ -453,12 +453,12 @@ class RemapTable:
     Attributes:
         name: path of the module in the model, with "map" or "history".
         layout: an entry for a record.
-        is_apart: whether its tensors stay where they are, and the arena holds an image of them.
+        is_off_arena: whether its tensors stay where they are, and the arena holds an image of them.
     """
 
     name: str
     layout: TableLayout
-    is_apart: bool = False
+    is_off_arena: bool = False
 
     @property
     def announces_lookups(self) -> bool:
@@ -486,7 +486,7 @@ class Map(Protocol):
         path: of the module in the model.
         tables: of its entries.
         parameters: of the model that are its buffers.
-        spans: the tensors under its buffers, in the arena or apart.
+        spans: the tensors under its buffers, in the arena or outside it.
     """
 
     path: str
@@ -499,7 +499,7 @@ class Map(Protocol):
         ...
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena, unless they stay apart; returns the storages that they left."""
+        """Moves the buffers into the arena, unless they stay outside; returns the storages that they left."""
         ...
 
     def check_views(self) -> None:

@@ -2,7 +2,7 @@
 
 An engine links one kind of tables to the arena. In the order of its calls: its constructor finds the tables
 and refuses those whose rows may change undeclared; `place` moves them into the arena, except tables that stay
-where they are, of which the arena holds images (`host_mirror`); from `watch` on, the engine reports through
+where they are, of which the arena holds images (`device_image`); from `watch` on, the engine reports through
 `Hooks` which rows are about to change and, while rows are on their way to a replacement rank, which are about
 to be read; `check` is called at the begin and the end of every step; `unwatch` ends the reports. A
 `LiveTable`, which only listens, leaves out `place` and `check`.
@@ -48,7 +48,7 @@ def all_rows(layout: TableLayout) -> Iterator[Ids]:
 
 
 def _no_marks(index: int, rows: torch.Tensor) -> None:
-    raise AssertionError(f"table {index} is apart, and nothing marks its rows: hooks need `mark`")
+    raise AssertionError(f"table {index} is outside the arena, and nothing marks its rows: hooks need `mark`")
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ class Hooks:
     Attributes:
         capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
             change. The first table of a group reports the rows of the group, as `rows.joined` says.
-        mark: called instead by tables that are apart, which needn't wait for their device: the rows are a
+        mark: called instead by tables outside the arena, which needn't wait for their device: the rows are a
             tensor there, int64 [m], numbered from this table on through the next ones of its group.
         is_open: whether a step is open.
         on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
@@ -132,8 +132,8 @@ class EngineTable(Protocol):
         ...
 
     @property
-    def is_apart(self) -> bool:
-        """Whether its tensors stay where they are, and the arena holds an image of them (`host_mirror`)."""
+    def is_off_arena(self) -> bool:
+        """Whether its tensors stay where they are, and the arena holds an image of them (`device_image`)."""
         ...
 
     @property
@@ -187,7 +187,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def aside(self) -> Sequence[nn.Module]:
+    def left_out(self) -> Sequence[nn.Module]:
         """Modules whose buffers belong to the engine, and not to replicated state."""
         ...
 

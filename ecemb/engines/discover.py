@@ -26,7 +26,7 @@ from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
 from .contract import Engine, EngineTable, Hooks, Ids, all_rows
-from .host_mirror import Image, Images, Putter
+from .device_image import Image, Images, Uploader
 from .internals import Before
 from .sparse import SparseTables, announced, check_memory
 
@@ -118,7 +118,7 @@ def find(
     seen = announced(model, modules)
     for table in sparse.tables:
         # Rows that arrive later would reach the image of a table, and not the table.
-        table.announces_lookups = table.name in seen and not table.is_apart
+        table.announces_lookups = table.name in seen and not table.is_off_arena
     engines: list[Engine] = [sparse]
     check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:
@@ -195,9 +195,9 @@ class Tables:
         return sum(layout.rows * column.row_bytes for layout in layouts for column in layout.columns)
 
     @property
-    def aside(self) -> list[nn.Module]:
+    def left_out(self) -> list[nn.Module]:
         """Modules whose buffers are not part of replicated state."""
-        return [module for engine in self._engines for module in engine.aside]
+        return [module for engine in self._engines for module in engine.left_out]
 
     @property
     def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
@@ -217,15 +217,15 @@ class Tables:
         for engine in self._engines:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
             at += len(engine.tables)
-        apart = [i for i, table in enumerate(self.tables) if table.is_apart]
+        apart = [i for i, table in enumerate(self.tables) if table.is_off_arena]
         self.images = Images({i: Image(stored[i], list(self.tensors(i).values())) for i in apart})
         if fresh:
             for image in self.images.all().values():
                 image.fill()
 
-    def putter(self, space: RowSpace) -> Putter:
+    def uploader(self, space: RowSpace) -> Uploader:
         """Returns a writer from images to tables while rows are recovered; call `mark_clean` after it."""
-        return Putter(self.images.all(), space)
+        return Uploader(self.images.all(), space)
 
     def put(self) -> None:
         """Overwrites tables outside of the arena with their images, all rows, and marks them clean."""
@@ -342,7 +342,7 @@ class Tables:
         self._tell(base + index, ids)
 
     def _told_there(self, base: int, index: int, rows: torch.Tensor) -> None:
-        """Marks rows of an engine's table that is apart, before they change."""
+        """Marks rows of an engine's table outside the arena, before they change."""
         if self._hooks is not None:
             self.images.mark(base + index, rows)
         if self._listeners:

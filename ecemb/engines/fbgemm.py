@@ -31,7 +31,7 @@ from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, Us
 from ..kernels.contract import Ids
 from ..state.optimizers import drop_options, options
 from .contract import Hooks, Move, Places
-from .host_mirror import is_apart
+from .device_image import is_off_arena
 from .internals import TESTED, held, own, version
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -54,7 +54,7 @@ class FusedTable:
         layout: of the shard.
         first_row: the whole table's row at which the shard begins.
         rows: rows of the whole table.
-        is_apart: whether it stays in a GPU's memory.
+        is_off_arena: whether it stays in a GPU's memory.
         in_groups: whether several groups of ranks have the table, each with rows of its own.
     """
 
@@ -62,13 +62,13 @@ class FusedTable:
     layout: TableLayout
     first_row: int
     rows: int
-    is_apart: bool
+    is_off_arena: bool
     in_groups: bool = False
 
     @property
     def announces_lookups(self) -> bool:
         """See `EngineTable.announces_lookups`."""
-        return not self.is_apart
+        return not self.is_off_arena
 
     @property
     def sees_all_changes(self) -> bool:
@@ -108,7 +108,7 @@ class Batch:
         where = "dev" if own(self.module, "weights_dev").numel() else "host"
         self._check_buffers(kinds, where)
         self.buffers: list[str] = [f"{kind}_{where}" for kind in kinds]
-        self._is_apart = is_apart(getattr(self.module, self.buffers[0]))
+        self._is_off_arena = is_off_arena(getattr(self.module, self.buffers[0]))
         self.tables: list[FusedTable] = [
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
@@ -185,7 +185,7 @@ class Batch:
                     f"where the tables before it end: ecemb is tested with torchrec {TESTED}; install it"
                 )
         layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
-        return FusedTable(name, layout, first_row, config.num_embeddings, self._is_apart)
+        return FusedTable(name, layout, first_row, config.num_embeddings, self._is_off_arena)
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
         """Weight and per-row state of a table of this batch, as FBGEMM shows them."""
@@ -197,14 +197,14 @@ class Batch:
         return {name: tensors[table].detach() for name, tensors in zip(names, shown, strict=True)}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena, unless they stay apart.
+        """Moves the buffers into the arena, unless they stay outside it.
 
         Returns:
             The storages that the buffers left, and the tensors in their places.
         """
         self._places = Places()
         self.spans = []
-        if self._is_apart:
+        if self._is_off_arena:
             for name in self.buffers:
                 self.spans.append(getattr(self.module, name).detach())
                 self._places.keep(f"{name} of {self.what}", getattr(self.module, name))
@@ -233,7 +233,7 @@ class Batch:
     @property
     def marks(self) -> bool:
         """Whether `marked` finds the rows of a lookup, and the host needn't see them."""
-        return self._is_apart
+        return self._is_off_arena
 
     def marked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """The rows of the batch that a call of FBGEMM's module reads; see `Features.there`."""

@@ -37,7 +37,7 @@ from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, Unsu
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
 from .contract import Hooks, Ids, Places, Tied, all_rows
-from .host_mirror import is_apart
+from .device_image import is_off_arena
 from .internals import After, Before
 
 Optimizer = torch.optim.Optimizer
@@ -87,9 +87,9 @@ class SparseTable:
         return self.optimizer is not None or not self.weight.requires_grad
 
     @property
-    def is_apart(self) -> bool:
-        """See `EngineTable.is_apart`."""
-        return is_apart(self.weight)
+    def is_off_arena(self) -> bool:
+        """See `EngineTable.is_off_arena`."""
+        return is_off_arena(self.weight)
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`."""
@@ -112,7 +112,7 @@ class SparseTable:
             fresh: the memory is to be filled with the table's values (a table on the meta device is
                 initialised by its reset_parameters()); else it holds them, and the table points to it.
         """
-        if self.is_apart:
+        if self.is_off_arena:
             self._stay()
             return
         shape, dtype = self.weight.shape, self.weight.dtype
@@ -271,7 +271,7 @@ class SparseTables:
             self.tables.append(SparseTable(name, module, owners.get(id(weight))))
         self.parameters: list[nn.Parameter] = [table.weight for table in self.tables]
         self.stepped: dict[str, nn.Parameter] = {table.name: table.weight for table in self.tables}
-        self.aside: list[nn.Module] = []
+        self.left_out: list[nn.Module] = []
         self.averaged: list[nn.parallel.DistributedDataParallel] = []
         weights = {id(weight) for weight in self.parameters}
         self._alone = [  # the optimizers without dense parameters: other ranks may not have them
@@ -422,7 +422,7 @@ class SparseTables:
             if index not in self._touched:
                 self._check(table)
             rows = table.touched()
-            if rows is not None and table.is_apart:
+            if rows is not None and table.is_off_arena:
                 self._hooks.mark(index, rows)
             elif rows is not None and len(rows):
                 self._hooks.capture(index, np.ascontiguousarray(rows.numpy()))

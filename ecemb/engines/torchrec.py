@@ -299,7 +299,7 @@ class FusedTables:
             self.tables += batch.tables
         self.parameters: list[Any] = [parameter for one in collections for parameter in one.parameters]
         self.stepped: dict[str, Any] = {}  # they change in backward()
-        self.aside: list[nn.Module] = [one.module for one in collections]
+        self.left_out: list[nn.Module] = [one.module for one in collections]
         self.averaged: list[Any] = [module for one in collections for module in one.averaged]
         self._handles: list[Any] = []
         self._touched: set[int] = set()  # numbers of batches

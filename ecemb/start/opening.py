@@ -37,8 +37,8 @@ from ..checkpoint.contents import JobIdentity
 from ..checkpoint.interface import Stored
 from ..checkpoint.saver import Saver, name_of
 from ..coding.placement import Placement
+from ..engines.device_image import Uploader
 from ..engines.discover import Tables
-from ..engines.host_mirror import Putter
 from ..errors import (
     ConfigurationError,
     EcembError,
@@ -270,9 +270,9 @@ def _recover(
     transport, tables, plan = start.transport, start.training.tables, start.world.plan
     background, in_background = Background(), start.in_background
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
-    with tables.putter(memory.space) as putter:
+    with tables.uploader(memory.space) as uploader:
         report = recover(
-            memory, transport, plan, kernels, start.watch, putter.ready, in_background=in_background
+            memory, transport, plan, kernels, start.watch, uploader.ready, in_background=in_background
         )
         if in_background:
             with start.watch.phase("connect"):
@@ -283,21 +283,21 @@ def _recover(
                     background = Server(memory, partners, plan)
                 background.start()
             with start.watch.phase("rebuild"):
-                _fetch_first(memory, tables, background, putter)
+                _fetch_first(memory, tables, background, uploader)
         with start.watch.phase("restore"):
-            transport.together("bringing images to their tables", putter.finish)
+            transport.together("bringing images to their tables", uploader.finish)
             tables.mark_clean()
     return report, background
 
 
-def _fetch_first(memory: RankMemory, tables: Tables, background: Background, putter: Putter) -> None:
+def _fetch_first(memory: RankMemory, tables: Tables, background: Background, uploader: Uploader) -> None:
     """Waits for rank state, and for tables whose lookups can't wait for single rows. This rank."""
     if not background.is_lacking:
         return
     background.ensure(len(memory.space.tables) - 1, np.arange(memory.space.named[-1].table.layout.rows))
     for index in tables.unannounced:
         background.ensure_all(index)
-        putter.ready(*memory.space.bases[index : index + 2])
+        uploader.ready(*memory.space.bases[index : index + 2])
 
 
 def _supersede(start: Start, memory: RankMemory) -> None:

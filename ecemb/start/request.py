@@ -239,7 +239,7 @@ def examine_training(request: Request) -> Training:
     averaged = found_in(request.model, tables.averaged)
     check_apart(averaged, tables.parameters)
     buckets = GradientBuckets([*averaged, *tables.averaged])
-    replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.aside)
+    replicated = ReplicatedState(request.model, optimizers, tables.parameters, tables.left_out)
     every = [*request.optimizers, *optimizers]
     named = NamedOptimizers(request.model, tables.stepped, tables.parameters, every, request.without)
 

@@ -319,9 +319,9 @@ def _buffers(module: nn.Module) -> list[torch.Tensor]:
 
 def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> Iterator[Unknown]:
     """Tensors that modules keep as plain attributes."""
-    aside = {id(one) for module in tables.aside for one in module.modules()}
+    left_out = {id(one) for module in tables.left_out for one in module.modules()}
     for path, module in model.named_modules():
-        if id(module) in aside or _of_a_library(module) or is_metric(module):
+        if id(module) in left_out or _of_a_library(module) or is_metric(module):
             continue
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and id(value) not in parameters:

@@ -50,7 +50,7 @@ class ReplicatedState:
         optimizers: those with dense parameters are saved, with options and state, except the state of
             protected parameters; so are optimizers inside them.
         protected: the protected parameters.
-        aside: modules whose buffers are not saved.
+        left_out: modules whose buffers are not saved.
 
     Raises:
         ConfigurationError: parameters or optimizer state are partitioned over ranks.
@@ -61,15 +61,15 @@ class ReplicatedState:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         protected: Iterable[nn.Parameter],
-        aside: Iterable[nn.Module] = (),
+        left_out: Iterable[nn.Module] = (),
     ) -> None:
         check_modules(model)
         self._model = model
-        self._left = list(aside)
+        self._left_out = list(left_out)
         self._protected = {id(parameter) for parameter in protected}
         self._optimizers = [one for one in with_inner(optimizers) if self._dense(one)]
         check_optimizers(self._optimizers)
-        self._at_start = {name for name, _, _ in buffers(model, self._left)}
+        self._at_start = {name for name, _, _ in buffers(model, self._left_out)}
         self._modules = {name for name, _ in model.named_modules()}
         self._fixed = self._fixed_now()
         self._slots: TensorSlots | None = None
@@ -200,7 +200,7 @@ class ReplicatedState:
     def _slots_now(self) -> TensorSlots:
         slots = self._slots
         if slots is None or not slots.refresh():
-            slots = self._slots = TensorSlots(self._model, self._protected, self._left)
+            slots = self._slots = TensorSlots(self._model, self._protected, self._left_out)
         return slots
 
     def _content(self, walk: CachedWalk) -> tuple[dict[str, Any], list[torch.Tensor], bytearray]:
@@ -264,8 +264,8 @@ class ReplicatedState:
         fixed: dict[str, object] = {
             name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
         }
-        now = [name for name, _, _ in buffers(self._model, self._left)]
-        extra = with_extra_state(self._model, self._left)
+        now = [name for name, _, _ in buffers(self._model, self._left_out)]
+        extra = with_extra_state(self._model, self._left_out)
         fixed |= {f"buffer {name}": "there" for name in now if name in self._at_start}
         above = {name.rpartition(".")[0] for name in now} - self._modules
         fixed |= {f"module {name} with buffers": "there" for name in above}

@@ -101,7 +101,7 @@ class TensorSlots:
     Args:
         model: walked once.
         protected: ids of its parameters that are left out.
-        left: modules whose buffers are left out.
+        left_out: modules whose buffers are left out.
 
     Attributes:
         tensors: the present tensors by name, each once.
@@ -115,10 +115,10 @@ class TensorSlots:
     """
 
     def __init__(
-        self, model: nn.Module, protected: Collection[int] = (), left: Sequence[nn.Module] = ()
+        self, model: nn.Module, protected: Collection[int] = (), left_out: Sequence[nn.Module] = ()
     ) -> None:
         self._model = model
-        self._left_out = protected, left
+        self._skipped = protected, left_out
         self._containers = _Containers()
         places: dict[int, list[tuple[dict[str, Any], str, int]]] = {}
         for module in model.modules():
@@ -129,7 +129,7 @@ class TensorSlots:
             self._containers.watch(children)
         self._containers.note()
         self._distinct = self._containers.count_distinct()
-        self.tensors: dict[str, torch.Tensor] = _found(model, protected, left)
+        self.tensors: dict[str, torch.Tensor] = _found(model, protected, left_out)
         self._at: dict[str, tuple[dict[str, Any], str]] = {}
         self._replaceable: dict[int, str] = {}  # of buffers, each the only place of its tensor -> their names
         for name, tensor in self.tensors.items():
@@ -142,13 +142,13 @@ class TensorSlots:
         self.buffers: dict[str, bool] = {}
         self.shared: dict[str, str] = {}
         self.empty: list[str] = []
-        for name, buffer, is_persistent in buffers(model, left):
+        for name, buffer, is_persistent in buffers(model, left_out):
             self.buffers[name] = is_persistent
             if buffer is None:
                 self.empty.append(name)
             elif first.get(id(buffer), name) != name and name not in self.tensors:
                 self.shared[name] = first[id(buffer)]
-        self.extra: dict[str, nn.Module] = with_extra_state(model, left)
+        self.extra: dict[str, nn.Module] = with_extra_state(model, left_out)
 
     def names(self) -> dict[int, str]:
         """Ids of the tensors -> their names."""
@@ -170,7 +170,7 @@ class TensorSlots:
             self._containers.note()
         if not self._has_hidden:
             return True
-        found = _found(self._model, *self._left_out)
+        found = _found(self._model, *self._skipped)
         return [*found] == [*self.tensors] and all(map(is_, found.values(), self.tensors.values()))
 
     def at(self, name: str) -> torch.Tensor | None:
@@ -407,25 +407,25 @@ class _Containers:
 
 
 def buffers(
-    model: nn.Module, left: Sequence[nn.Module] = ()
+    model: nn.Module, left_out: Sequence[nn.Module] = ()
 ) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
     """All places for buffers, also empty ones: name, content, and whether it is in the model's state_dict."""
-    aside = _all_in(left)
+    skipped = _all_in(left_out)
     for prefix, module in model.named_modules():
-        if id(module) not in aside:
+        if id(module) not in skipped:
             unsaved = getattr(module, "_non_persistent_buffers_set", ())
             for key, buffer in _dicts(module)[1].items():
                 yield f"{prefix}.{key}".removeprefix("."), buffer, key not in unsaved
 
 
-def with_extra_state(model: nn.Module, left: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
+def with_extra_state(model: nn.Module, left_out: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
     """Modules with extra state in the model's state_dict, by name."""
-    aside = _all_in(left)
+    skipped = _all_in(left_out)
     return {
         name: module
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
-        and id(module) not in aside
+        and id(module) not in skipped
         and not isinstance(module, torch.jit.ScriptModule)
     }
 
@@ -440,12 +440,12 @@ def has_room(model: nn.Module, name: str) -> bool:
 
 
 def _found(
-    model: nn.Module, protected: Collection[int], left: Sequence[nn.Module]
+    model: nn.Module, protected: Collection[int], left_out: Sequence[nn.Module]
 ) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {
         n: one for n, one in model.named_parameters() if id(one) not in protected
     }
-    others = {id(buffer) for module in left for _, buffer in nn.Module.named_buffers(module)}
+    others = {id(buffer) for module in left_out for _, buffer in nn.Module.named_buffers(module)}
     tensors.update((n, one) for n, one in model.named_buffers() if id(one) not in others)
     for name, tensor in tensors.items():
         check_whole(name, tensor)

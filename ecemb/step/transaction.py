@@ -12,16 +12,17 @@ The order is that of docs/protocol.md, 1.1 and 1.6, which is normative. A rank m
   in the place of its deltas and of its vote.
 
 With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
-The next step's rows go to the other row journal. Rows of tables that are apart from the arena come there in
+The next step's rows go to the other row journal. Rows of tables outside the arena come there in
 that thread also. The end of the next transaction first waits for the thread, so at most two transactions are
 undecided, and a slot is written only when the transaction before is decided on all ranks. The rest is the
 same as without `overlap`.
 
-`Step` is the user's view of one step. Beside `Transactions` stand: `Apart`, rows of tables that are apart
-from the arena, on their way into it when a transaction ends; `Pace`, by which the commit's thread works some
-time and then rests, so that no step is slowed down much, and never while training waits for the commit;
-`Between`, which warns of changes between two steps; `Notice`, which takes SIGTERM as a notice; `end_process`,
-the end of a process that has prepared a transaction and can't decide it (docs/protocol.md, 1.1).
+`Step` is the user's view of one step. Beside `Transactions` stand: `OffArenaRows`, which brings changed rows
+of tables outside the arena into it when a transaction ends; `CommitThrottle`, by which the commit's thread
+works some time and then rests, so that no step is slowed down much, and never while training waits for the
+commit; `Between`, which warns of changes between two steps; `Notice`, which takes SIGTERM as a notice;
+`end_process`, the end of a process that has prepared a transaction and can't decide it (docs/protocol.md,
+1.1).
 
 SIGTERM: torchrun's agent passes the one that announces the end of its machine to its workers, and kills them
 30 s later (`--shutdown-timeout`). A worker that ends between two transactions takes no step of the others
@@ -54,7 +55,7 @@ from numpy.typing import NDArray
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from ..engines.host_mirror import Aside, Images
+from ..engines.device_image import Images, StagedRows
 from ..errors import NotEnoughSpace, UsageError
 from ..kernels.contract import Ids
 from ..kernels.threads import hand_over, to_the_end
@@ -96,7 +97,7 @@ class Transactions:
         overlap: Whether to exchange, prepare and apply beside the next step's body.
         compare_every: Commits between two comparisons of replicated state among the ranks.
         activity: Updated at the begin and the end of each step.
-        images: Of tables that are apart from the arena; None if there are none.
+        images: Of tables outside the arena; None if there are none.
         background: The rebuild beside training, until no rank lacks anything.
     """
 
@@ -125,12 +126,12 @@ class Transactions:
         self.aborting: bool = False
         self._steps = 0  # steps of the transaction that have ended
         self._background = background or Background()
-        self._apart = Apart(images, self._background, self.phase)
+        self._off_arena = OffArenaRows(images, self._background, self.phase)
         self._between = Between(speaks=transport.rank == 0)
         self._commits, self._compare_every = 0, compare_every
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
-        self._pace = Pace()
+        self._throttle = CommitThrottle()
         self._handed = 0  # the transaction that is pending, if one is
         self._captured_rows = 0
         self.seconds: dict[str, float] = {}
@@ -143,7 +144,7 @@ class Transactions:
     @property
     def captured_rows(self) -> int:
         """Rows saved before they changed, each once in a transaction."""
-        return self._captured_rows + self._apart.captured_rows
+        return self._captured_rows + self._off_arena.captured_rows
 
     @property
     def rank(self) -> int:
@@ -273,7 +274,7 @@ class Transactions:
             The errors of `commit`: the transaction before is then not prepared.
         """
         if self._pending is not None:
-            self._pace.hurry()
+            self._throttle.hurry()
             with self.phase("wait"), self._activity.waiting():
                 self._pending.result()
             self._pending = None
@@ -284,7 +285,7 @@ class Transactions:
         Returns:
             The ranks that aborted it: it is then undone, and empty.
         """
-        self._apart.take(self._memory.journal)
+        self._off_arena.take(self._memory.journal)
         if not self.aborting:
             self._write(transaction)
         verdict = self._conclude(transaction)
@@ -295,7 +296,7 @@ class Transactions:
         self._window.agree(verdict.window)
         if not verdict.is_lacking:
             self._background.end()
-        changed = self._apart.hand_over(self._memory.journal)
+        changed = self._off_arena.hand_over(self._memory.journal)
         if self._thread is None or not self._background.is_over:
             self._decide(transaction, verdict.turn, changed)
             self._window.end(time.perf_counter() - began)
@@ -303,7 +304,7 @@ class Transactions:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
-            self._pace.begin()
+            self._throttle.begin()
             hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, changed, spent_s)
         return verdict.aborted
 
@@ -322,7 +323,7 @@ class Transactions:
             return self._agreement.conclude(
                 transaction,
                 flag,
-                window=self._window.wish(self._apart.owed_bytes),
+                window=self._window.wish(self._off_arena.owed_bytes),
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: agreement.compare_replicas(self._replicated.whole(), self._transport),
@@ -331,9 +332,9 @@ class Transactions:
 
     def _decide_beside(self, transaction: int, turn: Turn, changed: Changed, spent_s: float) -> None:
         """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
-        self._pace.start()
+        self._throttle.start()
         try:
-            laid_out_s = self._decide(transaction, turn, changed, self._pace.rest)
+            laid_out_s = self._decide(transaction, turn, changed, self._throttle.rest)
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
@@ -346,7 +347,7 @@ class Transactions:
         """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
         try:
             began = time.thread_time()
-            self._apart.store(changed)
+            self._off_arena.store(changed)
             with self.phase("delta"):
                 messages = self._memory.lay_out(self._memory.outbox(changed.journal), rest)
             laid_out_s = time.thread_time() - began
@@ -390,7 +391,7 @@ class Transactions:
             *(self.rank, transaction - 1, text),
         )
         pending, self._pending = self._pending, None
-        self._pace.hurry()
+        self._throttle.hurry()
         if pending is not None and not pending.cancel():
             to_the_end(lambda: wait([pending]))  # it owes rounds of the vote
         if self._is_undecided:
@@ -412,7 +413,7 @@ class Transactions:
         """Takes an aborted transaction back to the last commit, except positions in the data. All ranks."""
         with self._agreement.gathering(turn):
             dense = gathered(self._memory, self._transport)
-        self._apart.drop()
+        self._off_arena.drop()
         self._memory.journal.empty()
         self._replicated.load(dense, self._memory.committed)
         self._rank_state.unpack(read(self._memory.rank_state), positions=False)
@@ -535,15 +536,15 @@ class Changed(NamedTuple):
 
     Attributes:
         journal: the transaction's.
-        aside: those that are not in the arena yet; None if all are.
+        staged: those that are not in the arena yet; None if all are.
     """
 
     journal: RowJournal
-    aside: Aside | None
+    staged: StagedRows | None
 
 
-class Apart:
-    """Brings rows that have changed apart from the arena into it.
+class OffArenaRows:
+    """Brings changed rows of tables outside the arena into it.
 
     Args:
         images: of the tables; None if there are none, and then nothing is done.
@@ -562,16 +563,16 @@ class Apart:
     ) -> None:
         self.images = images
         self._background, self._phase = background, phase
-        self._aside: Aside | None = None
+        self._staged: StagedRows | None = None
         self.captured_rows: int = 0
 
     @property
     def owed_bytes(self) -> int:
-        """What rows that are set aside will take in the journal."""
-        return self._aside.size_bytes if self._aside is not None else 0
+        """What staged rows will take in the journal."""
+        return self._staged.size_bytes if self._staged is not None else 0
 
     def take(self, journal: RowJournal) -> None:
-        """Sets changed rows aside where they are; the transaction before is decided.
+        """stages changed rows where they are; the transaction before is decided.
 
         Those for which the device has no room are stored here.
 
@@ -581,18 +582,18 @@ class Apart:
         if self.images is None:
             return
         with self._phase("image"):
-            self._aside = aside = self.images.take()
-        if not aside.is_held:
+            self._staged = staged = self.images.take()
+        if not staged.is_held:
             self.store(self.hand_over(journal))
 
     def hand_over(self, journal: RowJournal) -> Changed:
         """The rows that a transaction has changed, for the thread that commits it."""
-        changed, self._aside = Changed(journal, self._aside), None
+        changed, self._staged = Changed(journal, self._staged), None
         return changed
 
     def drop(self) -> None:
-        """Forgets rows that are set aside: their transaction is undone."""
-        self._aside = None
+        """Forgets staged rows: their transaction is undone."""
+        self._staged = None
 
     def store(self, changed: Changed) -> None:
         """Brings rows into the arena, journalled first; in any thread.
@@ -600,7 +601,7 @@ class Apart:
         Raises:
             NotEnoughSpace: the journal can't grow. Some rows may be in the arena; an undo takes them back.
         """
-        if changed.aside is None:
+        if changed.staged is None:
             return
 
         def capture(table: int, ids: Ids) -> None:
@@ -608,7 +609,7 @@ class Apart:
             self.captured_rows += changed.journal.capture(table, ids)
 
         with self._phase("store"):
-            changed.aside.store(capture)
+            changed.staged.store(capture)
 
 
 class Between:
@@ -664,7 +665,7 @@ AT_ONCE_S = 0.005
 _work: Callable[[], float] = time.thread_time
 
 
-class Pace:
+class CommitThrottle:
     """Shares the processor between training and the thread that commits."""
 
     def __init__(self) -> None:

@@ -307,7 +307,9 @@ class Composed:
         dense = keyed.KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adam(given, lr=0.05))
         self.optimizer = compose(name, self.model, dense)
         self.tables, self.leaves = discover.find(self.model, {}, [self.optimizer])
-        self.replicated = ReplicatedState(self.model, self.leaves, self.tables.parameters, self.tables.aside)
+        self.replicated = ReplicatedState(
+            self.model, self.leaves, self.tables.parameters, self.tables.left_out
+        )
 
     def train(self, steps: range) -> None:
         for number in steps:

@@ -142,7 +142,7 @@ def train(
     np.random.seed(200 + rank)
     random.seed(300 + rank)
     if setting.apart and device == "cpu":  # as if that were a device of its own
-        sparse_tables.is_apart = lambda tensor: True
+        sparse_tables.is_off_arena = lambda tensor: True
     if setting.fabric:  # NCCL refuses ranks that share a device
         group = dist.new_group(backend="gloo")
         opening.fabric = lambda session, *_: Fabric(group, torch.device("cpu"), session.patience_s)

@@ -30,7 +30,7 @@ from bench.harness.devices import CUDA
 from bench.harness.result import Arguments, Row, WrongResult, summary
 from bench.harness.timing import interleaved
 from ecemb.coding.rows import Column, Table, TableLayout, arrange
-from ecemb.engines.host_mirror import Aside, Image, Images
+from ecemb.engines.device_image import Aside, Image, Images
 from ecemb.kernels.contract import get_kernels
 from ecemb.kernels.reference import product
 

@@ -66,7 +66,7 @@ MEASURED: Mapping[str, Callable[[Arguments, str, float], Iterator[Row]]] = {
 }
 """Parts that are measured in a process that asks for them alone."""
 TESTED = (
-    "tests/unit/engines/test_host_mirror.py",
+    "tests/unit/engines/test_device_image.py",
     "tests/contracts/test_kernels.py",
     "tests/bench/test_cuda.py",
     "tests/unit/launch/test_device.py",

@@ -22,7 +22,7 @@ from support.refusals import refused
 class OneTable:
     name: str
     layout: TableLayout
-    is_apart: bool = False
+    is_off_arena: bool = False
 
 
 class Recorder:
@@ -33,7 +33,7 @@ class Recorder:
         columns = (Column("weight", "float32", 4),)
         self.tables = [OneTable(key, TableLayout(key, 5, columns)) for key in tables]
         self.parameters: list[Any] = [f"{name} parameter"]
-        self.aside: list[Any] = [f"{name} module"]
+        self.left_out: list[Any] = [f"{name} module"]
         self.calls: list[tuple[Any, ...]] = []
         self.hooks: Hooks | None = None
 
@@ -75,7 +75,7 @@ def test_each_engine_gets_its_own() -> None:
     assert first.calls == [("place", [10, 11], True)]
     assert none.calls == [("place", [], True)] and last.calls == [("place", [12], True)]
     assert tables.parameters == ["first parameter", "none parameter", "last parameter"]
-    assert tables.aside == ["first module", "none module", "last module"]
+    assert tables.left_out == ["first module", "none module", "last module"]
     for call in (tables.check, tables.mark_clean):
         call()
         assert all(engine.calls[-1] == (call.__name__,) for engine in (first, none, last))

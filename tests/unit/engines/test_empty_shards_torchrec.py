@@ -88,7 +88,7 @@ def trained_apart() -> tuple[bool, list[str]]:
 
     told: list[str] = []
     with (
-        mock.patch("ecemb.engines.fbgemm.is_apart", return_value=True),
+        mock.patch("ecemb.engines.fbgemm.is_off_arena", return_value=True),
         mock.patch.object(fbgemm.Features, "rows", side_effect=AssertionError("the host looked")),
     ):
         watched = Watched(model := built())

@@ -69,7 +69,7 @@ def train(model: Any, step: int) -> None:
 @every_optimizer
 @pytest.mark.parametrize("apart", [False, True], ids=["in the arena", "apart"])
 def test_what_changes_is_captured(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecemb.engines.fbgemm.is_apart", lambda _: apart)
+    monkeypatch.setattr("ecemb.engines.fbgemm.is_off_arena", lambda _: apart)
     model = model_of(name)
     watched = Watched(model)
     states = watched.engine._batches[0].rule.states

@@ -293,7 +293,7 @@ def test_writes_show_in_the_arena_and_in_all_views() -> None:
 def test_tables_that_lie_apart_have_images(
     kind: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecemb.engines.fbgemm.is_apart", lambda _: True)
+    monkeypatch.setattr("ecemb.engines.fbgemm.is_off_arena", lambda _: True)
     model = build(TABLES, kind, sequence=sequence)
     places = [shard.data_ptr() for shard in shards(model)]
     watched = Watched(model)
@@ -329,7 +329,7 @@ def test_rows_of_a_lookup_are_the_same_without_a_look_at_them(
     index: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Ids that FBGEMM doesn't know are its row 0; ids behind the last bag may be marked all the same."""
-    monkeypatch.setattr("ecemb.engines.fbgemm.is_apart", lambda _: True)
+    monkeypatch.setattr("ecemb.engines.fbgemm.is_off_arena", lambda _: True)
     (one,) = Watched(build(TABLES, "rowwise-adagrad")).engine._batches
     assert one.marks
     random = torch.Generator().manual_seed(seed)

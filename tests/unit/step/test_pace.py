@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 
 from ecemb.step import transaction
-from ecemb.step.transaction import AT_ONCE_S, SHARE, Pace
+from ecemb.step.transaction import AT_ONCE_S, SHARE, CommitThrottle
 
 
 class Clocked:
     """Commits on a clock of processor time that stands still but for their work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pace = Pace()
+        self.pace = CommitThrottle()
         self._work_s, self._rested_s = 100.0, 0.0
         monkeypatch.setattr(transaction, "_work", lambda: self._work_s)
 
@@ -52,7 +52,7 @@ def test_a_small_commit_does_not_rest(clocked: Clocked) -> None:
 
 def test_nothing_rests_while_training_waits() -> None:
     """Also what has begun to rest."""
-    made = Pace()
+    made = CommitThrottle()
     made.begin()
     made.start()
     made._last_s -= 1e6  # a part that rests for months

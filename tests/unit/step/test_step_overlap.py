@@ -98,7 +98,7 @@ def test_a_window_is_committed_beside_all_steps_of_the_next_one(
 
 
 class Elsewhere:
-    """Stands in for images: notes the step in which rows are set aside, and stored."""
+    """Stands in for images: notes the step in which rows are staged, and stored."""
 
     def __init__(self, transactions: Transactions, *, is_held: bool = True) -> None:
         self._transactions, self.is_held = transactions, is_held
@@ -115,7 +115,7 @@ class Elsewhere:
 
 
 class Rows:
-    """What it has set aside in a step."""
+    """What it has staged in a step."""
 
     size_bytes = 0
 

@@ -2,10 +2,10 @@
 
 Owns the copies between a table's tensors and its image, and the marks of rows that have changed since the
 image was brought up to date. A step marks rows on the device before it changes them, and reads nothing back.
-When the transaction ends, `Images.take` copies them aside on the device, and the next steps may change them.
-The commit journals the image's rows, which still have the values from before, and `Aside.store` overwrites
-them. From then on the image serves like rows in host memory: deltas are taken from it, an undo writes to it,
-recovery rebuilds it; then it is copied back.
+When the transaction ends, `Images.take` stages copies of them on the device, and the next steps may change
+them. The commit journals the image's rows, which still have the values from before, and `StagedRows.store`
+overwrites them. From then on the image serves like rows in host memory: deltas are taken from it, an undo
+writes to it, recovery rebuilds it; then it is copied back.
 
 Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
 journalled, and a row that the transaction has not changed is the same in both at any time.
@@ -33,11 +33,11 @@ _CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By an element's bytes; int64 for more. Rows are gathered by element: the wider, the faster."""
-_SHARE_ASIDE = 16
-"""What changed rows take aside on a device is at most its memory over this; else they are stored at once."""
+_STAGED_SHARE = 16
+"""Staged rows take at most a device's memory over this; else they are stored at once."""
 
 
-def is_apart(tensor: torch.Tensor) -> bool:
+def is_off_arena(tensor: torch.Tensor) -> bool:
     """Whether a table stays where its tensor is, and the arena holds an image of it."""
     return tensor.device.type not in ("cpu", "meta")
 
@@ -163,7 +163,7 @@ class Image:
                 yield from zip(held.split(_CHUNK_BYTES), own.split(_CHUNK_BYTES), strict=True)
 
 
-class Putter:
+class Uploader:
     """Copies images to their tensors in a separate thread, while recovery still rebuilds others.
 
     It first waits for work that the main thread has begun, such as the tensors' initialisation. Leaving the
@@ -176,12 +176,12 @@ class Putter:
 
     def __init__(self, images: Mapping[int, Image], space: RowSpace) -> None:
         self._images, self._space = images, space
-        self._thread = ThreadPoolExecutor(1, "ecemb-put") if images else None
+        self._thread = ThreadPoolExecutor(1, "ecemb-upload") if images else None
         self._begun: list[Future[None]] = []
         for device in {image.device for image in images.values()}:
             finish_all(device)
 
-    def __enter__(self) -> Putter:
+    def __enter__(self) -> Uploader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +246,7 @@ class _Lane:
 class Images:
     """All images of a rank, and which rows of their tables have changed since they were brought up to date.
 
-    Marks take a byte of the device's memory for each row, and rows that are set aside, until they are stored,
+    Marks take a byte of the device's memory for each row, and staged rows, until they are stored,
     as much as they have.
 
     Args:
@@ -284,16 +284,16 @@ class Images:
         """
         self._of[table].mark(table, rows)
 
-    def take(self) -> Aside:
-        """Sets marked rows aside, as they are when all work on their devices is done, and clears marks.
+    def take(self) -> StagedRows:
+        """Stages marked rows, as they are when all work on their devices is done, and clears marks.
 
         Once in a transaction; those before are decided.
         """
         self._is_taking = True
-        aside = Aside([(marks, marks.take()) for marks in self._marks])
-        self._taken = [(piece.image, piece.ids) for _, pieces in aside.pieces for piece in pieces]
+        staged = StagedRows([(marks, marks.take()) for marks in self._marks])
+        self._taken = [(piece.image, piece.ids) for _, pieces in staged.pieces for piece in pieces]
         self._is_taking = False
-        return aside
+        return staged
 
     def take_back(self) -> None:
         """Copies the rows that `take` found last, which were undone, from their images to the tensors."""
@@ -320,7 +320,7 @@ class Images:
             raise failed[0]
 
 
-class Aside:
+class StagedRows:
     """Changed rows of one transaction, by device, until they are in the arena. Its commit holds them."""
 
     def __init__(self, pieces: list[tuple[_Marks, list[_Piece]]]) -> None:
@@ -328,7 +328,7 @@ class Aside:
 
     @property
     def is_held(self) -> bool:
-        """Whether rows may change before `store`. They may not if there were too many to be set aside."""
+        """Whether rows may change before `store`. They may not if there were too many to be staged."""
         return all(piece.records is not None for _, of_device in self.pieces for piece in of_device)
 
     @property
@@ -352,7 +352,7 @@ class Aside:
 
 
 class _Marks:
-    """The marks of one device's tables, and the rows that were set aside there.
+    """The marks of one device's tables, and the rows that are staged there.
 
     Args:
         device: where the tables are.
@@ -369,7 +369,7 @@ class _Marks:
         self._most_bytes = math.inf
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._most_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_ASIDE
+            self._most_bytes = torch.cuda.get_device_properties(device).total_memory // _STAGED_SHARE
             self._stream = torch.cuda.Stream(device)
         self._buffer = _staging(0, device)
 
@@ -428,7 +428,7 @@ class _Marks:
         return beside
 
     def store(self, pieces: Sequence[_Piece], capture: Callable[[int, Ids], None]) -> None:
-        """See `Aside.store`."""
+        """See `StagedRows.store`."""
         with self._beside():
             for batch in _batches(pieces):
                 sizes = [len(rows) * piece.image.record_bytes for piece, rows in batch]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import ecemb
 from ecemb.coding.rows import Column, RowSpace, Table, TableLayout, arrange
-from ecemb.engines import host_mirror as image_module
-from ecemb.engines.host_mirror import Aside, Image, Images, Putter, _Lane
+from ecemb.engines import device_image as image_module
+from ecemb.engines.device_image import Image, Images, StagedRows, Uploader, _Lane
 from ecemb.errors import PeerFailure, UndeclaredWrite, UnsupportedTable
 from ecemb.kernels import contract
 from ecemb.memory.scan import arenas
@@ -102,12 +102,12 @@ def test_rows_come_and_go(device: str, columns: tuple[tuple[torch.dtype, int], .
     for tensor in tensors:
         tensor[[0, 2, 5]] += 1
         tensor[3] += 1  # not marked
-    aside = images.take()
-    assert aside.is_held and aside.size_bytes == 3 * (8 + image.record_bytes)
+    staged = images.take()
+    assert staged.is_held and staged.size_bytes == 3 * (8 + image.record_bytes)
     after = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor += 1  # the next step, before the rows are stored
-    aside.store(told)
+    staged.store(told)
     assert told.rows == {3: [0, 2, 5]} and told.were_old
     for tensor, new, old in zip(tensors, after, before, strict=True):
         tensor.copy_(new)
@@ -194,7 +194,7 @@ def test_a_device_that_fails_keeps_no_other_from_its_rows() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_whole_tables_come_and_go_in_pieces(device: str) -> None:
-    with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", 1000):
+    with mock.patch("ecemb.engines.device_image._CHUNK_BYTES", 1000):
         image, table, tensors = made(device, 777, (torch.float32, 3), (torch.float16, 1))
         image.fill()
         assert equal(table, tensors)
@@ -209,7 +209,7 @@ def test_a_lane_waits_for_the_device_that_copies() -> None:
     held, own = (torch.zeros(5, dtype=torch.uint8) for _ in range(2))
     with (
         mock.patch(
-            "ecemb.engines.host_mirror._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)
+            "ecemb.engines.device_image._staging", lambda size, _: torch.empty(size, dtype=torch.uint8)
         ),
         mock.patch("torch.cuda.Event") as event,
         mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
@@ -233,13 +233,13 @@ def test_rows_are_put_as_they_are_ready(device: str) -> None:
     for _, table, _ in several:
         for column in table.columns:
             column ^= 255
-    with Putter(images, space) as putter:
+    with Uploader(images, space) as uploader:
         for at in range(0, space.words, 5):  # a record has two words
-            putter.ready(at, min(at + 5, space.words))
+            uploader.ready(at, min(at + 5, space.words))
             if at == 5:
-                putter.finish()
+                uploader.finish()
                 assert torch.equal(several[0][2][1][5], untouched[0][1][5])  # not yet
-        putter.finish()
+        uploader.finish()
     for i, (_, table, tensors) in enumerate(several):
         assert equal(table, tensors) == (i in images)
 
@@ -302,13 +302,13 @@ def test_rows_are_put_after_what_the_main_thread_has_begun() -> None:
     """Its stream need not be that of the thread that puts."""
     devices = [torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 1)]
     images: dict[int, Any] = {i: mock.Mock(device=device) for i, device in enumerate(devices)}
-    with mock.patch("torch.cuda.synchronize") as synchronize, Putter(images, mock.Mock()):
+    with mock.patch("torch.cuda.synchronize") as synchronize, Uploader(images, mock.Mock()):
         synchronize.assert_called_once_with(devices[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_differ_are_found(device: str) -> None:
-    with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", 40):
+    with mock.patch("ecemb.engines.device_image._CHUNK_BYTES", 40):
         image, table, tensors = made(device, 29, (torch.float32, 3), (torch.float64, 0), (torch.float16, 1))
         image.fill()
         assert image.differing(range(29)).tolist() == []
@@ -323,13 +323,13 @@ def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
     image, table, _ = made("cpu", 6, (torch.float32, 2))
     space = RowSpace([table], 1, [table])
     broken = mock.patch.object(image, "put", side_effect=RuntimeError("CUDA error"))
-    with broken, Putter({0: image}, space) as putter:
-        putter.ready(0, space.words)
+    with broken, Uploader({0: image}, space) as uploader:
+        uploader.ready(0, space.words)
         with pytest.raises(RuntimeError, match="CUDA error"):
-            putter.finish()
-    with Putter({}, space) as putter:  # nothing lies apart
-        putter.ready(0, space.words)
-        putter.finish()
+            uploader.finish()
+    with Uploader({}, space) as uploader:  # nothing lies apart
+        uploader.ready(0, space.words)
+        uploader.finish()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -383,12 +383,12 @@ def test_rows_of_a_group_are_numbered_through_its_tables(device: str) -> None:
     assert told.rows == {1: [0, 4], 4: [0, 1, 3]}
 
 
-@pytest.mark.parametrize("are_aside", [True, False])
+@pytest.mark.parametrize("are_staged", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: int) -> None:
+def test_many_rows_are_brought_in_batches(device: str, are_staged: bool, seed: int) -> None:
     several = [made(device, rows, (torch.float32, 3)) for rows in (50, 3, 40)]  # a record has 16 bytes
     images = Images({i: image for i, (image, _, _) in enumerate(several)})
-    images._marks[0]._most_bytes = 61 * 16 - (0 if are_aside else 1)
+    images._marks[0]._most_bytes = 61 * 16 - (0 if are_staged else 1)
     for chunk_bytes in (200, 5):
         for i, (image, _, tensors) in enumerate(several):
             image.fill()
@@ -396,13 +396,13 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
             rows = rows[: len(rows) * 2 // 3].to(device)
             images.mark(i, rows)
             tensors[0][rows] += 1
-        with mock.patch("ecemb.engines.host_mirror._CHUNK_BYTES", chunk_bytes):
-            aside = images.take()
-            assert aside.is_held is are_aside
-            batches = list(image_module._batches(aside.pieces[0][1]))
+        with mock.patch("ecemb.engines.device_image._CHUNK_BYTES", chunk_bytes):
+            staged = images.take()
+            assert staged.is_held is are_staged
+            batches = list(image_module._batches(staged.pieces[0][1]))
             sizes = [sum(len(rows) for _, rows in batch) for batch in batches]
             assert max(sizes) == max(1, chunk_bytes // 16) and sum(sizes) == 33 + 2 + 26
-            aside.store(Told())
+            staged.store(Told())
         assert all(equal(table, tensors) for _, table, tensors in several)
 
 
@@ -410,10 +410,10 @@ def test_many_rows_are_brought_in_batches(device: str, are_aside: bool, seed: in
 def test_rows_that_a_full_device_can_t_hold_are_read_from_their_tables(device: str) -> None:
     images, table, tensor = changed(device)
     with mock.patch.object(Image, "records", side_effect=torch.OutOfMemoryError):
-        aside = images.take()
-    assert not aside.is_held
-    aside.store(Told(table))
-    assert equal(table, [tensor]) and not aside.pieces
+        staged = images.take()
+    assert not staged.is_held
+    staged.store(Told(table))
+    assert equal(table, [tensor]) and not staged.pieces
 
 
 def test_tables_on_the_cpu_need_no_cuda() -> None:
@@ -463,7 +463,7 @@ def by_hand(device: str) -> Training:
 
 
 def taken_for_a_device(device: str) -> Any:
-    return mock.patch("ecemb.engines.sparse.is_apart", lambda tensor: tensor.device.type == device)
+    return mock.patch("ecemb.engines.sparse.is_off_arena", lambda tensor: tensor.device.type == device)
 
 
 def image_fits(guard: ecemb.Guard, training: Training) -> bool:
@@ -552,10 +552,10 @@ def in_windows(folder: Path, meet: Barrier, apart: str, fails: bool) -> dict[str
     fetched: list[int] = []
     take = Images.take
 
-    def counted(self: Images) -> Aside:
-        aside = take(self)
-        fetched.append(aside.size_bytes)
-        return aside
+    def counted(self: Images) -> StagedRows:
+        staged = take(self)
+        fetched.append(staged.size_bytes)
+        return staged
 
     with taken_for_a_device(apart), mock.patch.object(Images, "take", counted):
         initialise(folder)
