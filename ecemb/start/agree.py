@@ -55,9 +55,9 @@ from ..net.wording import listed
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
-from .history import Former, History, check_former, check_hand, is_former, pack_places
+from .history import History, OldArenas, check_hand, check_old, is_of_other_ranks, pack_places
+from .placement_choice import placed
 from .request import Request
-from .spread import placed
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -83,7 +83,7 @@ class World:
         lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
         slot_bytes: room of the slots in the arenas that survived; 0 without any.
         generation: that the arenas of this start are members of.
-        former: the arenas of another number of ranks that the plan goes on from, or None.
+        old: the arenas of another number of ranks that the plan goes on from, or None.
     """
 
     placement: Placement | None
@@ -99,7 +99,7 @@ class World:
     lost: str | None
     slot_bytes: int
     generation: int
-    former: Former | None
+    old: OldArenas | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +174,10 @@ def negotiate(
     plan, stored, lost = _decide(
         session, request, transport, placement, "" if history is None else history.lineage
     )
-    former, recovery = None, plan
-    if history is not None and is_former(history, session) and not plan.begins:
-        former, plan = Former.of(history, plan), plan_move(plan)
-        stored = former.stored(session.job)
+    old, recovery = None, plan
+    if history is not None and is_of_other_ranks(history, session) and not plan.begins:
+        old, plan = OldArenas.of(history, plan), plan_move(plan)
+        stored = old.stored(session.job)
     if plan.begins:
         placement = placed(request.code, session.hosts, request.failure_domain, first=session.rank == 0)
     everywhere = {table[0] for one in proposals for table in one.layout["tables"]}
@@ -187,7 +187,7 @@ def negotiate(
     taking = None
     if plan.kind == "fresh" and request.transfer is not None:
         taking = check_transfer(request, transport, shards, everywhere)
-    room_bytes = _rank_state_room(history, plan, former, stored, proposals)
+    room_bytes = _rank_state_room(history, plan, old, stored, proposals)
     layouts = [one.layouts(room_bytes) for one in proposals]
     bounds = [cut(of_rank, request.code.k) for of_rank in layouts]
     block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
@@ -198,7 +198,7 @@ def negotiate(
         everyone = pack_places([one.shards() for one in proposals])
     else:
         everyone = history.everyone
-    generation = session.roster.generation + (former is not None)
+    generation = session.roster.generation + (old is not None)
     constants = Constants(
         job=session.job,
         arena_id=new_arena_id(),
@@ -228,7 +228,7 @@ def negotiate(
         lost=lost,
         slot_bytes=0 if history is None else history.slot_bytes,
         generation=generation,
-        former=former,
+        old=old,
     )
 
 
@@ -294,8 +294,8 @@ def _placement_of(
         RendezvousError: another number of ranks made them, and this start is not elastic.
         LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
-    if is_former(history, session):
-        check_former(session, request, history)
+    if is_of_other_ranks(history, session):
+        check_old(session, request, history)
         return history.placement
     if history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))
@@ -399,7 +399,7 @@ def _check_nothing_is_damaged(session: Session, damaged: Sequence[Report]) -> No
 def _rank_state_room(
     history: History | None,
     plan: RecoveryPlan,
-    former: Former | None,
+    old: OldArenas | None,
     stored: Stored | None,
     proposals: Sequence[_Proposal],
 ) -> int:
@@ -407,8 +407,8 @@ def _rank_state_room(
     if history is not None and not plan.begins:
         return history.rank_state_bytes
     before = [] if stored is None else [rank_state.room(size) for size in stored.facts["rank_state_bytes"]]
-    if former is not None:
-        before.append(former.history.rank_state_bytes)
+    if old is not None:
+        before.append(old.history.rank_state_bytes)
     return max(*(one.rank_state_bytes for one in proposals), *before, 0)
 
 

@@ -6,7 +6,7 @@ compare digests over the process group, and one of them sends the bytes to the r
 
 `Places` says where the rows of every rank stand in the whole tables, as one text for the arenas' constants:
 an arena describes the tables of its own rank, and another number of ranks needs those of lost ranks as well.
-The text is compact: tables that ranks share are in it once. `Former` are the arenas of another number of
+The text is compact: tables that ranks share are in it once. `OldArenas` are the arenas of another number of
 ranks, from which an elastic start goes on: the refusals of such a start, and the arenas described as a
 checkpoint, so that tables are compared as at a resume.
 
@@ -41,7 +41,7 @@ from .request import Request
 
 _DIGEST_BYTES = 16
 _CONSTANTS = struct.Struct(f"<qq{_DIGEST_BYTES}s")
-"""Of a rank's arena: bytes of what it shares with all others; room of its slots; digest of the former."""
+"""Of a rank's arena: bytes of what it shares with all others; room of its slots; digest of what is alike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ def unpack_places(text: str) -> Places:
 
 
 @dataclasses.dataclass(frozen=True)
-class Former:
+class OldArenas:
     """What another number of ranks left in memory.
 
     Attributes:
@@ -235,7 +235,7 @@ class Former:
     places: Places
 
     @classmethod
-    def of(cls, history: History, recovery: RecoveryPlan) -> Former:
+    def of(cls, history: History, recovery: RecoveryPlan) -> OldArenas:
         """The ranks of a history that `check` let pass."""
         return cls(history, recovery, unpack_places(history.everyone))
 
@@ -273,12 +273,12 @@ class Former:
         return Stored("the job's memory", self.recovery.transaction, facts)
 
 
-def is_former(history: History | None, session: Session) -> bool:
+def is_of_other_ranks(history: History | None, session: Session) -> bool:
     """Whether another number of ranks made the arenas that survived."""
     return history is not None and history.world_size != session.world_size
 
 
-def check_former(session: Session, request: Request, history: History) -> None:
+def check_old(session: Session, request: Request, history: History) -> None:
     """Refuses another number of ranks, unless the job is elastic.
 
     Raises:

@@ -40,7 +40,7 @@ from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
 from .create import InitialContent, Start, make_room, new_arena_bytes, room_to_make_bytes
-from .history import Former
+from .history import OldArenas
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -50,7 +50,7 @@ class Moving:
     """A move, on this worker.
 
     Attributes:
-        former: the arenas that it begins with.
+        old: the arenas that it begins with.
         plan: the same on all ranks.
         generator: uint8 [n, k], of the old code.
         memories: old rank -> its memory, of those that this worker holds.
@@ -60,7 +60,7 @@ class Moving:
         received_bytes: rows and replicated state that arrived here.
     """
 
-    former: Former
+    old: OldArenas
     plan: Relayout
     generator: NDArray[np.uint8]
     memories: dict[int, RankMemory] = dataclasses.field(default_factory=dict[int, RankMemory])
@@ -77,14 +77,14 @@ class Moving:
             undone_rows=self.undone_rows,
             redone=self.redone,
             rebuilt_bytes=self.received_bytes,
-            moved_from=self.former.history.world_size,
+            moved_from=self.old.history.world_size,
         )
 
 
 # --- what moves where ------------------------------------------------------------------------------
 
 
-def plan_move(start: Start, former: Former) -> Moving:
+def plan_move(start: Start, old: OldArenas) -> Moving:
     """Agrees on what moves where. All ranks; nothing is written.
 
     Raises:
@@ -92,16 +92,16 @@ def plan_move(start: Start, former: Former) -> Moving:
         LayoutMismatch: no old rank had a row that is needed.
     """
     session, transport = start.session, start.transport
-    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wanted(start, former)]
+    mine = [[one.key, one.rows.start, one.rows.stop] for one in _wanted(start, old)]
     text = json.dumps([mine, new_arena_bytes(start)]).encode()
     told = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
     survivors = session.roster.judgement.survivors
     found = {header.constants.rank: header.constants.arena_id for header in survivors}
-    holders = [session.holders.get(found.get(rank, "")) for rank in range(former.history.world_size)]
+    holders = [session.holders.get(found.get(rank, "")) for rank in range(old.history.world_size)]
     plan = plan_relayout(
-        former.recovery,
+        old.recovery,
         holders,
-        former.layout,
+        old.layout,
         session.hosts,
         [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in told],
         [size for _, size in told],
@@ -111,10 +111,10 @@ def plan_move(start: Start, former: Former) -> Moving:
             "the ranks came to different plans of one move; nothing was written. Do all hosts run the same "
             "version of ecemb?"
         )
-    return Moving(former, plan, _generator(start, former))
+    return Moving(old, plan, _generator(start, old))
 
 
-def _wanted(start: Start, former: Former) -> list[RowRange]:
+def _wanted(start: Start, old: OldArenas) -> list[RowRange]:
     """The rows of the old layout that this rank needs."""
     rank, wanted = start.session.rank, dict[RowRange, None]()
     for shard in start.world.shards:
@@ -122,13 +122,13 @@ def _wanted(start: Start, former: Former) -> list[RowRange]:
         for column in shard.layout.columns if rows else ():
             for source in start.world.sources[f"{shard.key(rank)}.{column.name}"]:
                 wanted[RowRange(source.table, rows)] = None
-    states = contents.states_of(former.history.world_size, rank, start.transport.world_size)
+    states = contents.states_of(old.history.world_size, rank, start.transport.world_size)
     return [*wanted, *(RowRange(f"rank_state/{one}", range(1)) for one in states)]
 
 
-def _generator(start: Start, former: Former) -> NDArray[np.uint8]:
+def _generator(start: Start, old: OldArenas) -> NDArray[np.uint8]:
     """The generator of the old arenas' code. All ranks."""
-    n, k = former.history.n, former.history.k
+    n, k = old.history.n, old.history.k
 
     def own() -> bytes:
         texts = {one.region("generator")[: n * k].tobytes() for one in start.session.held}
@@ -190,13 +190,13 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
             moving.redone |= redone
 
     transport.together("undo and redo", decide)
-    moving.state_bytes = compare_old(moving.plan, moving.former.layout, moving.memories, transport)
+    moving.state_bytes = compare_old(moving.plan, moving.old.layout, moving.memories, transport)
     make_room(session, start.world.plan)
     transport.barrier("making room")
 
 
 def _opened(arena: Arena, moving: Moving, kernels: Kernels) -> RankMemory:
-    history = moving.former.history
+    history = moving.old.history
     tables = json.loads(arena.constants.layout)["tables"]
     layouts = [*map(TableLayout.from_json, tables), rank_states.layout(history.rank_state_bytes)]
     geometry = Geometry(history.placement, arena.constants.block_words, moving.generator)
@@ -228,7 +228,7 @@ def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> 
         share = Share.of(world.placement, rank)
         needed[host] += page_aligned(front_bytes + share.size_bytes(area_bytes))
     process_bytes = PROCESS_BYTES + front_bytes + area_bytes
-    before = counted(moving.former.history.world_size, "rank")
+    before = counted(moving.old.history.world_size, "rank")
     if session.rank == 0:
         each = ", ".join(f"{byte_size(size)} on {host}" for host, size in sorted(needed.items())[:8])
         logger.info(
@@ -292,11 +292,11 @@ class _Arrivals:
     """
 
     def __init__(self, content: MovedContent) -> None:
-        world, memory, self._former = content.start.world, content.memory, content.moving.former
+        world, memory, self._old = content.start.world, content.memory, content.moving.old
         self._into: dict[str, list[_Into]] = {}
         self._states: dict[int, bytes] = {}
         self._read: dict[str, torch.Tensor] = {}
-        old = {one.key: one.layout for of_rank in self._former.layout.shards for one in of_rank}
+        old = {one.key: one.layout for of_rank in self._old.layout.shards for one in of_rank}
         for shard, table in zip(world.shards, memory.space.tables, strict=False):
             for column, rows in zip(shard.layout.columns, table.columns, strict=True):
                 values = contents.values_of(column, rows)
@@ -310,7 +310,7 @@ class _Arrivals:
         records = words.view(np.uint8).reshape(len(move.rows), -1)
         prefix, _, rank = move.key.rpartition("/")
         if prefix == "rank_state" and move.key not in self._into:
-            self._states[int(rank)] = rank_states.read(records[0, : self._former.history.rank_state_bytes])
+            self._states[int(rank)] = rank_states.read(records[0, : self._old.history.rank_state_bytes])
         for into in self._into.get(move.key, ()):
             into.take(move.rows, records)
 
@@ -324,10 +324,10 @@ class _Arrivals:
         _, names, tensors = unpacked(state)
         front = torch.from_numpy(in_front(state).copy())
         self._read = {**dict(zip(names, tensors, strict=True)), contents.OUTLINE: front}
-        sizes = [len(self._states.get(rank, b"")) for rank in range(self._former.history.world_size)]
+        sizes = [len(self._states.get(rank, b"")) for rank in range(self._old.history.world_size)]
         for rank, packed in self._states.items():
             self._read[f"rank_state/{rank}"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        return self._former.stored(job, {"outline_bytes": len(front), "rank_state_bytes": sizes})
+        return self._old.stored(job, {"outline_bytes": len(front), "rank_state_bytes": sizes})
 
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader.read`."""
@@ -367,7 +367,7 @@ class MovedContent(InitialContent):
         arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
         moving.received_bytes += carry(
             moving.plan,
-            moving.former.layout,
+            moving.old.layout,
             memories,
             moving.generator,
             transport,

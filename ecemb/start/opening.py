@@ -68,7 +68,7 @@ from ..state.rank_state import RankState
 from ..state.replicated import ReplicatedState
 from .agree import HostFolder, World, negotiate
 from .create import Start, begin, claim_or_create, discard_superseded
-from .history import is_former, shared_history
+from .history import is_of_other_ranks, shared_history
 from .moving import MovedContent, plan_move, settle
 from .request import ParityBackend, Request, Training, examine_training
 from .survey import Surveyed, survey
@@ -128,7 +128,7 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
     background = Background()
-    if start.world.former:
+    if start.world.old:
         memory, report = _moved(start, kernels)
     else:
         memory, report, background = _opened(start, kernels)
@@ -162,11 +162,11 @@ def _opened(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, Recove
 
 def _moved(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
     """Opens new memory, filled from that of another number of ranks. All ranks."""
-    former = start.world.former
-    if former is None:
+    old = start.world.old
+    if old is None:
         raise InconsistentArenas("this start has nothing to move: restart the job")
     with start.watch.phase("settle"):
-        moving = plan_move(start, former)
+        moving = plan_move(start, old)
         settle(start, moving, kernels, lambda: _flag_started(start, start.session.roster.generation))
     memory = _attach(start, kernels)
     report = begin(start, memory, MovedContent(start, memory, moving, kernels))
@@ -212,7 +212,7 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
         )
         tables = training.tables
         history = shared_history(session, transport)
-        held = None if history is None or is_former(history, session) else (history.n, history.k)
+        held = None if history is None or is_of_other_ranks(history, session) else (history.n, history.k)
         request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
         world = negotiate(session, request, transport, tables, training.state_bytes, history, folder.sees)
     if session.check is not None:
@@ -369,7 +369,7 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     """Says how the start went: in the log, and in the arena's header. All ranks."""
     session, stored = start.session, start.world.stored
     if session.rank == 0 and stored is not None:
-        if start.world.former is None:
+        if start.world.old is None:
             _log_resumption(session, start.request, start.world, stored)
         if others := _others(start.world):
             logger.warning(

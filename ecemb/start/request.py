@@ -27,7 +27,7 @@ from ..state.rank_state import RankState, Stateful, objects_of
 from ..state.replicated import ReplicatedState
 from ..step.transaction import COMPARE_EVERY
 from ..step.window import Window
-from .spread import FailureDomain, chosen
+from .placement_choice import FailureDomain, chosen
 
 ParityBackend = Literal["tcp", "nccl"]
 RebuildMode = Literal["blocking", "background"]

@@ -8,7 +8,7 @@ import pytest
 
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.start.spread import FailureDomain, chosen
+from ecemb.start.placement_choice import FailureDomain, chosen
 
 CODES = [Code(6, 4), Code(3, 2), Code(2, 1)]
 

@@ -85,14 +85,14 @@ def placed(code: Code, hosts: Sequence[str], domain: FailureDomain, *, first: bo
     try:
         return Placement.plan(code.n, code.k, hosts)
     except PlacementError as error:
-        spread = Placement.interleaved(code.n, code.k, hosts)
+        placement = Placement.interleaved(code.n, code.k, hosts)
         if first:
-            _warn_of_spread(code, hosts, spread)
+            _warn_of_fragile_hosts(code, hosts, placement)
             logger.debug("%s", error)
-        return spread
+        return placement
 
 
-def _warn_of_spread(code: Code, hosts: Sequence[str], placement: Placement) -> None:
+def _warn_of_fragile_hosts(code: Code, hosts: Sequence[str], placement: Placement) -> None:
     survived = f"the loss of any one host is survived, but not that of any r = {code.r} at once"
     if fragile := placement.fragile(hosts):
         others = f", and so for {counted(len(fragile) - 1, 'other host')}" if len(fragile) > 1 else ""
