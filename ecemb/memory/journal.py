@@ -10,7 +10,7 @@
 - `Inbox`: the deltas that other ranks sent for the parity of this keeper, complete before `prepared` is
   stored. In front it has two words for each sender, its message's first word and its length.
 - `ParityJournal`: how far parity has changed, which a redo needs beside the inbox.
-- `Ahead` backs the journals' bytes and maps their pages in a thread, beside the training, so that no step
+- `Prefault` backs the journals' bytes and maps their pages in a thread, beside the training, so that no step
   waits for the kernel to clear them. Nothing depends on it: what isn't ready when it is needed is made ready
   then.
 
@@ -255,12 +255,12 @@ class RowJournal:
         space: RowSpace,
         kernels: Kernels,
         region: str = "row_journal",
-        ahead: Ahead | None = None,
+        prefault: Prefault | None = None,
         lock: threading.Lock | None = None,
     ) -> None:
         self._arena = arena
         self._lock = lock or threading.Lock()
-        self._ahead = ahead
+        self._prefault = prefault
         self._steps_left, self._ends = 0, list[int]()
         self._region = region
         self._label, self._bytes = ROW_JOURNALS[region]
@@ -312,8 +312,8 @@ class RowJournal:
             self._arena.set(self._label, transaction)
             self._drop()
         self._steps_left, self._ends = steps, []
-        if self._ahead is not None:
-            self._ahead.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
+        if self._prefault is not None:
+            self._prefault.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
     def extend(self, transaction: int) -> None:
         """Adds a step to the transaction, under a new, higher label.
@@ -331,10 +331,10 @@ class RowJournal:
         self._ends.append(used)
         self._steps_left = max(1, self._steps_left - 1)
         if (
-            self._ahead is not None
-            and self._ahead.ready(self._region) < used + min(_SOON_STEPS, self._steps_left) * step
+            self._prefault is not None
+            and self._prefault.ready(self._region) < used + min(_SOON_STEPS, self._steps_left) * step
         ):
-            self._ahead.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
+            self._prefault.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
 
     def _drop(self) -> None:
         """Drops all chunks."""
@@ -623,7 +623,7 @@ def _widest(received: Received) -> int:
     return max((delta.words.shape[1] for _, delta in received), default=0)
 
 
-class Ahead:
+class Prefault:
     """Grows regions of one arena in a thread that ends when there is nothing left to do.
 
     Args:
@@ -653,11 +653,11 @@ class Ahead:
                 return
             self._asked[region] = self._todo[region] = size_bytes
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="ecemb-ahead", daemon=True)
+                thread = threading.Thread(target=self._run, name="ecemb-prefault", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # a limit of the system
-                    logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)
+                    logger.debug("%d bytes of %s are not prefaulted: %s", size_bytes, region, error)
                     self._todo.clear()
                 else:
                     self._thread = thread  # which waits for this lock
@@ -681,4 +681,4 @@ class Ahead:
                 populate(self._arena.region(region)[self.ready(region) : size_bytes])
                 self._ready[region] = size_bytes
             except (EcembError, OSError) as error:
-                logger.debug("%d bytes of %s are not made ready ahead: %s", size_bytes, region, error)
+                logger.debug("%d bytes of %s are not prefaulted: %s", size_bytes, region, error)

@@ -5,9 +5,9 @@ docs/protocol.md, 1.1 demands. No network here: whatever this module does can be
 instructions and done again.
 
 Owns as well the two slots of replicated state (`Slots`): the slot of the last committed transaction is never
-written. A slot holds a share of the whole: some of its slices, unless steps can be aborted; a restarted rank
-gets the others from other ranks (`ecemb.recovery.state_slices`). `Room` predicts how many steps of a window
-there is memory for: a window's old records grow with its steps as those of the last window did.
+written. A slot holds a share of the whole, some of its slices; a restarted rank gets the others from other
+ranks (`ecemb.recovery.state_slices`). `WindowBudget` predicts how many steps of a window there is memory for:
+a window's old records grow with its steps as those of the last window did.
 
 Must not know: the network, the content of replicated state, how ranks agree on a window.
 """
@@ -33,7 +33,7 @@ from ..kernels.contract import Ids, Kernels, Words
 from . import capacity, private_files
 from .arena import Arena, Backing
 from .header import NONE, State, Word
-from .journal import PART_BYTES, ROW_JOURNALS, Ahead, Inbox, Outbox, ParityJournal, RowJournal
+from .journal import PART_BYTES, ROW_JOURNALS, Inbox, Outbox, ParityJournal, Prefault, RowJournal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +99,10 @@ class RankMemory:
                 geometry.generator,
                 kernels,
             )
-        self._ahead = Ahead(arena)
+        self._prefault = Prefault(arena)
         self.rows_lock: threading.Lock = threading.Lock()
         self.journals: list[RowJournal] = [
-            RowJournal(arena, self.space, kernels, region, self._ahead, self.rows_lock)
+            RowJournal(arena, self.space, kernels, region, self._prefault, self.rows_lock)
             for region in ROW_JOURNALS
         ]
         self.journal: RowJournal = self.journals[0]
@@ -113,8 +113,8 @@ class RankMemory:
         self.parity_journal: ParityJournal = ParityJournal(arena)
         self.slots: Slots = Slots(arena, self.share_of(self.rank))
         self._messages = Scratch()
-        self._rooms = [
-            Room(arena, {**dict.fromkeys(journals, 1), "inbox": self._r, "": 1})
+        self._budgets = [
+            WindowBudget(arena, {**dict.fromkeys(journals, 1), "inbox": self._r, "": 1})
             for journals in (["row_journal"], ROW_JOURNALS)
         ]
 
@@ -176,7 +176,7 @@ class RankMemory:
 
     def finish(self) -> None:
         """Makes the arena the tombstone of a closed job (docs/protocol.md, 2). No step follows."""
-        self._ahead.wait()
+        self._prefault.wait()
         self.arena.set(Word.STATE, State.FINISHED)
 
     def record_recovery(self, kind: int, step: int, total_s: float) -> None:
@@ -216,11 +216,11 @@ class RankMemory:
             owed_bytes: what rows that are captured at the window's end will take in the journal.
         """
         used = with_owed(self.journal.used_by_step, owed_bytes)
-        return self._rooms[overlap].steps(wanted, used, self.message_bytes)
+        return self._budgets[overlap].steps(wanted, used, self.message_bytes)
 
     def has_room_for_all(self, *, overlap: bool) -> bool:
         """Whether there is room for a window that changes every row."""
-        return self._rooms[overlap].has_all()
+        return self._budgets[overlap].has_all()
 
     def mark_window_room(self, steps: int) -> None:
         """Says how many steps a window may have, as one with more had no room (docs/protocol.md, 2)."""
@@ -559,8 +559,8 @@ _SPARE = 1.125
 _FRESH_S = 10.0  # how long the answer of the kernel counts
 
 
-class Room:
-    """The room of one rank.
+class WindowBudget:
+    """What one rank has for the growth of a window.
 
     Args:
         arena: attached.
@@ -621,7 +621,7 @@ def with_owed(used: Sequence[int], owed_bytes: int) -> list[int]:
     grow with the root of the steps: for a shorter window, that is rather too many.
 
     Args:
-        used: as of `Room.steps`.
+        used: as of `WindowBudget.steps`.
         owed_bytes: what the end adds.
     """
     return [
@@ -634,8 +634,8 @@ def journal_bytes(used: Sequence[int], steps: int) -> float:
     """What a window of some steps is expected to save, in bytes.
 
     Args:
-        used: as of `Room.steps`. A window changes fewer new rows the longer it lasts, so that its last
-            quarter says how it goes on.
+        used: as of `WindowBudget.steps`. A window changes fewer new rows the longer it lasts, so that its
+            last quarter says how it goes on.
         steps: of the window, 1 or more.
     """
     known = len(used)

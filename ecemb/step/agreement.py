@@ -47,7 +47,7 @@ _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is th
 _MASK_BITS = 63  # of each word from _MARKED on
 
 
-class Rooms(Protocol):
+class DeltaSink(Protocol):
     """Where deltas arrive, such as an `Inbox`."""
 
     def receive(self, sizes: Mapping[int, int], /) -> dict[int, Words]:
@@ -101,12 +101,12 @@ class Agreement:
     Args:
         transport: the control group.
         placement: who keeps whose parity; None for a world of one rank.
-        rooms: where deltas arrive.
+        sink: where deltas arrive.
     """
 
-    def __init__(self, transport: Transport, placement: Placement | None, rooms: Rooms) -> None:
+    def __init__(self, transport: Transport, placement: Placement | None, sink: DeltaSink) -> None:
         self._turn: Turn | None = None  # of the last verdict
-        self._transport, self._rooms = transport, rooms
+        self._transport, self._sink = transport, sink
         self._keepers: dict[int, int] = {}  # sections of what each gets
         self._senders: dict[int, int] = {}  # of what each sends
         if placement is not None:
@@ -204,7 +204,7 @@ class Agreement:
                 f"{what}: the ranks announce messages of {sizes} words: the network is damaged, or the ranks "
                 f"run different versions of ecemb; restart the job"
             )
-        inbox = self._rooms.receive(sizes)
+        inbox = self._sink.receive(sizes)
         if fabric is not None:
             self._finish(turn, swap, {}, {}, what)
             self._transport.exchange(messages, inbox, what)

@@ -118,7 +118,7 @@ def test_a_whole_table_takes_the_journal_its_size_once(tmp_path: Path) -> None:
         assert size <= memory.arena.reserved("row_journal") <= 1.25 * size
         memory.arm(2)  # while the first is undecided
         memory.journal.capture(0, np.arange(100))
-        memory._ahead.wait()
+        memory._prefault.wait()
         assert memory.arena.reserved("next_journal") < size / 4
 
 

@@ -312,8 +312,8 @@ def short(folder: Path, meet: Barrier, steps: int, is_full: bool) -> dict[str, A
     guard = training.protect(4, 2, window=steps)
     sizes: list[int] = []
     if is_full and dist.get_rank() == 1:
-        for room in guard._memory._rooms:
-            room._fits = lambda *_: False
+        for budget in guard._memory._budgets:
+            budget._fits = lambda *_: False
     while guard.next_step < STEPS:
         sizes.append(guard.stats()["window"])
         with guard.step():

@@ -12,7 +12,7 @@ import pytest
 
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.memory import private_files, rank_memory
-from ecemb.memory.rank_memory import RankMemory, Room, journal_bytes, with_owed
+from ecemb.memory.rank_memory import RankMemory, WindowBudget, journal_bytes, with_owed
 from support.simulation import alone
 
 MIB = 1 << 20
@@ -47,14 +47,14 @@ def test_as_many_steps_as_the_free_memory_holds(
     free_mib: int, copies: int, steps: int, memory: RankMemory
 ) -> None:
     with free(free_mib * MIB):  # pyright: ignore
-        one = Room(memory.arena, dict.fromkeys(["row_journal", "next_journal"][:copies], 1))
+        one = WindowBudget(memory.arena, dict.fromkeys(["row_journal", "next_journal"][:copies], 1))
         assert one.steps(200, [MIB], 0) == steps
 
 
 def test_memory_that_the_regions_have_already_counts(memory: RankMemory) -> None:
     memory.arena.reserve("row_journal", 36 * MIB, spare_bytes=0)
     with free(0):  # pyright: ignore
-        one = Room(memory.arena, {"row_journal": 1, "": 1})
+        one = WindowBudget(memory.arena, {"row_journal": 1, "": 1})
         assert one.steps(200, [MIB], 36 * MIB) == 32
         assert one.steps(200, [MIB], 18 * MIB) == 16
         assert one.steps(10, [MIB], 18 * MIB) == 10
@@ -64,16 +64,16 @@ def test_memory_that_the_regions_have_already_counts(memory: RankMemory) -> None
 def test_no_window_needs_more_than_all_rows(memory: RankMemory) -> None:
     size = len(memory.arena.region("row_journal"))
     with free(size):  # pyright: ignore
-        one = Room(memory.arena, {"row_journal": 1})
+        one = WindowBudget(memory.arena, {"row_journal": 1})
         assert one.has_all() and one.steps(1000, [size // 2], 0) == 1000
     with free(size // 2):  # pyright: ignore
-        assert not Room(memory.arena, {"row_journal": 1}).has_all()
+        assert not WindowBudget(memory.arena, {"row_journal": 1}).has_all()
 
 
 def test_ranks_of_one_host_share_what_is_free(memory: RankMemory) -> None:
     object.__setattr__(memory.arena.constants, "domains", ("here", "there", "here"))
     with free(90 * MIB):  # pyright: ignore
-        assert Room(memory.arena, {"row_journal": 1}).steps(200, [MIB], 0) == 40
+        assert WindowBudget(memory.arena, {"row_journal": 1}).steps(200, [MIB], 0) == 40
 
 
 def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
@@ -89,7 +89,9 @@ def test_a_swept_folder_is_no_error(memory: RankMemory) -> None:
     memory.arena.remove()
     shutil.rmtree(private_files.home(memory.arena.path.parents[3]), ignore_errors=True)
     assert not memory.arena.is_named()
-    assert Room(memory.arena, {"row_journal": 1}).steps(3, [memory.arena.reserved("row_journal")], 0) > 0
+    assert (
+        WindowBudget(memory.arena, {"row_journal": 1}).steps(3, [memory.arena.reserved("row_journal")], 0) > 0
+    )
 
 
 def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:

@@ -15,7 +15,7 @@ from ecemb.errors import NotEnoughSpace
 from ecemb.kernels.contract import get_kernels
 from ecemb.memory import arena
 from ecemb.memory.arena import Arena
-from ecemb.memory.journal import Ahead, RowJournal
+from ecemb.memory.journal import Prefault, RowJournal
 from ecemb.memory.rank_memory import RankMemory
 from support.simulation import alone
 
@@ -34,7 +34,7 @@ def memory(tmp_path: Path) -> Iterator[RankMemory]:
 
 
 def test_what_was_asked_for_is_backed_and_mapped(memory: RankMemory) -> None:
-    work = Ahead(memory.arena)
+    work = Prefault(memory.arena)
     work.ask("row_journal", 3 << 20)
     work.ask("row_journal", 1 << 20)
     work.wait()
@@ -45,7 +45,7 @@ def test_what_was_asked_for_is_backed_and_mapped(memory: RankMemory) -> None:
 
 
 def test_too_little_space_is_told_to_the_one_who_needs_it(memory: RankMemory) -> None:
-    work = Ahead(memory.arena)
+    work = Prefault(memory.arena)
     with mock.patch.object(Arena, "reserve", side_effect=NotEnoughSpace("full")):
         work.ask("row_journal", 3 << 20)
         work.wait()
@@ -55,7 +55,7 @@ def test_too_little_space_is_told_to_the_one_who_needs_it(memory: RankMemory) ->
 
 
 def test_an_arena_that_was_closed_meanwhile_ends_the_work(memory: RankMemory) -> None:
-    work = Ahead(memory.arena)
+    work = Prefault(memory.arena)
     memory.arena.close()
     with mock.patch.object(memory.arena, "region", return_value=np.empty(1 << 20, np.uint8)):
         work.ask("row_journal", 1 << 20)
@@ -64,7 +64,7 @@ def test_an_arena_that_was_closed_meanwhile_ends_the_work(memory: RankMemory) ->
 
 
 def test_where_no_thread_can_start_nothing_is_ready(memory: RankMemory) -> None:
-    work = Ahead(memory.arena)
+    work = Prefault(memory.arena)
     with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
         work.ask("row_journal", 1 << 20)
     work.wait()
@@ -76,9 +76,9 @@ def test_where_no_thread_can_start_nothing_is_ready(memory: RankMemory) -> None:
 
 def test_a_closed_job_is_not_made_ready_any_more(memory: RankMemory) -> None:
     """A folder that was removed would come back."""
-    memory._ahead.ask("row_journal", 1 << 20)
+    memory._prefault.ask("row_journal", 1 << 20)
     memory.finish()
-    assert memory._ahead._thread is None and memory._ahead.ready("row_journal") == 1 << 20
+    assert memory._prefault._thread is None and memory._prefault.ready("row_journal") == 1 << 20
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -103,8 +103,8 @@ def test_a_window_asks_for_its_next_steps_before_it_needs_them(memory: RankMemor
     for step in range(steps):
         if step:
             memory.journal.extend(1 + step)
-            memory._ahead.wait()
-            assert memory._ahead.ready("row_journal") >= memory.journal.used_bytes + per_step * ROW_BYTES
+            memory._prefault.wait()
+            assert memory._prefault.ready("row_journal") >= memory.journal.used_bytes + per_step * ROW_BYTES
         grown.append(memory.arena.reserved("row_journal"))
         memory.journal.capture(0, np.array(rows[step * per_step : (step + 1) * per_step]))
         if step:
@@ -118,8 +118,8 @@ def test_the_other_journal_is_ready_for_as_much_as_this_one_took(memory: RankMem
     memory.journal.capture(0, np.arange(0, ROWS, 2))
     taken = memory.journal.used_bytes
     memory.arm(2)  # the first is undecided
-    memory._ahead.wait()
-    assert memory._ahead.ready("next_journal") >= taken
+    memory._prefault.wait()
+    assert memory._prefault.ready("next_journal") >= taken
 
 
 @pytest.mark.parametrize("rows", [10, 3000])
