@@ -281,7 +281,7 @@ class Transport(Waits):
         """Returns when all ranks have called it. All ranks."""
         self._barriers += 1
         tag, nothing = self.tag(Kind.BARRIER, self._barriers), np.zeros(1, np.int64)
-        Rounds(self, tag, lambda own, _: own, lambda _: False).run(nothing, what)
+        Dissemination(self, tag, lambda own, _: own, lambda _: False).run(nothing, what)
 
     def gather(self, data: bytes, what: str) -> list[bytes]:
         """Returns the bytes of all ranks, in the order of ranks. All ranks.
@@ -410,7 +410,7 @@ class Wires(Protocol):
         ...
 
 
-class Rounds:
+class Dissemination:
     """One dissemination on this rank.
 
     An exception that a signal handler raises in `run`, such as KeyboardInterrupt, waits until the last round:
@@ -457,18 +457,18 @@ class Rounds:
 
     def _proceed(self, what: str) -> None:
         """From where an interruption left off; a note that is sent twice does no harm."""
-        wires, heard = self._wires, np.zeros_like(self.value)
+        wires, received = self._wires, np.zeros_like(self.value)
         while not self.is_over and self._round < rounds(wires.world_size):
             step, tag = 1 << self._round, self._tag + self._round
             if self._sent == self._round:
                 wires.send_note(self.value.view(np.uint64), (wires.rank + step) % wires.world_size, what, tag)
                 self._sent += 1
-            wires.receive_note(heard.view(np.uint64), (wires.rank - step) % wires.world_size, what, tag)
-            if self._is_last(heard):
-                self.value = heard
-                say(wires, self._tag, heard, range(self._round + 1, rounds(wires.world_size)))
+            wires.receive_note(received.view(np.uint64), (wires.rank - step) % wires.world_size, what, tag)
+            if self._is_last(received):
+                self.value = received
+                say(wires, self._tag, received, range(self._round + 1, rounds(wires.world_size)))
                 break
-            self.value, self._round = self._fold(self.value, heard), self._round + 1
+            self.value, self._round = self._fold(self.value, received), self._round + 1
         self.is_over = True
 
 
@@ -477,16 +477,16 @@ def rounds(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-def say(wires: Wires, tag: int, value: Ints, turns: Iterable[int] | None = None) -> None:
+def say(wires: Wires, tag: int, value: Ints, only: Iterable[int] | None = None) -> None:
     """Sends a value to the receivers of some rounds, or of all, which may have ended; waits for none of them.
 
     Args:
         wires: the notes' carrier.
         tag: of round 0.
         value: int64 [m].
-        turns: the rounds; None: all.
+        only: the rounds; None: all.
     """
-    for j in range(rounds(wires.world_size)) if turns is None else turns:
+    for j in range(rounds(wires.world_size)) if only is None else only:
         to = (wires.rank + (1 << j)) % wires.world_size
         try:
             wires.send_note(value.view(np.uint64), to, "leaving", tag + j)

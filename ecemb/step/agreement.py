@@ -29,7 +29,7 @@ from ..coding.placement import Placement
 from ..errors import InconsistentArenas, PeerFailure, StepFailed
 from ..kernels.contract import Words
 from ..kernels.threads import to_the_end
-from ..net.collectives import Kind, Rounds, Transport, say
+from ..net.collectives import Dissemination, Kind, Transport, say
 from ..net.error_file import follows
 from ..net.mesh import Channels
 from ..state.flatten import checksums
@@ -56,8 +56,8 @@ class DeltaSink(Protocol):
 
 
 @dataclasses.dataclass
-class Turn:
-    """One status, and what follows it.
+class Decision:
+    """What follows one status: the deltas, and the vote.
 
     Attributes:
         number: statuses before it since the start.
@@ -70,7 +70,7 @@ class Turn:
     """
 
     number: int
-    votes: Rounds
+    votes: Dissemination
     voted: bool = False
     heads: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
     swap: Channels | None = None
@@ -83,13 +83,13 @@ class Verdict:
     """The conclusion from the statuses of all ranks, the same on all of them.
 
     Attributes:
-        turn: what follows belongs to it.
+        decision: what follows belongs to it.
         aborted: the ranks that abort the step.
         window: the smallest number of steps that a rank can take in its next window.
         is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 9).
     """
 
-    turn: Turn
+    decision: Decision
     aborted: list[int]
     window: int
     is_lacking: bool
@@ -105,7 +105,7 @@ class Agreement:
     """
 
     def __init__(self, transport: Transport, placement: Placement | None, sink: DeltaSink) -> None:
-        self._turn: Turn | None = None  # of the last verdict
+        self._last: Decision | None = None  # of the last verdict
         self._transport, self._sink = transport, sink
         self._keepers: dict[int, int] = {}  # sections of what each gets
         self._senders: dict[int, int] = {}  # of what each sends
@@ -144,19 +144,21 @@ class Agreement:
             PeerFailure: A rank died.
         """
         step, tag = transaction - 1, self._transport.tag(Kind.VOTE, self._number)
-        votes = Rounds(self._transport, tag, np.minimum, lambda told: int(told[0]) == _NO)
-        status, turn = self._status_rounds(self._number), Turn(self._number, votes)
+        votes = Dissemination(self._transport, tag, np.minimum, lambda value: int(value[0]) == _NO)
+        status, decision = self._status_rounds(self._number), Decision(self._number, votes)
         self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
             status.run(value, f"the status of step {step}")
         finally:
             if status.is_over and int(status.value[_FLAG]) != FAILED:
-                told: list[int] = status.value.tolist()
-                if _is_out_of_step(told) or _differs(told):  # all ranks fail: none votes, or waits for deltas
-                    turn.voted = turn.swapped = True
-                self._turn, self._number, self._is_between = turn, self._number + 1, False
-        return self._verdict(status.value, turn, step, committed, differs)
+                values: list[int] = status.value.tolist()
+                if _is_out_of_step(values) or _differs(
+                    values
+                ):  # all ranks fail: none votes, or waits for deltas
+                    decision.voted = decision.swapped = True
+                self._last, self._number, self._is_between = decision, self._number + 1, False
+        return self._verdict(status.value, decision, step, committed, differs)
 
     def leave(self, transaction: int) -> None:
         """Says that the step in flight failed on this rank, to all that may wait for it. Its last message.
@@ -166,26 +168,26 @@ class Agreement:
         to_the_end(lambda: self._leave(transaction), PeerFailure)
 
     def _leave(self, transaction: int) -> None:
-        if self._turn is not None:
-            self.withdraw(self._turn)
+        if self._last is not None:
+            self.withdraw(self._last)
         if not self._is_between:
             failed = self._status(transaction, FAILED, 0, 0)
             say(self._transport, self._tag(Kind.STATUS), failed)
 
     @contextmanager
-    def gathering(self, turn: Turn) -> Generator[None]:
+    def gathering(self, decision: Decision) -> Generator[None]:
         """While ranks wait for each other's slices, before deltas: who fails there waits for no deltas."""
-        turn.swapped = True
+        decision.swapped = True
         yield
-        turn.swapped = False
+        decision.swapped = False
 
-    def exchange(self, turn: Turn, messages: Mapping[int, Words], what: str) -> None:
+    def exchange(self, decision: Decision, messages: Mapping[int, Words], what: str) -> None:
         """Sends deltas to the keepers, and receives those that are kept here.
 
         Over a fabric deltas are sent when all heads are there.
 
         Args:
-            turn: That of the verdict.
+            decision: That of the verdict.
             messages: The deltas, by keeper; each begins with the head of a section.
             what: Names the wait in errors.
 
@@ -195,93 +197,98 @@ class Agreement:
         """
         fabric = self._transport.fabric
         send = messages if fabric is None else {to: messages[to][:size] for to, size in self._keepers.items()}
-        swap = self._meet(turn, send, what)
-        sizes = {rank: _size(head) for rank, head in turn.heads.items()}
+        swap = self._meet(decision, send, what)
+        sizes = {rank: _size(head) for rank, head in decision.heads.items()}
         if failed := [rank for rank, size in sizes.items() if size == MARK]:
             raise follows(StepFailed(f"{what}: ranks {failed} failed: see their logs"), "StepFailed")
-        if any(size < len(turn.heads[rank]) for rank, size in sizes.items()):
+        if any(size < len(decision.heads[rank]) for rank, size in sizes.items()):
             raise InconsistentArenas(
                 f"{what}: the ranks announce messages of {sizes} words: the network is damaged, or the ranks "
                 f"run different versions of ecemb; restart the job"
             )
         inbox = self._sink.receive(sizes)
         if fabric is not None:
-            self._finish(turn, swap, {}, {}, what)
+            self._finish(decision, swap, {}, {}, what)
             self._transport.exchange(messages, inbox, what)
             return
         rests: dict[int, Words] = {}
-        for rank, head in turn.heads.items():
+        for rank, head in decision.heads.items():
             inbox[rank][: len(head)], rests[rank] = head, inbox[rank][len(head) :]
-        self._finish(turn, swap, rests, {}, what)
+        self._finish(decision, swap, rests, {}, what)
 
-    def _meet(self, turn: Turn, send: Mapping[int, Words], what: str) -> Channels:
+    def _meet(self, decision: Decision, send: Mapping[int, Words], what: str) -> Channels:
         """Begins to send, and waits for the heads of all deltas that come here."""
-        if turn.swap is None:
-            turn.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
-            turn.swap = self._transport.swap(send, turn.heads)
-        self._run(turn, turn.swap, what, all_sent=False)
-        return turn.swap
+        if decision.swap is None:
+            decision.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
+            decision.swap = self._transport.swap(send, decision.heads)
+        self._run(decision, decision.swap, what, all_sent=False)
+        return decision.swap
 
     def _finish(
-        self, turn: Turn, swap: Channels, rests: Mapping[int, Words], unwanted: Mapping[int, int], what: str
+        self,
+        decision: Decision,
+        swap: Channels,
+        rests: Mapping[int, Words],
+        unwanted: Mapping[int, int],
+        what: str,
     ) -> None:
         """Receives the rest of the deltas, or drops it (words by rank), and sends all; again: goes on."""
-        if not turn.is_resting:
+        if not decision.is_resting:
             swap.expect(rests)
             swap.skip(unwanted)
-            turn.is_resting = True
-        self._run(turn, swap, what, all_sent=True)
-        turn.swapped = True
+            decision.is_resting = True
+        self._run(decision, swap, what, all_sent=True)
+        decision.swapped = True
 
-    def _run(self, turn: Turn, swap: Channels, what: str, *, all_sent: bool) -> None:
+    def _run(self, decision: Decision, swap: Channels, what: str, *, all_sent: bool) -> None:
         """Moves deltas, whatever a signal's handler raises; a rank that has died ends them."""
         try:
             to_the_end(partial(swap.run, what, all_sent=all_sent), PeerFailure)
         except PeerFailure:
-            turn.swapped = True
+            decision.swapped = True
             raise
 
-    def vote(self, turn: Turn, what: str) -> None:
+    def vote(self, decision: Decision, what: str) -> None:
         """Says that this rank has prepared; returns when all have. All ranks.
 
         Raises:
             StepFailed: A rank has failed before it prepared.
             PeerFailure: A rank died.
         """
-        turn.voted = True
-        turn.votes.run(np.array([_YES], np.int64), what)
-        if int(turn.votes.value[0]) == _NO:
+        decision.voted = True
+        decision.votes.run(np.array([_YES], np.int64), what)
+        if int(decision.votes.value[0]) == _NO:
             raise follows(StepFailed(f"{what}: another rank failed before it had prepared"), "StepFailed")
 
-    def withdraw(self, turn: Turn) -> None:
+    def withdraw(self, decision: Decision) -> None:
         """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
-        to_the_end(lambda: self._withdraw(turn), PeerFailure)
+        to_the_end(lambda: self._withdraw(decision), PeerFailure)
 
-    def _withdraw(self, turn: Turn) -> None:
+    def _withdraw(self, decision: Decision) -> None:
         """After an interruption it is called again."""
-        if not turn.voted:
-            say(self._transport, self._tag(Kind.VOTE, turn), np.array([_NO], np.int64))
-            turn.voted = True
-        if not turn.swapped:
+        if not decision.voted:
+            say(self._transport, self._tag(Kind.VOTE, decision), np.array([_NO], np.int64))
+            decision.voted = True
+        if not decision.swapped:
             with suppress(PeerFailure):  # the next start has a say, and no rank waits for this one
-                self._end_swap(turn)
+                self._end_swap(decision)
 
-    def _end_swap(self, turn: Turn) -> None:
+    def _end_swap(self, decision: Decision) -> None:
         """Sends a mark in the place of deltas, or the rest of them, and takes what comes, for nothing."""
         what = "leaving"
-        swap = self._meet(turn, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
-        sizes = {rank: _size(head) - len(head) for rank, head in turn.heads.items()}
-        self._finish(turn, swap, {}, sizes if self._transport.fabric is None else {}, what)
+        swap = self._meet(decision, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
+        sizes = {rank: _size(head) - len(head) for rank, head in decision.heads.items()}
+        self._finish(decision, swap, {}, sizes if self._transport.fabric is None else {}, what)
 
-    def _tag(self, kind: Kind, turn: Turn | None = None) -> int:
-        return self._transport.tag(kind, self._number if turn is None else turn.number)
+    def _tag(self, kind: Kind, decision: Decision | None = None) -> int:
+        return self._transport.tag(kind, self._number if decision is None else decision.number)
 
-    def _status_rounds(self, number: int) -> Rounds:
-        return Rounds(
+    def _status_rounds(self, number: int) -> Dissemination:
+        return Dissemination(
             self._transport,
             self._transport.tag(Kind.STATUS, number),
             _folded,
-            lambda told: int(told[_FLAG]) == FAILED,
+            lambda value: int(value[_FLAG]) == FAILED,
         )
 
     def _status(
@@ -296,16 +303,16 @@ class Agreement:
         return np.array([flag, place, place, window, digest, digest, is_lacking, *masks], np.int64)
 
     def _verdict(
-        self, value: Ints, turn: Turn, step: int, committed: int, differs: Callable[[], str]
+        self, value: Ints, decision: Decision, step: int, committed: int, differs: Callable[[], str]
     ) -> Verdict:
         """Reads the value that all ranks have.
 
         Raises:
             StepFailed: As of `conclude`.
         """
-        told: list[int] = value.tolist()
-        flag, marked = told[_FLAG], _marked(told[_MARKED:])
-        (lowest, first), (highest, last) = _place(told[_LOWEST]), _place(told[_HIGHEST])
+        values: list[int] = value.tolist()
+        flag, marked = values[_FLAG], _marked(values[_MARKED:])
+        (lowest, first), (highest, last) = _place(values[_LOWEST]), _place(values[_HIGHEST])
         if flag == FAILED:
             raise follows(
                 StepFailed(
@@ -314,29 +321,29 @@ class Agreement:
                 ),
                 "StepFailed",
             )
-        if _is_out_of_step(told):
+        if _is_out_of_step(values):
             raise StepFailed(
                 f"the ranks are not in the same step: rank {first} ends step {lowest - 1}, and rank {last} "
                 f"step {highest - 1}; every rank must run every step from guard.next_step on"
             )
-        if _differs(told):
+        if _differs(values):
             raise StepFailed(
                 f"replicated state (dense parameters, buffers, optimizer state) differs between ranks "
                 f"in step {step}: {differs()}; inside the step, average the dense "
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
                 f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
             )
-        return Verdict(turn, marked, told[_WINDOW], bool(told[_LACKING]))
+        return Verdict(decision, marked, values[_WINDOW], bool(values[_LACKING]))
 
 
-def _is_out_of_step(told: Sequence[int]) -> bool:
+def _is_out_of_step(values: Sequence[int]) -> bool:
     """Whether ranks are in different steps."""
-    return _place(told[_LOWEST])[0] != _place(told[_HIGHEST])[0]
+    return _place(values[_LOWEST])[0] != _place(values[_HIGHEST])[0]
 
 
-def _differs(told: Sequence[int]) -> bool:
+def _differs(values: Sequence[int]) -> bool:
     """Whether ranks have different replicated state, at the end of a step that counts."""
-    return told[_FLAG] == FINE and told[_LEAST_DIGEST] != told[_MOST_DIGEST]
+    return values[_FLAG] == FINE and values[_LEAST_DIGEST] != values[_MOST_DIGEST]
 
 
 def _size(head: Words) -> int:
@@ -352,10 +359,10 @@ def _mark(sections: int) -> Words:
     return words
 
 
-def _folded(own: Ints, told: Ints) -> Ints:
+def _folded(own: Ints, received: Ints) -> Ints:
     """The worst flag with the ranks that have it, and the extremes of the rest."""
     mine: list[int] = own.tolist()  # Python's ints: they cost less than numbers of an array, one by one
-    others: list[int] = told.tolist()
+    others: list[int] = received.tolist()
     pairs = enumerate(zip(mine, others, strict=True))
     out = [max(pair) if at in _LARGEST else min(pair) for at, pair in pairs]
     if mine[_FLAG] == others[_FLAG]:

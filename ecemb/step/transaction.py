@@ -72,7 +72,7 @@ from ..recovery.state_slices import gathered
 from ..state.rank_state import RankState, front, read
 from ..state.replicated import ReplicatedState
 from . import agreement
-from .agreement import ABORTED, FINE, Agreement, Turn, Verdict
+from .agreement import ABORTED, FINE, Agreement, Decision, Verdict
 from .window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -290,7 +290,7 @@ class Transactions:
             self._write(transaction)
         verdict = self._conclude(transaction)
         if verdict.aborted:
-            self._undo_all(verdict.turn)
+            self._undo_all(verdict.decision)
             self._write(transaction)
         self._steps = 0
         self._window.agree(verdict.window)
@@ -298,14 +298,16 @@ class Transactions:
             self._background.end()
         changed = self._off_arena.hand_over(self._memory.journal)
         if self._thread is None or not self._background.is_over:
-            self._decide(transaction, verdict.turn, changed)
+            self._decide(transaction, verdict.decision, changed)
             self._window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
             self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
             self._throttle.begin()
-            hand_over(self._thread, pending, self._decide_beside, transaction, verdict.turn, changed, spent_s)
+            hand_over(
+                self._thread, pending, self._decide_beside, transaction, verdict.decision, changed, spent_s
+            )
         return verdict.aborted
 
     def _write(self, transaction: int) -> None:
@@ -330,11 +332,11 @@ class Transactions:
                 is_lacking=self._background.is_lacking,
             )
 
-    def _decide_beside(self, transaction: int, turn: Turn, changed: Changed, spent_s: float) -> None:
+    def _decide_beside(self, transaction: int, decision: Decision, changed: Changed, spent_s: float) -> None:
         """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
         self._throttle.start()
         try:
-            laid_out_s = self._decide(transaction, turn, changed, self._throttle.rest)
+            laid_out_s = self._decide(transaction, decision, changed, self._throttle.rest)
             self._window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
@@ -342,7 +344,7 @@ class Transactions:
             raise
 
     def _decide(
-        self, transaction: int, turn: Turn, changed: Changed, rest: Callable[[], None] = lambda: None
+        self, transaction: int, decision: Decision, changed: Changed, rest: Callable[[], None] = lambda: None
     ) -> float:
         """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
         try:
@@ -353,14 +355,14 @@ class Transactions:
             laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
-                self._agreement.exchange(turn, messages, what)
+                self._agreement.exchange(decision, messages, what)
             self._background.pause()
             self._memory.prepare(transaction)
         except BaseException:
-            self._agreement.withdraw(turn)
+            self._agreement.withdraw(decision)
             raise
         with self.phase("agree"):
-            self._agreement.vote(turn, f"the agreement on step {transaction - 1}")
+            self._agreement.vote(decision, f"the agreement on step {transaction - 1}")
         with self.phase("apply"):
             self._memory.apply(transaction, rest)
         self._memory.commit(transaction)
@@ -409,9 +411,9 @@ class Transactions:
             self.aborting = False
             self._background.resume()
 
-    def _undo_all(self, turn: Turn) -> None:
+    def _undo_all(self, decision: Decision) -> None:
         """Takes an aborted transaction back to the last commit, except positions in the data. All ranks."""
-        with self._agreement.gathering(turn):
+        with self._agreement.gathering(decision):
             dense = gathered(self._memory, self._transport)
         self._off_arena.drop()
         self._memory.journal.empty()

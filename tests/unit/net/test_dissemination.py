@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ecemb.errors import PeerFailure
-from ecemb.net.collectives import Rounds, rounds, say
+from ecemb.net.collectives import Dissemination, rounds, say
 from support.simulation import Hub, Wires
 
 LAST = 99
@@ -34,11 +34,11 @@ def on_all(size: int, act: Callable[[Wires], object]) -> list[object]:
     return [found[rank] for rank in range(size)]
 
 
-def begun(wires: Wires, tag: int = 1000) -> Rounds:
-    return Rounds(wires, tag, folded, lambda told: int(told[0]) == LAST)
+def begun(wires: Wires, tag: int = 1000) -> Dissemination:
+    return Dissemination(wires, tag, folded, lambda told: int(told[0]) == LAST)
 
 
-def go(one: Rounds, value: int) -> None:
+def go(one: Dissemination, value: int) -> None:
     one.run(np.array([value, 1 << one._wires.rank], np.int64), "a test")
 
 

@@ -99,8 +99,8 @@ def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
         for transaction in range(1, 4):
             verdict = conclude(agreement, transaction)
             empty = messages(words, edges, placement, rank)
-            agreement.exchange(verdict.turn, empty, "the exchange")
-            agreement.vote(verdict.turn, "the vote")
+            agreement.exchange(verdict.decision, empty, "the exchange")
+            agreement.vote(verdict.decision, "the vote")
             counts.append(wires.sent_messages)
         sent[rank] = [b - a for a, b in itertools.pairwise(counts)]
 
@@ -159,14 +159,14 @@ def test_a_size_of_nonsense_is_refused_and_ends_the_step_on_all(size: int) -> No
 
     def run(rank: int) -> None:
         agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
-        turn = conclude(agreement, 1).turn
+        decision = conclude(agreement, 1).decision
         words = np.array([1 if rank == 0 else size], np.int64).view(np.uint64)
         try:
-            agreement.exchange(turn, {1 - rank: words}, "the exchange")
-            agreement.vote(turn, "the vote")
+            agreement.exchange(decision, {1 - rank: words}, "the exchange")
+            agreement.vote(decision, "the vote")
         except (InconsistentArenas, StepFailed) as error:
             found[rank] = str(error)
-            agreement.withdraw(turn)
+            agreement.withdraw(decision)
 
     together(2, run)
     assert f"the exchange: the ranks announce messages of {{1: {size}}} words" in found[0]
@@ -212,19 +212,19 @@ def fail_over_streams(stage: str) -> str:
     agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
     edges, words = [0, LARGE, 2 * LARGE], np.zeros(2 * LARGE, np.uint64)
     write_heads_(words, edges, placement.r)
-    turn = conclude(agreement, 1).turn
+    decision = conclude(agreement, 1).decision
     try:
         if fails and stage in ("before it sends", "interrupted while it leaves"):
             raise ValueError("on purpose")
         if fails and stage == "interrupted while it sends":
             with pytest.raises(KeyboardInterrupt), interrupted(Channels, "run", at_begin=True):
-                agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
-            assert all(size for size, *_ in turn.heads.values())  # it has waited for them
+                agreement.exchange(decision, messages(words, edges, placement, rank), "the exchange")
+            assert all(size for size, *_ in decision.heads.values())  # it has waited for them
             raise ValueError("on purpose")
-        agreement.exchange(turn, messages(words, edges, placement, rank), "the exchange")
+        agreement.exchange(decision, messages(words, edges, placement, rank), "the exchange")
         if fails and stage == "before prepared":
             raise ValueError("on purpose")
-        agreement.vote(turn, "the vote")
+        agreement.vote(decision, "the vote")
         error = ""
     except Exception as raised:  # noqa: BLE001 - looked at by the test
         error = type(raised).__name__
@@ -232,7 +232,7 @@ def fail_over_streams(stage: str) -> str:
             with pytest.raises(KeyboardInterrupt), interrupted(Channels, "run"):
                 agreement.leave(1)
         else:
-            agreement.withdraw(turn)
+            agreement.withdraw(decision)
     dist.barrier()
     transport.close()
     return error
