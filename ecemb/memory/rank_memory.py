@@ -401,7 +401,7 @@ class RankMemory:
         self.arena.set(Word.COMMITTED_NS, time.time_ns())
         self.arena.set(Word.COMMITTED, transaction)
 
-    def decide(self, transaction: int) -> tuple[int, bool]:
+    def roll_to(self, transaction: int) -> tuple[int, bool]:
         """Brings this rank to the transaction that recovery decided on (docs/protocol.md, 3.3).
 
         Args:

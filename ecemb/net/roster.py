@@ -81,20 +81,20 @@ def agree(
         RendezvousError: a worker did not come before the deadline, the store is gone, or it holds values
             that are not ecemb's.
     """
-    board = _Board(store, deadline)
-    _announce(board, worker, reports, index)
+    client = _StoreClient(store, deadline)
+    _announce(client, worker, reports, index)
     if index == 0:
-        return _Leader(board, worker, world_size).lead()
-    name = board.wait(f"plan/{worker.nonce}", lambda: _unheard(board, world_size))
+        return _Leader(client, worker, world_size).lead()
+    name = client.wait(f"plan/{worker.nonce}", lambda: _silent(client, world_size))
     while True:
-        _take(board, name, worker.nonce, world_size)
-        verdict = board.wait(f"verdict/{name}", lambda: _unheard(board, world_size))
+        _take(client, name, worker.nonce, world_size)
+        verdict = client.wait(f"verdict/{name}", lambda: _silent(client, world_size))
         if verdict == _COUNTS:
-            return read_roster(board.get(f"roster/{name}"))
+            return read_roster(client.get(f"roster/{name}"))
         name = verdict
 
 
-class _Board:
+class _StoreClient:
     """A store, with limits and named errors."""
 
     def __init__(self, store: dist.Store, deadline: float) -> None:
@@ -133,7 +133,7 @@ class _Board:
         """Adds to a counter; returns the sum."""
         return self._asked(lambda: self._store.add(key, amount))
 
-    def decide(self, key: str, value: str) -> str:
+    def put_once(self, key: str, value: str) -> str:
         """Stores a value unless the key exists; returns the value stored."""
         return _text(self._asked(lambda: self._store.compare_set(key, "", value)))
 
@@ -163,24 +163,24 @@ class _Board:
 class _Leader:
     """The part of RANK 0."""
 
-    def __init__(self, board: _Board, worker: Worker, world_size: int) -> None:
-        self._board, self._worker, self._world_size = board, worker, world_size
+    def __init__(self, client: _StoreClient, worker: Worker, world_size: int) -> None:
+        self._client, self._worker, self._world_size = client, worker, world_size
         self._names = [f"announce/{i}" for i in range(world_size)]
         self._tables: dict[str, Domains] = {}
         self._arrivals = 0
-        self._before = _Plans.of(board.get("current")) if board.has("current") else _Plans()
+        self._before = _Plans.of(client.get("current")) if client.has("current") else _Plans()
         self._names_given: list[str] = []
         self._roster: Roster | None = None
 
     def lead(self) -> Roster:
         """Plans, and plans again while a dead worker is in the plan."""
-        told = self._first()
+        announced = self._first()
         while True:
-            roster = self._publish(told)
-            if (again := self._settled(roster.prefix, told)) is None:
+            roster = self._publish(announced)
+            if (again := self._settled(roster.prefix, announced)) is None:
                 break
-            told = again
-        name = _text(self._board.get(f"verdict/{roster.prefix}"))
+            announced = again
+        name = _text(self._client.get(f"verdict/{roster.prefix}"))
         if name != _COUNTS:
             raise _foreign(f"the verdict {name[:40]!r}")
         self._clean(roster)
@@ -193,8 +193,8 @@ class _Leader:
         enough = 0
         pause_s = _SHORTEST_S
         while True:
-            arrivals = self._board.add("arrivals", 0)
-            if arrivals >= enough and self._board.has(*self._names):
+            arrivals = self._client.add("arrivals", 0)
+            if arrivals >= enough and self._client.has(*self._names):
                 # Read all: an earlier announcement may be a dead worker's, whose successor has come.
                 texts = self._read(range(self._world_size))
                 self._arrivals = arrivals
@@ -206,42 +206,45 @@ class _Leader:
             elif arrivals >= enough:
                 enough = max(arrivals + 1, self._world_size)
             else:
-                pause_s = self._pause(pause_s, lambda: _unheard(self._board, self._world_size, alive))  # noqa: B023
+                pause_s = self._pause(pause_s, lambda: _silent(self._client, self._world_size, alive))  # noqa: B023
 
-    def _publish(self, told: Sequence[Roster]) -> Roster:
+    def _publish(self, announced: Sequence[Roster]) -> Roster:
         """Writes a plan and sends its name to its workers; returns the plan before it if that one counts."""
-        board, name, last = self._board, secrets.token_hex(8), self._roster
-        roster = _propose(board, name, told)
-        board.put(f"roster/{name}", write_roster(roster, whole=True))
+        client, name, last = self._client, secrets.token_hex(8), self._roster
+        roster = _propose(client, name, announced)
+        client.put(f"roster/{name}", write_roster(roster, whole=True))
         self._names_given.append(name)
         known = set() if last is None else {one.nonce for one in last.workers}
         nonces = [one.nonce for one in roster.workers]
         left = [*self._before.nonces, *known.difference(nonces)]
         names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *self._tables}
-        board.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
+        client.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
         if last is not None:
-            if board.decide(f"verdict/{last.prefix}", name) == _COUNTS:
+            if client.put_once(f"verdict/{last.prefix}", name) == _COUNTS:
                 return last
-            board.remove(*(f"plan/{nonce}" for nonce in known.difference(nonces)))
-        board.mail([f"plan/{nonce}" for nonce in nonces if nonce not in known], name)
+            client.remove(*(f"plan/{nonce}" for nonce in known.difference(nonces)))
+        client.mail([f"plan/{nonce}" for nonce in nonces if nonce not in known], name)
         self._roster = roster
-        _take(board, name, self._worker.nonce, self._world_size)
+        _take(client, name, self._worker.nonce, self._world_size)
         return roster
 
-    def _settled(self, name: str, told: Sequence[Roster]) -> list[Roster] | None:
+    def _settled(self, name: str, announced: Sequence[Roster]) -> list[Roster] | None:
         """Returns None once a plan counts; the new announcements, if they differ from the planned ones."""
         pause_s, again_at = _SHORTEST_S, time.monotonic() + _AGAIN_S
-        while not self._board.has(f"verdict/{name}"):
-            if time.monotonic() > again_at and (arrivals := self._board.add("arrivals", 0)) != self._arrivals:
+        while not self._client.has(f"verdict/{name}"):
+            if (
+                time.monotonic() > again_at
+                and (arrivals := self._client.add("arrivals", 0)) != self._arrivals
+            ):
                 self._arrivals, again_at = arrivals, time.monotonic() + _AGAIN_S
                 texts = self._read(range(self._world_size))
-                if [one.workers for one in texts] != [one.workers for one in told]:
+                if [one.workers for one in texts] != [one.workers for one in announced]:
                     return texts
-            pause_s = self._pause(pause_s, lambda: self._untaken(told))
+            pause_s = self._pause(pause_s, lambda: self._untaken(announced))
         return None
 
     def _read(self, indices: Sequence[int]) -> list[Roster]:
-        texts = self._board.get_all([self._names[i] for i in indices])
+        texts = self._client.get_all([self._names[i] for i in indices])
         return [self._announced(text) for text in texts]
 
     def _announced(self, text: bytes) -> Roster:
@@ -252,33 +255,33 @@ class _Leader:
 
     def _domains(self, digest: str) -> Domains:
         if digest not in self._tables:
-            if not self._board.has(f"domains/{digest}"):
+            if not self._client.has(f"domains/{digest}"):
                 raise _foreign(f"an announcement that names domains/{digest}, and not that")
-            self._tables[digest] = read_domains(self._board.get(f"domains/{digest}"))
+            self._tables[digest] = read_domains(self._client.get(f"domains/{digest}"))
         return self._tables[digest]
 
     def _clean(self, roster: Roster) -> None:
         """Removes the entries of earlier starts, and this start's plans that did not count."""
-        board, before = self._board, self._before
+        client, before = self._client, self._before
         for name in {*before.names, *self._names_given} - {roster.prefix}:
-            board.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
+            client.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
         if not before.counted:
-            board.remove(*(f"plan/{nonce}" for nonce in before.nonces))
+            client.remove(*(f"plan/{nonce}" for nonce in before.nonces))
         # Of a start with more workers: a later one with as many must not take them for its own.
-        board.remove(*(f"announce/{i}" for i in range(self._world_size, len(before.nonces))))
+        client.remove(*(f"announce/{i}" for i in range(self._world_size, len(before.nonces))))
         used = {
             digest(names) for names in {one.header.constants.domains for one in roster.reports if one.header}
         }
-        board.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
+        client.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
         last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
-        board.put("current", last.to_json())
+        client.put("current", last.to_json())
 
-    def _untaken(self, told: Sequence[Roster]) -> str:
-        left = [i for i, one in enumerate(told) if self._board.has(f"plan/{one.workers[0].nonce}")]
+    def _untaken(self, announced: Sequence[Roster]) -> str:
+        left = [i for i, one in enumerate(announced) if self._client.has(f"plan/{one.workers[0].nonce}")]
         return _late(self._world_size, left or [0])
 
     def _pause(self, pause_s: float, late: Callable[[], str]) -> float:
-        if time.monotonic() > self._board.deadline:
+        if time.monotonic() > self._client.deadline:
             raise RendezvousError(late())
         time.sleep(pause_s)
         return min(pause_s * 1.5, _LONGEST_S)
@@ -312,45 +315,47 @@ class _Plans:
             raise _foreign(f"an invalid list of plans ({error})") from error
 
 
-def _announce(board: _Board, worker: Worker, reports: Sequence[Report], index: int) -> None:
+def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], index: int) -> None:
     domains = {one.header.constants.domains for one in reports if one.header is not None}
     for names in sorted(domains):
-        if not board.has(key := f"domains/{digest(names)}"):
-            board.put(key, write_domains(names))
+        if not client.has(key := f"domains/{digest(names)}"):
+            client.put(key, write_domains(names))
     alone = Roster(0, 0, "", False, False, (worker,), tuple(reports))
-    board.put(f"announce/{index}", write_roster(alone, whole=False))
-    board.add("arrivals", 1)
+    client.put(f"announce/{index}", write_roster(alone, whole=False))
+    client.add("arrivals", 1)
 
 
-def _take(board: _Board, name: str, nonce: str, world_size: int) -> None:
+def _take(client: _StoreClient, name: str, nonce: str, world_size: int) -> None:
     """Finds this worker in a plan, which counts once all of its workers have done so."""
-    board.remove(f"plan/{nonce}")
-    if board.add(f"taken/{name}", 1) == world_size:
-        board.decide(f"verdict/{name}", _COUNTS)
+    client.remove(f"plan/{nonce}")
+    if client.add(f"taken/{name}", 1) == world_size:
+        client.put_once(f"verdict/{name}", _COUNTS)
 
 
-def _propose(board: _Board, prefix: str, told: Sequence[Roster]) -> Roster:
-    reports = tuple({one.path + "@" + one.host: one for roster in told for one in roster.reports}.values())
+def _propose(client: _StoreClient, prefix: str, announced: Sequence[Roster]) -> Roster:
+    reports = tuple(
+        {one.path + "@" + one.host: one for roster in announced for one in roster.reports}.values()
+    )
     headers = [one.header for one in reports if one.header is not None]
-    opened = _mark(board, "started")
+    opened = _mark(client, "started")
     if held := [
         one.header.opened for one in reports if one.header and one.holder is not None and _began(one)
     ]:
         # Another launch of the job runs. Its memory may be gone when this job is started again.
         opened = max(opened, 0, *held)
-        board.put("started", str(opened))
-    known = [_mark(board, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
+        client.put("started", str(opened))
+    known = [_mark(client, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
     generation = max(
         2 + max(known), time.time_ns()
     )  # a start that moves memory takes the next number as well
-    board.put("generation", str(generation))  # the next leader's clock may be behind
+    client.put("generation", str(generation))  # the next leader's clock may be behind
     return Roster(
         generation=generation,
         generation_id=secrets.randbits(62),
         prefix=prefix,
         started=opened != NONE,
-        finished=board.has("finished"),
-        workers=tuple(roster.workers[0] for roster in told),
+        finished=client.has("finished"),
+        workers=tuple(roster.workers[0] for roster in announced),
         reports=reports,
         secret=secrets.token_hex(16),
         opened=opened,
@@ -361,11 +366,11 @@ def _began(report: Report) -> bool:
     return report.header is not None and report.header.state in (State.LIVE, State.REBUILDING)
 
 
-def _mark(board: _Board, name: str) -> int:
+def _mark(client: _StoreClient, name: str) -> int:
     """The generation in a mark of the store; NONE without the mark."""
-    if not board.has(name):
+    if not client.has(name):
         return NONE
-    text = board.get(name)
+    text = client.get(name)
     try:
         return max(0, int(text))
     except ValueError as error:
@@ -375,21 +380,21 @@ def _mark(board: _Board, name: str) -> int:
         ) from error
 
 
-def _unheard(board: _Board, world_size: int, heard: Sequence[int] = ()) -> str:
-    """Indices without an announcement, among those that were not heard yet."""
+def _silent(client: _StoreClient, world_size: int, present: Sequence[int] = ()) -> str:
+    """Indices without an announcement, among those that were not present yet."""
     silent: list[int] = []
-    spans = [[i for i in range(world_size) if i not in heard]]
+    spans = [[i for i in range(world_size) if i not in present]]
     while spans:  # halves: few are missing, and one request shows that a whole span is there
         span = spans.pop()
-        if not span or board.has(*(f"announce/{i}" for i in span)):
+        if not span or client.has(*(f"announce/{i}" for i in span)):
             continue
         if len(span) == 1:
             silent += span
         else:
             spans += [span[len(span) // 2 :], span[: len(span) // 2]]
-    if not silent and heard:
-        silent = [i for i in range(world_size) if i not in heard]  # their entries are an earlier start's
-    return _late(world_size, silent or [0])  # all are heard, so the leader is missing
+    if not silent and present:
+        silent = [i for i in range(world_size) if i not in present]  # their entries are an earlier start's
+    return _late(world_size, silent or [0])  # all are present, so the leader is missing
 
 
 def _late(world_size: int, silent: Sequence[int]) -> str:
@@ -533,8 +538,8 @@ def _report(one: Report, texts: _Table, words: _Table, domains: _Table) -> bytes
         identity = header.constants
         name, rank, where = texts.number(identity.arena_id), identity.rank, domains.number(identity.domains)
         generations = (header.joined, header.generation_id, header.opened)
-        told = (*generations, header.committed, header.prepared, header.undeclared)
-        says = words.number(_WORDS.pack(header.state, *told, identity.fill))
+        numbers = (*generations, header.committed, header.prepared, header.undeclared)
+        says = words.number(_WORDS.pack(header.state, *numbers, identity.fill))
         if file == identity.arena_id + _SUFFIX:
             named = name
     if named == _NOTHING:
@@ -636,9 +641,9 @@ def _read(source: _Source, resolve: Resolve | None) -> Roster:
     )
 
 
-def _words(state: int, *told: int) -> dict[str, int]:
+def _words(state: int, *numbers: int) -> dict[str, int]:
     names = ("joined", "generation_id", "opened", "committed", "prepared", "undeclared", "fill")
-    return {"state": State(state), **dict(zip(names, told, strict=True))}
+    return {"state": State(state), **dict(zip(names, numbers, strict=True))}
 
 
 def _worker(texts: Sequence[str], host: int, nonce: int, addresses: int, pid: int, port: int) -> Worker:
@@ -652,8 +657,8 @@ def _found(
     host, folder, file, damage, holder, says, name, rank, where, torn, incompatible = fields
     header = None
     if says != _NOTHING:
-        names, told = domains[where], dict(words[says])
-        header = Header(Identity(job, texts[name], rank, len(names), names, told.pop("fill")), **told)
+        names, numbers = domains[where], dict(words[says])
+        header = Header(Identity(job, texts[name], rank, len(names), names, numbers.pop("fill")), **numbers)
     leaf = texts[file] + (_SUFFIX if header is not None and file == name else "")
     return Report(
         host=texts[host],

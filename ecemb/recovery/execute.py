@@ -199,11 +199,11 @@ def recover(
     is_replacement = memory.rank in plan.lost
     received = 0
 
-    def decide() -> tuple[int, bool]:
-        return (0, False) if is_replacement else memory.decide(plan.transaction)
+    def roll() -> tuple[int, bool]:
+        return (0, False) if is_replacement else memory.roll_to(plan.transaction)
 
     with watch.phase("decide"):
-        undone, redone = transport.together("undo and redo", decide)
+        undone, redone = transport.together("undo and redo", roll)
     if not is_replacement:
         ready(0, memory.space.words)
     if plan.encode:

@@ -183,13 +183,13 @@ def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], No
     for memory in moving.memories.values():
         memory.mark_opened(roster.generation)
 
-    def decide() -> None:
+    def roll() -> None:
         for memory in moving.memories.values():
-            undone, redone = memory.decide(recovery.transaction)
+            undone, redone = memory.roll_to(recovery.transaction)
             moving.undone_rows += undone
             moving.redone |= redone
 
-    transport.together("undo and redo", decide)
+    transport.together("undo and redo", roll)
     moving.state_bytes = compare_old(moving.plan, moving.old.layout, moving.memories, transport)
     make_room(session, start.world.plan)
     transport.barrier("making room")

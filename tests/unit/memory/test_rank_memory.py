@@ -384,7 +384,7 @@ def test_undo_twice(undecided: Undecided) -> None:
     with undecided.machines.memories() as memories:
         for _ in range(2):
             for rank, memory in enumerate(memories):
-                _, redone = torn(memory).decide(1)
+                _, redone = torn(memory).roll_to(1)
                 assert not redone
                 assert np.array_equal(space(memory), undecided.old[rank])
                 assert memory.arena.get("prepared") == 1
@@ -395,7 +395,7 @@ def test_redo_twice(undecided: Undecided) -> None:
     with undecided.machines.memories() as memories:
         for expected in (True, False):
             for rank, memory in enumerate(memories):
-                undone, redone = torn(memory).decide(2)
+                undone, redone = torn(memory).roll_to(2)
                 assert undone == 0
                 assert redone is expected
                 assert np.array_equal(space(memory), undecided.new[rank])
@@ -411,7 +411,7 @@ def moments_of(undecided: Undecided, tmp_path: Path, target: int) -> Iterator[tu
         machines = undecided.machines.copy(tmp_path / f"to{target}-{end}")
         with machines.memories() as memories:
             memory = memories[0]
-            came_that_far = cut_off(end, lambda: torn(memory).decide(target))  # noqa: B023
+            came_that_far = cut_off(end, lambda: torn(memory).roll_to(target))  # noqa: B023
             if came_that_far:
                 yield end, memory
         if not came_that_far:
@@ -422,7 +422,7 @@ def moments_of(undecided: Undecided, tmp_path: Path, target: int) -> Iterator[tu
 def test_undo_cut_off_anywhere_is_finished_by_the_next(undecided: Undecided, tmp_path: Path) -> None:
     for _, memory in moments_of(undecided, tmp_path, 1):
         assert memory.arena.get("committed") == 1
-        torn(memory).decide(1)
+        torn(memory).roll_to(1)
         assert memory.arena.get("prepared") == 1
         assert np.array_equal(space(memory), undecided.old[0])
         assert parities([memory]) == undecided.old_parity[:1]
@@ -438,8 +438,8 @@ def test_undo_that_has_begun_can_never_roll_forward(undecided: Undecided, tmp_pa
 def test_redo_cut_off_anywhere_is_finished_by_the_next(undecided: Undecided, tmp_path: Path) -> None:
     """Torn parity: the row that is half changed is restored first, and the rest of the inbox follows."""
     for end, memory in moments_of(undecided, tmp_path, 2):
-        cut_off(end // 2 + 1, lambda: torn(memory).decide(2))  # noqa: B023 - and once more
-        torn(memory).decide(2)
+        cut_off(end // 2 + 1, lambda: torn(memory).roll_to(2))  # noqa: B023 - and once more
+        torn(memory).roll_to(2)
         assert memory.committed == 2
         assert np.array_equal(space(memory), undecided.new[0])
         assert parities([memory]) == undecided.new_parity[:1]
@@ -458,7 +458,7 @@ def test_apply_cut_off_anywhere_is_redone(undecided: Undecided, tmp_path: Path) 
                 torn(memory).commit(2)
 
             came_that_far = cut_off(end, go_on)
-            torn(memory).decide(2)
+            torn(memory).roll_to(2)
             assert parities([memory]) == undecided.new_parity[2:3]
             assert np.array_equal(space(memory), undecided.new[2])
 
@@ -470,7 +470,7 @@ def test_a_transaction_that_is_decided_stays(undecided: Undecided) -> None:
             memory.apply(2)
             memory.commit(2)
         for memory in memories:
-            assert torn(memory).decide(2) == (0, False)
+            assert torn(memory).roll_to(2) == (0, False)
         assert parities(memories) == undecided.new_parity
         assert all(
             np.array_equal(space(memory), new) for memory, new in zip(memories, undecided.new, strict=True)
@@ -484,7 +484,7 @@ def test_committed_above_the_decision_stops_and_writes_nothing(undecided: Undeci
         memory.commit(2)
         words = {name: memory.arena.get(name) for name in ("committed", "prepared", "rows_label")}
         with pytest.raises(InconsistentArenas, match="rank 0 has committed transaction 2"):
-            memory.decide(1)
+            memory.roll_to(1)
         assert words == {name: memory.arena.get(name) for name in words}
         assert np.array_equal(space(memory), undecided.new[0])
 
@@ -495,7 +495,7 @@ def test_a_step_that_only_armed_and_captured_is_undone(tmp_path: Path, job: Job,
         memory = memories[0]
         before = space(memory)
         captured = change(memory, 1, random.Random(seed))
-        undone, redone = torn(memory).decide(0)
+        undone, redone = torn(memory).roll_to(0)
         assert not redone
         assert undone == captured
         assert np.array_equal(space(memory), before)
@@ -508,7 +508,7 @@ def test_the_initial_state_that_was_prepared_is_committed_as_it_is(tmp_path: Pat
         memory = memories[0]
         memory.arena.set("committed", -1)
         before = space(memory)
-        assert torn(memory).decide(0) == (0, True)
+        assert torn(memory).roll_to(0) == (0, True)
         assert memory.committed == 0
         assert np.array_equal(space(memory), before)
         check_parity(memories, job.placement)
@@ -528,11 +528,11 @@ def test_one_rank_alone_survives_the_crash_of_its_process(tmp_path: Path, seed: 
         new = space(memory)
         assert memory.lay_out(memory.outbox()) == {}
         deliver(memory, {})
-        assert torn(memory).decide(0)[1] is False
+        assert torn(memory).roll_to(0)[1] is False
         assert np.array_equal(space(memory), before)
         memory.space.write_(0, new)
         memory.prepare(1)
-        assert torn(memory).decide(1) == (0, True)
+        assert torn(memory).roll_to(1) == (0, True)
         assert memory.committed == 1
         assert np.array_equal(space(memory), new)
         assert encoded(memory, 0, 100) == {}

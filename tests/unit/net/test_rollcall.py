@@ -74,7 +74,7 @@ class Starts:
         return roster
 
     def die_after_announcing(self, index: int, nonce: str) -> None:
-        board = roster_module._Board(self._open(), time.monotonic() + DEADLINE_S)
+        board = roster_module._StoreClient(self._open(), time.monotonic() + DEADLINE_S)
         roster_module._announce(board, Worker("host", nonce), (), index)
 
 
@@ -243,7 +243,7 @@ def test_a_start_that_meets_another_launch_remembers_that_the_job_had_started() 
 def test_the_deadline_names_who_is_missing(index: int, announced: tuple[int, ...], silent: str) -> None:
     store = dist.HashStore()
     for other in announced:
-        board = roster_module._Board(store, time.monotonic() + DEADLINE_S)
+        board = roster_module._StoreClient(store, time.monotonic() + DEADLINE_S)
         roster_module._announce(board, Worker("host", f"dead{other}"), (), other)
     with pytest.raises(RendezvousError, match=rf"3 workers .* no word from torchrun ranks {silent}"):
         roster_module.agree(store, Worker("host", "me"), (), index, 3, time.monotonic() - 1)
@@ -377,7 +377,7 @@ class Cluster:
                 clients[index], workers[index], arenas, index, size, deadline
             )
 
-        boards = [roster_module._Board(client, deadline) for client in clients]
+        boards = [roster_module._StoreClient(client, deadline) for client in clients]
         for index in range(1, size - 1):
             roster_module._announce(boards[index], workers[index], found[index // self.per_host], index)
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in (0, size - 1)]

@@ -332,5 +332,5 @@ def test_what_is_prepared_beside_the_next_step_ends_the_process(
     ended.assert_called_once_with(EXIT_UNDECIDED)
     assert rows(memory) == [2, 2]
     assert memory.arena.get("prepared") == 1
-    assert memory.decide(1) == (2, True)
+    assert memory.roll_to(1) == (2, True)
     assert rows(memory) == [1, 1]

@@ -501,7 +501,7 @@ def test_what_is_prepared_is_never_undone_in_the_process(
     ended.assert_called_once_with(EXIT_UNDECIDED)
     assert np.array_equal(memory.space.read(0, memory.space.words), changed)
     assert memory.arena.get("prepared") == 1
-    assert memory.decide(1) == (0, True)
+    assert memory.roll_to(1) == (0, True)
 
 
 def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
