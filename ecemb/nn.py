@@ -333,8 +333,8 @@ class ShardedEmbeddingBag(nn.Module):
         header[:, 0] = torch.searchsorted(unique, starts).diff()
         header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()], dtype=torch.int64, device="cpu")
         one_each = [1] * self.world_size
-        heard = _exchange(header, one_each, one_each, self.group)
-        wanted, verdicts, bad_ids, *facts = _rows(heard.t())
+        received = _exchange(header, one_each, one_each, self.group)
+        wanted, verdicts, bad_ids, *facts = _rows(received.t())
         self._check_alike(facts)
         if problem is not None:
             raise problem

@@ -146,25 +146,25 @@ def account(memory: RankMemory, shards: Sequence[Shard], replicated: ReplicatedS
     }
 
 
-def facts_of(job: JobIdentity, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def facts_of(job: JobIdentity, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint, from all ranks' accounts.
 
     Raises:
         ConfigurationError: two tensors would have one name, or ranks differ in a table of ecemb.nn.
     """
-    tables = [one["tables"] for one in told]
-    _check_names(told[0]["names"], tables)
+    tables = [one["tables"] for one in answers]
+    _check_names(answers[0]["names"], tables)
     return {
         "format": FORMAT,
         "job": job.name,
         "lineage": job.lineage,
-        "step": told[0]["step"],
-        "world_size": len(told),
+        "step": answers[0]["step"],
+        "world_size": len(answers),
         "code": list(job.code),
         "torch": torch.__version__,
         "tables": tables,
-        "rank_state_bytes": [one["rank_state"] for one in told],
-        "outline_bytes": told[0]["outline"],
+        "rank_state_bytes": [one["rank_state"] for one in answers],
+        "outline_bytes": answers[0]["outline"],
     }
 
 

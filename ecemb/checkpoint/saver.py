@@ -193,16 +193,16 @@ class Saver:
             asked = [name_of(writer), keep, asynchronous]
             return json.dumps({"asked": asked, **account(self._memory, self._shards, self._replicated)})
 
-        told = [json.loads(text) for text in shared(self._transport, "agreeing on a checkpoint", own)]
+        answers = [json.loads(text) for text in shared(self._transport, "agreeing on a checkpoint", own)]
         for what, rule in (
             ("step", "every rank must be between the same steps"),
             ("asked", "path, keep= and asynchronous= must be the same"),
             ("dense", "dense parameters, buffers and optimizer state must be the same on all ranks"),
         ):
-            if len({json.dumps(one[what]) for one in told}) > 1:
-                shown = {rank: one[what] for rank, one in enumerate(told)}
+            if len({json.dumps(one[what]) for one in answers}) > 1:
+                shown = {rank: one[what] for rank, one in enumerate(answers)}
                 raise ConfigurationError(f"guard.save() differs between ranks: {rule}; they have {shown}")
-        return writers[0], facts_of(self._job, told)
+        return writers[0], facts_of(self._job, answers)
 
     def _write(
         self,
@@ -324,10 +324,10 @@ def shared(transport: Transport, what: str, act: Callable[[], str]) -> list[str]
         said[1] = act()
     except Exception as error:  # noqa: BLE001 - raised after all ranks have learned of it
         failure, said = error, [type(error).__name__, str(error)]
-    told = [json.loads(text) for text in transport.gather(json.dumps(said).encode(), what)]
-    failed = {rank: (name, text) for rank, (name, text) in enumerate(told) if name}
+    answers = [json.loads(text) for text in transport.gather(json.dumps(said).encode(), what)]
+    failed = {rank: (name, text) for rank, (name, text) in enumerate(answers) if name}
     if not failed:
-        return [text for _, text in told]
+        return [text for _, text in answers]
     if isinstance(failure, EcembError):
         raise failure
     rank, (name, text) = min(failed.items())

@@ -193,8 +193,8 @@ def _families(guard: Guard) -> Iterator[_Family]:
         yield _Family(name, about, True, "", {"": stats[name]})
     yield _Family("phase_seconds", "Wall time of protection by phase.", True, "phase", stats["seconds"])
     yield _Family("memory_bytes", "Memory by purpose.", False, "region", stats["bytes"])
-    told = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
-    for (name, about), value in zip(_RECOVERY.items(), told, strict=True):
+    values = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))
+    for (name, about), value in zip(_RECOVERY.items(), values, strict=True):
         yield _Family(name, about, False, "kind", {report.kind: value})
     if rebuild := stats["rebuild"]:
         for key, (name, about, grows) in _REBUILD.items():

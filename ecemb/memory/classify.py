@@ -58,12 +58,12 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
             rank.
     """
     born = {header.constants.fill for header in headers if header.state is not State.INIT}
-    heard = [header for header in headers if header.constants.fill in born]
-    last = max([opened, *(max(header.opened, header.constants.fill) for header in heard)])
-    current = [header for header in heard if header.joined >= last]
+    settled = [header for header in headers if header.constants.fill in born]
+    last = max([opened, *(max(header.opened, header.constants.fill) for header in settled)])
+    current = [header for header in settled if header.joined >= last]
     _check_generations(current)
     living = {h.constants.fill for h in headers if h.state in (State.LIVE, State.REBUILDING)}
-    survivors = _of_last_history([header for header in current if _holds(header, living)], heard)
+    survivors = _of_last_history([header for header in current if _holds(header, living)], settled)
     _check_ranks(survivors)
     evidence = tuple(header for header in headers if _shows_a_start(header))
     begun = max((header.constants.fill for header in evidence), default=NONE)
@@ -122,7 +122,7 @@ def _check_generations(headers: Sequence[Header]) -> None:
             )
 
 
-def _of_last_history(survivors: Sequence[Header], heard: Sequence[Header]) -> tuple[Header, ...]:
+def _of_last_history(survivors: Sequence[Header], settled: Sequence[Header]) -> tuple[Header, ...]:
     """The survivors of the highest fill, if no other fill has gone on since. Parity of one fits no other.
 
     Raises:
@@ -130,7 +130,7 @@ def _of_last_history(survivors: Sequence[Header], heard: Sequence[Header]) -> tu
     """
     last = max((header.constants.fill for header in survivors), default=NONE)
     others = {header.constants.fill for header in survivors} - {last}
-    if apart := [h for h in heard if h.constants.fill in others and h.opened >= last]:
+    if apart := [h for h in settled if h.constants.fill in others and h.opened >= last]:
         other = apart[0].constants
         one = next(header.constants for header in survivors if header.constants.fill == last)
         raise InconsistentArenas(

@@ -275,7 +275,7 @@ class Transport(Waits):
 
     def vote(self, yes: bool, what: str) -> list[bool]:
         """Sends one bit from every rank to every rank. All ranks; on return all ranks have voted."""
-        return [told == b"\1" for told in self.gather(b"\1" if yes else b"\0", what)]
+        return [answer == b"\1" for answer in self.gather(b"\1" if yes else b"\0", what)]
 
     def barrier(self, what: str) -> None:
         """Returns when all ranks have called it. All ranks."""
@@ -323,8 +323,8 @@ class Transport(Waits):
         except Exception as error:
             self.gather(f"{type(error).__name__}: {error}".encode() or b"?", what)
             raise
-        told = self.gather(b"", what)
-        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
+        answers = self.gather(b"", what)
+        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(answers) if text}
         if failed:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             text = f"{what} failed on {len(failed)} of {self.world_size} ranks: {reasons}"

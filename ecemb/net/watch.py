@@ -87,7 +87,7 @@ class _Death:
         silence_ms = min(int(self.silence_s * 1000), 2**32 - 1)
         return _MESSAGE.pack(_DEAD, self.why, len(text), self.index, silence_ms) + text
 
-    def told(self, name: str) -> str:
+    def described(self, name: str) -> str:
         """In words."""
         return {
             _DIED: f"{name} died",
@@ -214,9 +214,11 @@ class FailureDetector:
             for link in self._links.values():
                 self._silence_s[link.peer] += awake_s
             found = [self._listen(self._links[one]) for one in ready if one in self._links]
-            heard = [death for death in found if death is not None]
-            if heard:
-                return min(heard, key=lambda death: death.why == _DIED)  # a report of another's end says more
+            deaths = [death for death in found if death is not None]
+            if deaths:
+                return min(
+                    deaths, key=lambda death: death.why == _DIED
+                )  # a report of another's end says more
             for peer in (link.peer for link in self._links.values()):
                 if self._silence_s[peer] > self._timeout_s:
                     return _Death(peer, _SILENT, self._silence_s[peer])
@@ -346,8 +348,8 @@ class FailureDetector:
     def _verdict(self, death: _Death) -> str:
         name = self._names[death.index]
         if death.index == self._index:
-            return f"the other ranks count this rank as lost: {death.told(name)}"
-        return death.told(name)
+            return f"the other ranks count this rank as lost: {death.described(name)}"
+        return death.described(name)
 
 
 def end_process(why: str, *, briefly: bool = False, own: Failure | None = None) -> None:

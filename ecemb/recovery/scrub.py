@@ -242,9 +242,9 @@ class Scrubber:
             "tables": [] if self._addresses else tables,
         }
         texts = self._transport.gather(json.dumps(mine).encode(), "agreeing on a scrub")
-        told = [json.loads(text) for text in texts]
+        answers = [json.loads(text) for text in texts]
         for name in list(mine)[:-1]:
-            values = {rank: one[name] for rank, one in enumerate(told)}
+            values = {rank: one[name] for rank, one in enumerate(answers)}
             if len(set(values.values())) > 1:
                 raise UsageError(
                     f"guard.scrub() was called differently by the ranks: {name} is {values} (rank: value); "
@@ -252,7 +252,7 @@ class Scrubber:
                 )
         if not self._addresses:
             k = self._memory.geometry.generator.shape[1]
-            layouts = [[TableLayout.from_json(fields) for fields in one["tables"]] for one in told]
+            layouts = [[TableLayout.from_json(fields) for fields in one["tables"]] for one in answers]
             self._addresses = [Addresses(one, k) for one in layouts]
 
     def _scrub_chunk(self, placement: Placement, start: int, stop: int, found: _Found) -> int:
@@ -294,9 +294,9 @@ class Scrubber:
         own = compare_parity(self._memory, self._transport, start, stop, "scrubbing")
         message = _packed(own, stop, limit).tobytes()
         texts = self._transport.gather(message, "scrubbing")
-        told = [_unpacked(text, rank, placement, start, stop) for rank, text in enumerate(texts)]
-        stop = min(int(one[0]) for one in told)
-        classes, rows, offsets, words = np.concatenate([one[1:].reshape(4, -1) for one in told], axis=1)
+        answers = [_unpacked(text, rank, placement, start, stop) for rank, text in enumerate(texts)]
+        stop = min(int(one[0]) for one in answers)
+        classes, rows, offsets, words = np.concatenate([one[1:].reshape(4, -1) for one in answers], axis=1)
         near = offsets < stop
         every = classes[near] * (self._total + 1) + offsets[near]
         keys = np.unique(every)
@@ -390,11 +390,11 @@ def _packed(syndromes: list[Syndrome], stop: int, limit: int | None) -> Ids:
         for one in syndromes
         if (m := len(one.offsets))
     ]
-    told = np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1)
-    if limit is not None and told.shape[1] > limit:
-        stop = int(np.partition(told[2], limit)[limit])
-        told = told[:, told[2] < stop]
-    return np.concatenate([np.array([stop], np.int64), told.reshape(-1)])
+    differing = np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1)
+    if limit is not None and differing.shape[1] > limit:
+        stop = int(np.partition(differing[2], limit)[limit])
+        differing = differing[:, differing[2] < stop]
+    return np.concatenate([np.array([stop], np.int64), differing.reshape(-1)])
 
 
 def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: int) -> Ids:
@@ -403,19 +403,19 @@ def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: in
     Raises:
         InconsistentArenas: no rank of this job sends it.
     """
-    told = np.frombuffer(text, np.int64) if len(text) % 32 == 8 else np.zeros(1, np.int64)
-    classes, rows, offsets, _ = told[1:].reshape(4, -1)
+    values = np.frombuffer(text, np.int64) if len(text) % 32 == 8 else np.zeros(1, np.int64)
+    classes, rows, offsets, _ = values[1:].reshape(4, -1)
     kept = np.zeros((placement.world_size, placement.r), np.bool_)
     kept[tuple(np.array(placement.kept(rank)).T)] = True
     known = (classes >= 0) & (classes < len(kept)) & (rows >= 0) & (rows < placement.r)
-    near = (offsets >= start) & (offsets < told[0])
-    if not (start < told[0] <= stop and known.all() and near.all() and kept[classes, rows].all()):
+    near = (offsets >= start) & (offsets < values[0])
+    if not (start < values[0] <= stop and known.all() and near.all() and kept[classes, rows].all()):
         raise InconsistentArenas(
             f"rank {rank} reports differences in words {start} to {stop - 1} in {len(text)} bytes that no "
             f"rank of this job sends: the network is damaged, or the ranks run different versions of ecemb; "
             f"restart the job"
         )
-    return told
+    return values
 
 
 def _runs(keys: Ids, *marks: Ids) -> list[tuple[int, int]]:

@@ -49,8 +49,8 @@ def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tup
     own = transport.together(
         "reading replicated state", lambda: b"" if is_lost else described(memory, plan.transaction)
     )
-    told = transport.gather(own, "comparing replicated state")
-    return compared(plan, told, memory.share_of, lambda c: _named(memory, plan, c))
+    answers = transport.gather(own, "comparing replicated state")
+    return compared(plan, answers, memory.share_of, lambda c: _named(memory, plan, c))
 
 
 def copy_lost(
@@ -163,12 +163,12 @@ def compare_old(
         return b"".join(_PART.pack(rank, len(part)) + part for rank, part in parts.items())
 
     each = transport.gather(transport.together("reading replicated state", mine), "comparing states")
-    told = [b""] * len(plan.holders)
+    answers = [b""] * len(plan.holders)
     for text in each:
-        for rank, part in _parts(text, len(told)):
-            told[rank] = part
+        for rank, part in _parts(text, len(answers)):
+            answers[rank] = part
     count = share_of(recovery.donor).count
-    return compared(recovery, told, share_of, lambda c: f"slice {c} of {count}")
+    return compared(recovery, answers, share_of, lambda c: f"slice {c} of {count}")
 
 
 def gather_old(
@@ -245,7 +245,7 @@ def described(memory: RankMemory, transaction: int, *, every: bool = False) -> b
 
 def compared(
     plan: RecoveryPlan,
-    told: Sequence[bytes],
+    answers: Sequence[bytes],
     share_of: Callable[[int], Share],
     named: Callable[[int], str],
 ) -> tuple[int, int]:
@@ -253,14 +253,14 @@ def compared(
 
     Args:
         plan: of these ranks.
-        told: the result of `described` on each rank; b"" of lost ones.
+        answers: the result of `described` on each rank; b"" of lost ones.
         share_of: what a rank's slots hold.
         named: a slice, in words.
 
     Raises:
         InconsistentArenas: they don't, or hold different slices.
     """
-    sizes = told[plan.donor][: _SIZES.size]
+    sizes = answers[plan.donor][: _SIZES.size]
     if any(size < 0 or size % ALIGN_BYTES for size in _SIZES.unpack(sizes)):
         raise InconsistentArenas(
             f"rank {plan.donor} announces replicated state of {_SIZES.unpack(sizes)} bytes: the network is "
@@ -268,9 +268,9 @@ def compared(
         )
     known: dict[int, tuple[int, int]] = {}  # slice -> its first holder, with the checksum there
     for rank in plan.survivors:
-        if told[rank][: _SIZES.size] != sizes:
+        if answers[rank][: _SIZES.size] != sizes:
             raise _differing(plan, plan.donor, rank, "its names, shapes or options")
-        checksums = [one for (one,) in _CHECKSUM.iter_unpack(told[rank][_SIZES.size :])]
+        checksums = [one for (one,) in _CHECKSUM.iter_unpack(answers[rank][_SIZES.size :])]
         for c, checksum in zip(share_of(rank).held, checksums, strict=False):
             holder, first = known.setdefault(c, (rank, checksum))
             if first != checksum:

@@ -261,7 +261,7 @@ def _exchange_proposals(
         "resume_required": request.resume_required,
         "elastic": request.elastic,
         "rebuild": request.rebuild,
-        **request.told(),
+        **request.origin(),
     }
     places = [(shard.start, shard.rows) for shard in shards]
     lineage, by_hand = secrets.token_hex(8), list(request.shards)
@@ -422,8 +422,8 @@ def _lineage(history: History | None, stored: Stored | None, proposals: Sequence
 def _compare_plans(transport: Transport, plans: Sequence[RecoveryPlan], placement: Placement | None) -> None:
     """Compares the plans and placements that the ranks came to: the last stage. All ranks."""
     positions = json.dumps(placement.positions if placement is not None else []).encode()
-    told = b"".join(plan.digest() for plan in plans) + positions
-    if len(set(transport.gather(told, "comparing plans"))) > 1:
+    mine = b"".join(plan.digest() for plan in plans) + positions
+    if len(set(transport.gather(mine, "comparing plans"))) > 1:
         raise InconsistentArenas(
             "the ranks came to different plans from the same reports; nothing was written. Do all hosts "
             "run the same version of ecemb?"

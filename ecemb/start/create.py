@@ -295,10 +295,10 @@ class InitialContent:
             return ""
 
         shared(transport, f"reading {stored.name}", act)
-        told = transport.gather(scalars[0], "sharing the tables' scalars")
+        of_ranks = transport.gather(scalars[0], "sharing the tables' scalars")
 
         def pack() -> bytes:
-            training.rank_state.take_scalars(scalars[0], told)
+            training.rank_state.take_scalars(scalars[0], of_ranks)
             return training.rank_state.pack()
 
         return transport.together("restoring the tables' scalars", pack)

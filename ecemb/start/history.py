@@ -110,8 +110,8 @@ def shared_history(session: Session, transport: Transport) -> History | None:
     held = [_packed(arena) for arena in (session.arena, *session.held) if arena is not None]
     own, room_bytes = held[0] if held else (b"", 0)
     alike = _digest(own) if all(text == own for text, _ in held) else bytes(_DIGEST_BYTES)
-    told = transport.gather(_CONSTANTS.pack(len(own), room_bytes, alike), "comparing constants")
-    each = [_CONSTANTS.unpack(one) for one in told]
+    answers = transport.gather(_CONSTANTS.pack(len(own), room_bytes, alike), "comparing constants")
+    each = [_CONSTANTS.unpack(one) for one in answers]
     holders = [rank for rank, (size, _, _) in enumerate(each) if size]
     if not holders:
         return None

@@ -94,7 +94,7 @@ def plan_move(start: Start, old: OldArenas) -> Moving:
     session, transport = start.session, start.transport
     mine = [[one.key, one.rows.start, one.rows.stop] for one in _wanted(start, old)]
     text = json.dumps([mine, new_arena_bytes(start)]).encode()
-    told = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
+    answers = [json.loads(one) for one in transport.gather(text, "sharing what moves")]
     survivors = session.roster.judgement.survivors
     found = {header.constants.rank: header.constants.arena_id for header in survivors}
     holders = [session.holders.get(found.get(rank, "")) for rank in range(old.history.world_size)]
@@ -103,8 +103,8 @@ def plan_move(start: Start, old: OldArenas) -> Moving:
         holders,
         old.layout,
         session.hosts,
-        [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in told],
-        [size for _, size in told],
+        [[RowRange(key, range(first, last)) for key, first, last in wanted] for wanted, _ in answers],
+        [size for _, size in answers],
     )
     if len(set(transport.gather(plan.digest(), "comparing moves"))) > 1:
         raise InconsistentArenas(
@@ -134,8 +134,8 @@ def _generator(start: Start, old: OldArenas) -> NDArray[np.uint8]:
         texts = {one.region("generator")[: n * k].tobytes() for one in start.session.held}
         return b"".join(sorted(texts))
 
-    told = start.transport.together("reading the generator", own)
-    every = set(start.transport.gather(told, "sharing the generator")) - {b""}
+    mine = start.transport.together("reading the generator", own)
+    every = set(start.transport.gather(mine, "sharing the generator")) - {b""}
     if len(every) != 1 or len(text := every.pop()) != n * k:
         raise InconsistentArenas(
             "the code's generator is not the same in all arenas: memory is damaged; nothing was written. "
@@ -213,8 +213,8 @@ def _most_state_bytes(start: Start, moving: Moving) -> tuple[int, int]:
             found += [measured(memory.slots.read(label))[:2] for label in labels]
         return json.dumps([max(sizes) for sizes in zip(*found, strict=True)]).encode()
 
-    told = start.transport.together("reading the size of replicated state", mine)
-    each = [json.loads(one) for one in start.transport.gather(told, "sharing the size of replicated state")]
+    packed = start.transport.together("reading the size of replicated state", mine)
+    each = [json.loads(one) for one in start.transport.gather(packed, "sharing the size of replicated state")]
     return max(one[0] for one in each), max(one[1] for one in each)
 
 

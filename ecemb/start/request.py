@@ -191,7 +191,7 @@ class Request:
             raise ConfigurationError("this start takes no tables from another training")
         return reader_of(self.transfer.source, "Transfer(source)")
 
-    def told(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         """What names another training's tables, as plain values."""
         taken: list[Any] = []
         if self.transfer is not None:

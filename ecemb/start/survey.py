@@ -175,18 +175,18 @@ def survey(
         "unknown": [asdict(one) for one in unknown(request, training)],
     }
     texts = transport.gather(json.dumps(mine).encode(), "comparing surveys")
-    told = [json.loads(text) for text in texts]
+    answers = [json.loads(text) for text in texts]
     if session.check is not None and session.check.host is None:
         here = [one for one, host in enumerate(session.hosts) if host == session.directory.host]
-        needed = sum(told[rank]["bytes"][part] for rank in here for part in _PARTS)
+        needed = sum(answers[rank]["bytes"][part] for rank in here for part in _PARTS)
         transport.together("asking for space", lambda: _check_space(session, needed))
     rows: dict[str, tuple[list[int], str]] = {}
-    for one in (TableLayout.from_json(fields) for rank in told for fields in rank["tables"]):
+    for one in (TableLayout.from_json(fields) for rank in answers for fields in rank["tables"]):
         rows.setdefault(one.name, ([], ", ".join(f"{c.name} {c.dtype}" for c in one.columns)))[0].append(
             one.rows
         )
     missed: dict[str, Unknown] = {}
-    for one in (Unknown(**fields) for rank in told for fields in rank["unknown"]):
+    for one in (Unknown(**fields) for rank in answers for fields in rank["unknown"]):
         missed.setdefault(one.name, one)
     return Survey(
         job=session.job.removesuffix(CHECKED),
@@ -205,7 +205,7 @@ def survey(
             for name, metric in training.rank_state.metrics.items()
         },
         unknown=list(missed.values()),
-        bytes=[rank["bytes"] for rank in told],
+        bytes=[rank["bytes"] for rank in answers],
         survives=survives(world.placement, session.hosts),
     )
 

@@ -286,14 +286,14 @@ class RankState:
         """Restores only the tables' scalars."""
         self._set_scalars(_taken_apart(data)[1]["scalars"])
 
-    def take_scalars(self, own: bytes, told: Sequence[bytes]) -> None:
+    def take_scalars(self, own: bytes, of_ranks: Sequence[bytes]) -> None:
         """Restores the tables' scalars, those that this rank's state doesn't have from other ranks' states.
 
         Args:
             own: the result of `scalars_in` of what this rank read.
-            told: those of all ranks.
+            of_ranks: those of all ranks.
         """
-        self._set_scalars(joined_scalars(own, told))
+        self._set_scalars(joined_scalars(own, of_ranks))
 
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
@@ -488,18 +488,18 @@ def packed_scalars(scalars: Sequence[Mapping[str, Any]]) -> bytes:
     return dump(together)
 
 
-def joined_scalars(own: bytes, told: Iterable[bytes]) -> dict[str, Any]:
+def joined_scalars(own: bytes, of_ranks: Iterable[bytes]) -> dict[str, Any]:
     """This rank's, and what only other ranks have.
 
     Args:
         own: the result of `packed`.
-        told: those of all ranks.
+        of_ranks: those of all ranks.
 
     Raises:
         InconsistentArenas: the bytes are not those of `packed`.
     """
     together: dict[str, Any] = {}
-    for one in (own, *told):
+    for one in (own, *of_ranks):
         _add(together, load(one), _LEVELS)
     return together
 

@@ -41,7 +41,7 @@ LESS, MORE = 0.5, 1.5
 """Ratios of a time now to the time that a window was chosen by, from which on "auto" chooses again."""
 
 _TIMES = Word.WINDOW_COMMIT_NS, Word.WINDOW_STEP_NS
-_TOLD = struct.Struct(
+_MEASURED = struct.Struct(
     "<qqqq"
 )  # the times, `window_room`, and the steps of a first window that there is room for
 _clock: Callable[[], float] = time.perf_counter
@@ -92,7 +92,7 @@ class Window:
         self._memory: RankMemory | None = None
         self._overlap = False
         self._room = 0  # steps that a journal had room for; 0: none has run out
-        self._speaks = self._has_told_room = False
+        self._speaks = self._has_logged_room = False
         self._want: int = 1 if steps == "auto" else steps
         self.size: int = self._want
         self._began: deque[float] = deque(maxlen=MEASURED + 1)
@@ -117,15 +117,18 @@ class Window:
         self._mtbf = self._mtbf or published_mtbf(hosts)
         first = MOST if memory.has_room_for_all(overlap=overlap) else 1
         own = *(memory.arena.get(word) for word in _TIMES), memory.arena.get(Word.WINDOW_ROOM), first
-        told = [_TOLD.unpack(one) for one in transport.gather(_TOLD.pack(*own), "going on with the window")]
-        self._room = min((room for *_, room, _ in told if room > 0), default=0)
+        answers = [
+            _MEASURED.unpack(one)
+            for one in transport.gather(_MEASURED.pack(*own), "going on with the window")
+        ]
+        self._room = min((room for *_, room, _ in answers if room > 0), default=0)
         size = self._want
-        measured = [(commit, step) for commit, step, *_ in told if commit > 0 and step > 0]
+        measured = [(commit, step) for commit, step, *_ in answers if commit > 0 and step > 0]
         if self._is_auto and measured:  # a kill may have left one of the two words
             commit, step = own[:2] if min(own[:2]) > 0 else max(measured)
             self._choose(commit / 1e9, step / 1e9)
             size = min(self._best(commit / 1e9, step / 1e9) for commit, step in measured)
-        if any(first == 1 for *_, first in told):
+        if any(first == 1 for *_, first in answers):
             size = 1  # the rows of one step tell how many there is room for
         self.agree(min(size, self._room or size))
 
@@ -154,8 +157,8 @@ class Window:
         most = fits = min(self._want, self._room or self._want)
         if most > 1 and self._memory is not None:
             fits = self._memory.window_room(most, overlap=self._overlap, owed_bytes=owed_bytes)
-        if fits < most and not self._has_told_room:
-            self._has_told_room = True
+        if fits < most and not self._has_logged_room:
+            self._has_logged_room = True
             logger.warning(
                 "window: there is room for the rows of %d steps, and %d are asked for: windows are shorter "
                 "until there is more memory for %s. This is said once",

@@ -50,7 +50,7 @@ def test_what_breaks_a_rule_is_refused(changes: dict[str, Any], text: str) -> No
 
 def test_ranks_compare_what_they_ask_for() -> None:
     transfer = Transfer("/there", {"now": "then"}, rows={"now": range(5)})
-    assert request(transfer=transfer).told() == {
+    assert request(transfer=transfer).origin() == {
         "renamed": {},
         "transfer": ["/there", {"now": "then"}, {"now": 5}, False],
     }
