@@ -168,23 +168,23 @@ def test_chapters_are_numbered_without_a_gap(name: str) -> None:
         assert inner == [f"{chapter}.{i}" for i in range(1, len(inner) + 1)]
 
 
-def test_the_protocol_has_every_room_and_every_module() -> None:
+def test_the_protocol_has_every_package_and_every_module() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", text.partition("| room |")[2], flags=re.MULTILINE)
-    named = [(room, what) for rooms, what in rows for room in re.findall(r"`(\w+)`", rooms)]
-    walk = next((ROOT / "tests").rglob("test_rooms.py")).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", text.partition("| package |")[2], flags=re.MULTILINE)
+    named = [(package, what) for packages, what in rows for package in re.findall(r"`(\w+)`", packages)]
+    walk = next((ROOT / "tests").rglob("test_packages.py")).read_text(encoding="utf-8")
     story = re.search(r'STORY = """(.*?)"""', walk, flags=re.DOTALL)
-    assert story and [room for room, _ in named][: len(story[1].split())] == story[1].split()
-    for room, what in named[: len(story[1].split())]:
-        modules = {path.stem for path in (ROOT / "ecemb" / room).glob("*.py")} - {"__init__"}
-        assert modules <= set(re.findall(r"`(\w+)`", what)), room
+    assert story and [package for package, _ in named][: len(story[1].split())] == story[1].split()
+    for package, what in named[: len(story[1].split())]:
+        modules = {path.stem for path in (ROOT / "ecemb" / package).glob("*.py")} - {"__init__"}
+        assert modules <= set(re.findall(r"`(\w+)`", what)), package
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ("as docs/protocol.md, 1.1 says", []),
-        ('as docs/protocol.md, "The rooms" says', []),
+        ('as docs/protocol.md, "The packages" says', []),
         ("docs/protocol.md, 1.1 and 1.4", []),
         ("docs/protocol.md,\n    1.1", []),
         ("docs/protocol.md, 77", ["docs/protocol.md, 77"]),

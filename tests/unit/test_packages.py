@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go down, without a cycle, and all other code uses public names."""
+"""The packages of ecemb: imports go down, without a cycle, and all other code uses public names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lowest first. A module imports from its own room and from rooms before it, also for types and inside
-# functions; within a room there is no cycle. A module at the top of the package is a room of its own.
+# Lowest first. A module imports from its own package and from packages before it, also for types and inside
+# functions; within a package there is no cycle. A module at the top counts as a package of its own.
 STORY = """
 errors
 kernels coding memory
@@ -23,8 +23,8 @@ guard
 launch tools integrations
 __init__ __main__
 """
-LEVEL = {room: level for level, room in enumerate(STORY.split())}
-KNOWS_DISTRIBUTED = LEVEL["state"]  # the lowest room that may import torch.distributed
+LEVEL = {package: level for level, package in enumerate(STORY.split())}
+KNOWS_DISTRIBUTED = LEVEL["state"]  # the lowest package that may import torch.distributed
 PUBLIC_MODULES = {
     f"ecemb{end}"
     for end in ("", ".nn", ".errors", ".checkpoint", ".integrations.metrics", ".integrations.lightning")
@@ -55,8 +55,8 @@ def target(name: str, modules: set[str]) -> str:
     return ".".join(parts[: found[0]]) if found else "__init__"
 
 
-def room(name: str) -> str:
-    """The room of a module: coding.code -> coding, guard -> guard."""
+def package(name: str) -> str:
+    """The package of a module: coding.code -> coding, guard -> guard."""
     return name.partition(".")[0]
 
 
@@ -69,18 +69,18 @@ def dependencies(
 
 
 def breaches(name: str, source: str, modules: set[str], *, is_package: bool = False) -> list[str]:
-    """Where the source of module `name` of ecemb breaks the rules about imports between rooms."""
-    level = LEVEL[room(name)]
+    """Where the source of module `name` of ecemb breaks the rules about imports between packages."""
+    level = LEVEL[package(name)]
     found: list[str] = []
     for line, dotted in dependencies(name, source, modules, is_package=is_package):
         top = dotted.split(".")[0]
         if top in ("baselines", "bench", "tests", "examples"):
             found.append(f"{name}:{line} imports {dotted}, which stands on ecemb")
         elif f"{dotted}.".startswith("torch.distributed.") and level < KNOWS_DISTRIBUTED:
-            found.append(f"{name}:{line} imports {dotted}, which its room must not know")
-        elif top == "ecemb" and (other := room(target(dotted, modules))) != room(name):
+            found.append(f"{name}:{line} imports {dotted}, which its package must not know")
+        elif top == "ecemb" and (other := package(target(dotted, modules))) != package(name):
             if LEVEL.get(other, 0) > level:
-                found.append(f"{name}:{line} imports {dotted}, which is in a later room")
+                found.append(f"{name}:{line} imports {dotted}, which is in a later package")
     return found
 
 
@@ -122,7 +122,7 @@ OUTSIDERS = sorted((ROOT / "baselines").rglob("*.py"))
 
 
 def test_every_module_is_in_a_room() -> None:
-    assert {room(name) for name in SOURCES} == LEVEL.keys()
+    assert {package(name) for name in SOURCES} == LEVEL.keys()
 
 
 def test_the_package_reads_as_a_story() -> None:
@@ -150,12 +150,13 @@ def test_no_import_cycle() -> None:
 RIM = {"launch", "tools", "integrations", "__init__", "__main__"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in SOURCES if room(name) not in RIM))
+@pytest.mark.parametrize("name", sorted(name for name in SOURCES if package(name) not in RIM))
 def test_the_core_imports_none_of_the_rim(name: str) -> None:
     found = dependencies(name, SOURCES[name].read_text(), set(SOURCES), is_package=is_package(name))
     named = {target(dotted, set(SOURCES)) for _, dotted in found if dotted.split(".")[0] == "ecemb"}
     assert (
-        not {one for one in named if room(one) in RIM or one == "checkpoint.follower"} or name == "checkpoint"
+        not {one for one in named if package(one) in RIM or one == "checkpoint.follower"}
+        or name == "checkpoint"
     )
 
 
