@@ -1,6 +1,7 @@
 """`python docs/scripts/words.py`: finds words that the prose here avoids, and prints what to write instead.
 
-It reads docstrings, comments and messages of the code, docstrings of tests/, and the pages of documentation.
+It reads docstrings, comments and messages of the code, docstrings of tests/, the pages of documentation,
+and the names of ecemb/.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ WORDS = {
     r"\bfor ever\b": "forever",
     r"\bhas not (all|any|both|its|the)\b": "lacks, or doesn't have",
 }
+NAMES = {
+    "told": "answers, or what they are",
+    "heard": "received, or what it is",
+    "former": "old",
+    "whereabouts": "activity",
+}
+"""Names that ecemb/ avoids."""
 FOLDERS = ("ecemb", "baselines", "bench", "examples", "tests")
 
 
@@ -51,6 +59,10 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path) -> Iterator[str]:
     """A line for each avoided word in a file."""
+    if path.is_relative_to(ROOT / "ecemb"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            if token.type == tokenize.NAME and (better := NAMES.get(token.string.strip("_"))):
+                yield f"{path.relative_to(ROOT)}:{token.start[0]}: the name {token.string}; write: {better}"
     for first, text in texts(path):
         for word, better in WORDS.items():
             for found in re.finditer(word.replace(" ", r"\s+"), text, re.IGNORECASE):

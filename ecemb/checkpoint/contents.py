@@ -201,7 +201,7 @@ def _check_names(dense: Sequence[str], tables: Sequence[Sequence[Sequence[Any]]]
     if differing := {name: said for name, said in whole.items() if len(said) > 1}:
         raise ConfigurationError(
             f"a table must have the same shape and columns on all ranks that have a part of it to be saved; "
-            f"these differ: {'; '.join(_told(one) for said in differing.values() for one in said)}. Build "
+            f"these differ: {'; '.join(_shown(one) for said in differing.values() for one in said)}. Build "
             f"them alike, or give them different names"
         )
     taken = {f"{name}.{column[0]}" for name, (table,) in whole.items() for column in table[3]}
@@ -264,8 +264,8 @@ def check(
         if table[1] is not None:
             sources |= match.sources(table, match.then(table[0]), problems)
         elif table not in then:
-            problems.append(f"{_told(table)} is not there")
-    problems += [f"{_told(table)} is only there" for table in then if table not in mine]
+            problems.append(f"{_shown(table)} is not there")
+    problems += [f"{_shown(table)} is only there" for table in then if table not in mine]
     left = match.stored.keys() - {match.then(name) for name in everywhere}
     problems += [f"table {name!r} is only there" for name in sorted(left)]
     if problems:
@@ -277,7 +277,7 @@ def check(
     return sources
 
 
-def _told(table: Sequence[Any]) -> str:
+def _shown(table: Sequence[Any]) -> str:
     """The result of `Shard.describe`, in words."""
     name, whole, by_hand, columns = table
     rows = f"{whole} rows in all" if whole is not None else f"{by_hand} rows on this rank"
@@ -378,9 +378,9 @@ def restore_state(
     return scalars_in(states)
 
 
-def states_of(former: int, rank: int, world_size: int) -> Sequence[int]:
-    """The ranks, of `former`, whose states a rank reads: its own first, or all if there was none.
+def states_of(old_size: int, rank: int, world_size: int) -> Sequence[int]:
+    """The ranks of the old job whose states a rank reads: its own first, or all if there was none.
 
     Each is read by one rank at least: tables whose scalars are in it may be anywhere now.
     """
-    return range(rank, former, world_size) if rank < former else range(former)
+    return range(rank, old_size, world_size) if rank < old_size else range(old_size)

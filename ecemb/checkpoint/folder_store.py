@@ -97,7 +97,7 @@ class CheckpointFolder:
             CheckpointInsecure: another user can write to the folder.
             CheckpointFailed: the folder can't be made or written to.
         """
-        with _told(self.path, "written"), self._opened(create=True) as top:
+        with _explained(self.path, "written"), self._opened(create=True) as top:
             if is_stored(self.path, self._newest(top), step, facts):
                 return ""
             # not before the check: in another job's folder these are its files
@@ -112,9 +112,9 @@ class CheckpointFolder:
         from . import dcp
 
         folder = self.path / token
-        with _told(folder, "written"):
+        with _explained(folder, "written"):
             self._await_sight(token)
-        with _told(folder, "written"), self._opened() as top, _level(top, folder) as fd:
+        with _explained(folder, "written"), self._opened() as top, _level(top, folder) as fd:
             receipt = dcp.write(fd, folder, rank, world_size, pieces)
             os.fsync(fd)
         return receipt
@@ -124,7 +124,7 @@ class CheckpointFolder:
         from . import dcp
 
         folder = self.path / token
-        with _told(folder, "written"), self._opened() as top, _level(top, folder) as fd:
+        with _explained(folder, "written"), self._opened() as top, _level(top, folder) as fd:
             files = dcp.sums_of(receipts) | dcp.write_index(fd, folder, receipts)
             files[INDEX] = _write_text(fd, INDEX, index.text_of(dcp.index_of(receipts)))
             save = token.rpartition(".")[2]  # the same step may be saved again, in its place
@@ -158,14 +158,14 @@ class CheckpointFolder:
             CheckpointInsecure: another user can write to it.
         """
         hidden = _hidden(_name(step))
-        with _told(self.path, "written"), contextlib.suppress(FileNotFoundError), self._opened() as top:
+        with _explained(self.path, "written"), contextlib.suppress(FileNotFoundError), self._opened() as top:
             _write_text(top, hidden, json.dumps({"job": job, "step": step}))
             os.rename(hidden, _finished(job), src_dir_fd=top, dst_dir_fd=top)
             os.fsync(top)
 
     def finished(self, job: str) -> str | None:
         """See `CheckpointReader`."""
-        with _told(self.path, "read"), contextlib.suppress(FileNotFoundError), self._opened() as top:
+        with _explained(self.path, "read"), contextlib.suppress(FileNotFoundError), self._opened() as top:
             os.stat(_finished(job), dir_fd=top, follow_symlinks=False)
             return str(self.path / _finished(job))
         return None
@@ -178,7 +178,7 @@ class CheckpointFolder:
             CheckpointFailed: its facts can't be read, or are not as they were written.
             CheckpointMismatch: the folder is itself a checkpoint, or holds those of another store.
         """
-        with _told(self.path, "read"), contextlib.ExitStack() as opened:
+        with _explained(self.path, "read"), contextlib.ExitStack() as opened:
             try:
                 top = opened.enter_context(self._opened())
             except FileNotFoundError:
@@ -211,7 +211,7 @@ class CheckpointFolder:
         """
         folder = self.path / stored.name
         with (
-            _told(folder, "read"),
+            _explained(folder, "read"),
             _missing_named(folder),
             self._opened() as top,
             _level(top, folder) as fd,
@@ -346,7 +346,7 @@ def _complete(top: int) -> list[str]:
 
 
 @contextmanager
-def _told(path: Path, what: str) -> Generator[None]:
+def _explained(path: Path, what: str) -> Generator[None]:
     """Turns an error of the file system into one that names the path and the way out."""
     try:
         yield

@@ -307,7 +307,7 @@ class Tables:
             engine.unwatch()
             if hooks is not None:
                 own = dataclasses.replace(
-                    hooks, capture=partial(self._told, at), mark=partial(self._told_there, at)
+                    hooks, capture=partial(self._capture, at), mark=partial(self._mark_changed, at)
                 )
                 if hooks.ensure is not None:
                     own.ensure = lambda index, ids, base=at: hooks.wait_for(base + index, ids)
@@ -332,16 +332,16 @@ class Tables:
         for hooks in filter(None, [*self._of_engines, self._hooks]):
             hooks.ensure = hooks.ensure_all = None
 
-    def _told(self, base: int, index: int, ids: Ids) -> None:
+    def _capture(self, base: int, index: int, ids: Ids) -> None:
         """Captures rows of an engine's table, the first of which is table `base`, before they change."""
         if base + index in self.images:
-            self._told_there(base, index, torch.from_numpy(ids))
+            self._mark_changed(base, index, torch.from_numpy(ids))
             return
         if self._hooks is not None:
             self._hooks.capture(base + index, ids)
         self._tell(base + index, ids)
 
-    def _told_there(self, base: int, index: int, rows: torch.Tensor) -> None:
+    def _mark_changed(self, base: int, index: int, rows: torch.Tensor) -> None:
         """Marks rows of an engine's table outside the arena, before they change."""
         if self._hooks is not None:
             self.images.mark(base + index, rows)

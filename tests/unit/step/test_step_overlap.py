@@ -132,7 +132,7 @@ def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
 ) -> None:
     """Once, also when it is drained, by the thread that commits."""
     brought: Any = Elsewhere(transactions)
-    transactions._apart.images = brought
+    transactions._off_arena.images = brought
     transactions._window = Window(3)
     wires.go.set()
     for value in range(7):
@@ -150,7 +150,7 @@ def test_rows_that_lie_elsewhere_are_dropped_when_their_step_is_aborted(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
     brought: Any = Elsewhere(transactions)
-    transactions._apart.images = brought
+    transactions._off_arena.images = brought
     wires.go.set()
     for aborts in (False, True, False):
         transactions.begin()
@@ -166,7 +166,7 @@ def test_rows_that_can_t_be_set_aside_are_brought_at_once(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
     brought: Any = Elsewhere(transactions, is_held=False)
-    transactions._apart.images = brought
+    transactions._off_arena.images = brought
     wires.go.set()
     transactions.begin()
     change(transactions, memory, 1)
@@ -189,7 +189,7 @@ def test_rows_from_elsewhere_are_journalled_with_the_transaction_that_changed_th
 
     begun = threading.Event()
     late: Any = Late(transactions)
-    transactions._apart.images = late
+    transactions._off_arena.images = late
     transactions.begin()
     first = memory.journal
     transactions.commit()
@@ -217,7 +217,7 @@ def test_a_failure_takes_back_what_the_commit_brought_from_elsewhere(
             raise NotEnoughSpace("no space for the second half")
 
     full: Any = Full(transactions)
-    transactions._apart.images = full
+    transactions._off_arena.images = full
     wires.go.set()
     transactions.begin()
     transactions.commit()
