@@ -13,6 +13,9 @@ SEEDS ?= 200
 S3_TESTS := tests/baselines/check_n_run/test_object_storage.py
 ARGS ?=
 
+# Modules are compiled once, also where an image asks for the opposite: tests start thousands of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types test test-fast test-long test-seeds test-s3 docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 

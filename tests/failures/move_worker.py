@@ -25,7 +25,7 @@ from support import elastic_worker
 STAGES = {
     "planning": (opening, "plan_move"),
     "settling": (opening, "settle"),
-    "undo and redo": (moving.RankMemory, "decide"),
+    "undo and redo": (moving.RankMemory, "roll_to"),
     "making room": (moving, "make_room"),
     "creating an arena": (opening, "claim_or_create"),
     "joining": (opening, "join"),

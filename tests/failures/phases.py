@@ -430,7 +430,7 @@ def _watch_start(worker: Worker) -> None:
     around(create.InitialContent, "write", "filling")
     around(execute, "_encode", "encoding")
     _wrap(opening, "recover", turning("restoring"))
-    around(rank_memory.RankMemory, "decide", "deciding")
+    around(rank_memory.RankMemory, "roll_to", "deciding")
     around(journal.RowJournal, "undo", {"deciding": "undoing"})
     around(execute, "rebuild_lost", "rebuilding")
     around(execute, "copy_lost", "copying replicated state")

@@ -40,7 +40,7 @@ from ecemb.errors import (
     UnsupportedTable,
 )
 from ecemb.memory import capacity
-from ecemb.start import create, opening, spread
+from ecemb.start import create, opening, placement_choice
 from ecemb.start.request import Request, examine_training
 from ecemb.step.window import Window
 from support.processes import run_ranks
@@ -450,19 +450,19 @@ def test_ranks_other_than_0_and_layouts_that_never_survived_a_host_warn_of_nothi
 def test_without_enough_hosts_auto_says_what_is_survived(
     code: ecemb.Code, hosts: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placement = spread.placed(code, tuple(hosts), "auto", first=True)
+    placement = placement_choice.placed(code, tuple(hosts), "auto", first=True)
     said = "; ".join(record.getMessage() for record in caplog.records)
     assert says in said
     assert bool(says) == bool(said)
     assert placement == Placement.interleaved(code.n, code.k, hosts)
-    assert spread.placed(code, tuple(hosts), "rank", first=True) == Placement.ranks(
+    assert placement_choice.placed(code, tuple(hosts), "rank", first=True) == Placement.ranks(
         code.n, code.k, len(hosts)
     )
     if says:
         with pytest.raises(PlacementError, match=rf"fits? here.*; \({code.n}, {code.k}\) fits on"):
-            spread.placed(code, tuple(hosts), "host", first=True)
+            placement_choice.placed(code, tuple(hosts), "host", first=True)
     else:
-        assert spread.placed(code, tuple(hosts), "host", first=True) == placement
+        assert placement_choice.placed(code, tuple(hosts), "host", first=True) == placement
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Source:
     imports: dict[str, str] = field(default_factory=dict)
 
 
+@functools.cache
 def path_of(module: str) -> Path | None:
     """The file of a module of tests/, bench/ or baselines/; None for any other."""
     parts = module.split(".")
@@ -108,9 +109,15 @@ def kinds(path: Path, names: frozenset[str]) -> frozenset[str]:
                 waiting.append((path, first))
             elif first in source.imports:
                 full = ".".join(filter(None, [source.imports[first], rest]))
-                found |= {kind for kind, starts in KINDS.items() if within(full, starts)}
+                found |= own_kinds(full)
                 waiting += defined_in(full)
     return frozenset(found)
+
+
+@functools.cache
+def own_kinds(name: str) -> frozenset[str]:
+    """The markers of one dotted name."""
+    return frozenset(kind for kind, starts in KINDS.items() if within(name, starts))
 
 
 def within(name: str, starts: Iterable[str]) -> bool:
@@ -121,14 +128,15 @@ def harmless(name: str) -> bool:
     return any(f"{name}.".startswith(f"{start}.") for start in HARMLESS)
 
 
-def defined_in(name: str) -> Iterable[tuple[Path, str]]:
+@functools.cache
+def defined_in(name: str) -> tuple[tuple[Path, str], ...]:
     """The module that defines a dotted name, and the name there."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:count])
         if (path := path_of(module)) is not None and not harmless(module):
-            yield path, parts[count]
-            source = read(path)
+            source, here = read(path), (path, parts[count])
             if parts[count] not in source.names and parts[count] in source.imports:  # shown again
-                yield from defined_in(source.imports[parts[count]])
-            return
+                return (here, *defined_in(source.imports[parts[count]]))
+            return (here,)
+    return ()

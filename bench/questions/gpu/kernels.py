@@ -30,7 +30,7 @@ from bench.harness.devices import CUDA
 from bench.harness.result import Arguments, Row, WrongResult, summary
 from bench.harness.timing import interleaved
 from ecemb.coding.rows import Column, Table, TableLayout, arrange
-from ecemb.engines.device_image import Aside, Image, Images
+from ecemb.engines.device_image import Image, Images, StagedRows
 from ecemb.kernels.contract import get_kernels
 from ecemb.kernels.reference import product
 
@@ -89,7 +89,7 @@ def measure(scale: Scale, device: torch.device, seed: int) -> Iterator[Row]:
     ids = torch.randperm(scale.rows, device=device, generator=generator)[: scale.touched]
     images = Images({0: image})
 
-    def take() -> Aside:
+    def take() -> StagedRows:
         images.mark(0, ids)
         return images.take()
 
