@@ -9,8 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 from bench.harness.ports import ReservedPort
+from support import agents as forked_agents
 from support.torchrec.checkpoint_runs import ROOT, assert_same
 
 DEADLINE_S = 600.0
@@ -41,25 +40,24 @@ class Agents:
 
     def __init__(self, root: Path, port: int) -> None:
         self.root, self.port = root, port
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, forked_agents.Agent] = {}
 
     def start(self, host: str) -> None:
         (self.root / host).mkdir()
         conf = {**CONF, "is_host": int(not self.processes)}
-        command = [sys.executable, "-W", "ignore", "-m", "support.forked_torchrun", "support.moving_imports"]
-        command += ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d"]
-        command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=agents", "--monitor-interval=0.1"]
-        command += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items())]
-        command += [f"--local-addr=127.0.0.{len(self.processes) + 2}"]
-        command += [str(ROOT / "tests/support/agents_worker.py"), str(self.root), host, str(STEPS)]
+        arguments = ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d"]
+        arguments += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=agents", "--monitor-interval=0.1"]
+        arguments += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items())]
+        arguments += [f"--local-addr=127.0.0.{len(self.processes) + 2}"]
+        arguments += [str(ROOT / "tests/support/agents_worker.py"), str(self.root), host, str(STEPS)]
         variables = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        with (self.root / f"{host}.log").open("wb") as log:
-            self.processes[host] = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+        log = self.root / f"{host}.log"
+        self.processes[host] = forked_agents.start("support.moving_imports", arguments, variables, log)
 
     def log(self, host: str) -> str:
         return (self.root / f"{host}.log").read_text(errors="replace")

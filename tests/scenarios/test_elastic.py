@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
+from support import agents
 from support.torchrec.checkpoint_runs import ROOT, assert_same
 
 DEADLINE_S = 600.0
@@ -25,11 +24,11 @@ def launched(root: Path, way: str, launch: str, hosts: str, end: int, lost: str 
     """Runs one launch under torchrun; returns what it said."""
     worker = ROOT / "tests/support/elastic_worker.py"
     ranks = str(2 * len(hosts.split(",")))
-    command = [sys.executable, "-W", "ignore", "-m", "support.forked_torchrun", "support.moving_imports"]
-    command += ["--nproc-per-node", ranks, str(worker), str(root), way, launch, hosts, str(end), lost]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S)
-    said = done.stdout + done.stderr
-    assert (done.returncode != 0) == bool(lost), said[-5000:]
+    arguments = ["--nproc-per-node", ranks, str(worker), str(root), way, launch, hosts, str(end), lost]
+    log = root / f"{way}-{launch}-log"
+    code = agents.start("support.moving_imports", arguments, ENVIRONMENT, log).wait(DEADLINE_S)
+    said = log.read_text()
+    assert (code != 0) == bool(lost), said[-5000:]
     return said
 
 

@@ -16,6 +16,7 @@ import runpy
 import signal
 import sys
 import uuid
+from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
 
@@ -54,13 +55,18 @@ def work(script: str, *arguments: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def main() -> None:
-    module, *given = sys.argv[1:]
-    multiprocessing.set_forkserver_preload([module])
+def launch(given: Sequence[str]) -> None:
+    """Runs torchrun with these options, script and arguments."""
     standalone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
     options = torchrun.parse_args(["--start-method=forkserver", *standalone, *given])
     config, _, _ = torchrun.config_from_args(options)
     torchrun.elastic_launch(config, work)(options.training_script, *options.training_script_args)
+
+
+def main() -> None:
+    module, *given = sys.argv[1:]
+    multiprocessing.set_forkserver_preload([module])
+    launch(given)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from support import agents
+
+IMPORTS = "support.torchrec.fork_server_imports"
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1]
 SHARDINGS = (
@@ -168,22 +169,16 @@ def forked(
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", "support.forked_torchrun", "support.torchrec.fork_server_imports"]
-    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, str(HERE / script), *words],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-        )
-        try:
-            code = process.wait(deadline_s)
-        except BaseException:
-            process.terminate()  # torchrun ends its workers
-            process.wait(300)
-            raise
+    options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    process = agents.start(
+        IMPORTS, [*options, str(HERE / script), *words], environment, folder / "log", cwd=folder
+    )
+    try:
+        code = process.wait(deadline_s)
+    except BaseException:
+        process.terminate()  # torchrun ends its workers
+        process.wait(300)
+        raise
     text = (folder / "log").read_text()
     if code:
         raise AssertionError(f"torchrun ended with {code}:\n{text[-6000:]}")
