@@ -48,6 +48,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(kind)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of tests that take long come first, so that at the end no worker waits long for another one."""
+    long = {one.path for one in items if any(one.get_closest_marker(kind) for kind in BY_PATH)}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays: tests that collect garbage need not go through all of it each time."""
     gc.collect()
