@@ -381,7 +381,7 @@ def _mark(client: _StoreClient, name: str) -> int:
 
 
 def _silent(client: _StoreClient, world_size: int, present: Sequence[int] = ()) -> str:
-    """Indices without an announcement, among those that were not present yet."""
+    """The error that names the workers without an announcement, of those not `present` yet."""
     silent: list[int] = []
     spans = [[i for i in range(world_size) if i not in present]]
     while spans:  # halves: few are missing, and one request shows that a whole span is there

@@ -574,7 +574,7 @@ class OffArenaRows:
         return self._staged.size_bytes if self._staged is not None else 0
 
     def take(self, journal: RowJournal) -> None:
-        """stages changed rows where they are; the transaction before is decided.
+        """Stages changed rows where they are; the transaction before is decided.
 
         Those for which the device has no room are stored here.
 
