@@ -41,7 +41,7 @@ lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/python docs/scripts/words.py
 
-types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/ and baselines/
+types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, baselines/ and tests/failures/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 

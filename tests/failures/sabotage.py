@@ -47,16 +47,16 @@ def _no_undo() -> None:
 
 
 def _no_redo() -> None:
-    decide = RankMemory.decide
+    roll_to = RankMemory.roll_to
 
     def without_parity(self: RankMemory, transaction: int) -> Any:
         parity, self.parity = self.parity, None
         try:
-            return decide(self, transaction)
+            return roll_to(self, transaction)
         finally:
             self.parity = parity
 
-    RankMemory.decide = without_parity
+    RankMemory.roll_to = without_parity
 
 
 def _no_generators() -> None:
@@ -133,7 +133,8 @@ def rows_first() -> list[Patch]:
 
     def at_the_end(self: RankMemory, *args: Any) -> None:
         capture(self, *args)
-        self.journal._arena.store()
+        arena: Any = self.journal._arena
+        arena.store()
 
     return [(RowJournal, "__init__", late), (RankMemory, "capture_rank_state", at_the_end)]
 

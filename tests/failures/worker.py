@@ -253,7 +253,7 @@ def own_digests(*stateful: Any) -> dict[str, str]:
     found = {f"state {type(item).__name__}": digest(item.state_dict()) for item in stateful}
     kind, key, *rest = np.random.get_state()
     found["torch's generator"] = digest(torch.get_rng_state())
-    found["numpy's generator"] = digest((kind, key.tolist(), rest))
+    found["numpy's generator"] = digest((kind, np.asarray(key).tolist(), rest))
     found["python's generator"] = digest(random.getstate())
     if torch.cuda.is_initialized():
         found["CUDA's generator"] = digest(torch.cuda.get_rng_state())
