@@ -10,6 +10,7 @@ QUESTION ?= kernels
 MINUTES ?= 15
 WORKERS ?= 3
 SEEDS ?= 200
+IN_ORDER = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 S3_TESTS := tests/baselines/check_n_run/test_object_storage.py
 ARGS ?=
 
@@ -47,13 +48,13 @@ types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, b
 
 test: $(READY)  ## the tests
 	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --ignore=$(S3_TESTS) \
-		--numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+		$(IN_ORDER) $(ARGS)
 
 test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRec, nor take long
-	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" $(IN_ORDER) $(ARGS)
 
 test-long: $(READY)  ## variants of the tests that take too long for CI
-	$(BIN)/pytest -m long --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -m long $(IN_ORDER) $(ARGS)
 
 test-seeds: $(READY)  ## the tests of drawn cases, each with SEEDS=200 fresh seeds: hours (ARGS="tests/unit/memory")
 	$(BIN)/pytest -m "not long" --seeds=$(SEEDS) -o tmp_path_retention_policy=failed \

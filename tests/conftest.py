@@ -50,8 +50,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of tests that take long come first, so that at the end no worker waits long for another one."""
-    long = {one.path for one in items if any(one.get_closest_marker(kind) for kind in BY_PATH)}
-    items.sort(key=lambda item: item.path not in long)
+    slow = {one.path for one in items if any(one.get_closest_marker(kind) for kind in BY_PATH)}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

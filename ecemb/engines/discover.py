@@ -217,8 +217,8 @@ class Tables:
         for engine in self._engines:
             engine.place(stored[at : at + len(engine.tables)], fresh=fresh)
             at += len(engine.tables)
-        apart = [i for i, table in enumerate(self.tables) if table.is_off_arena]
-        self.images = Images({i: Image(stored[i], list(self.tensors(i).values())) for i in apart})
+        outside = [i for i, table in enumerate(self.tables) if table.is_off_arena]
+        self.images = Images({i: Image(stored[i], list(self.tensors(i).values())) for i in outside})
         if fresh:
             for image in self.images.all().values():
                 image.fill()

@@ -216,9 +216,8 @@ class FailureDetector:
             found = [self._listen(self._links[one]) for one in ready if one in self._links]
             deaths = [death for death in found if death is not None]
             if deaths:
-                return min(
-                    deaths, key=lambda death: death.why == _DIED
-                )  # a report of another's end says more
+                # A report of another's end says more.
+                return min(deaths, key=lambda death: death.why == _DIED)
             for peer in (link.peer for link in self._links.values()):
                 if self._silence_s[peer] > self._timeout_s:
                     return _Death(peer, _SILENT, self._silence_s[peer])

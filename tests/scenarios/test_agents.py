@@ -6,7 +6,6 @@ Three agents on one machine stand for hosts of one rank each. The first one host
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import time
@@ -50,14 +49,9 @@ class Agents:
         arguments += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items())]
         arguments += [f"--local-addr=127.0.0.{len(self.processes) + 2}"]
         arguments += [str(ROOT / "tests/support/agents_worker.py"), str(self.root), host, str(STEPS)]
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         log = self.root / f"{host}.log"
-        self.processes[host] = forked_agents.start("support.moving_imports", arguments, variables, log)
+        self.processes[host] = forked_agents.start("support.moving_imports", arguments, log, variables)
 
     def log(self, host: str) -> str:
         return (self.root / f"{host}.log").read_text(errors="replace")

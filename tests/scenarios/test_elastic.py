@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,11 +10,6 @@ from support import agents
 from support.torchrec.checkpoint_runs import ROOT, assert_same
 
 DEADLINE_S = 600.0
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "OMP_NUM_THREADS": "1",
-}
 LAUNCHES = (("first", "a,b,c", 3, "b"), ("second", "a,c", 5, "c"), ("third", "a,d,e", 7, ""))
 """Name, hosts of two ranks each, the step after which it ends, and the host that is lost in that step."""
 
@@ -26,7 +20,7 @@ def launched(root: Path, way: str, launch: str, hosts: str, end: int, lost: str 
     ranks = str(2 * len(hosts.split(",")))
     arguments = ["--nproc-per-node", ranks, str(worker), str(root), way, launch, hosts, str(end), lost]
     log = root / f"{way}-{launch}-log"
-    code = agents.start("support.moving_imports", arguments, ENVIRONMENT, log).wait(DEADLINE_S)
+    code = agents.start("support.moving_imports", arguments, log).wait(DEADLINE_S)
     said = log.read_text()
     assert (code != 0) == bool(lost), said[-5000:]
     return said

@@ -26,9 +26,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from support.fork_server import fork_server
 from support.forked_torchrun import end_with_parent, launch
 
+ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.01
 
 
@@ -68,19 +71,25 @@ class Agent:
 
 
 def start(
-    modules: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None
+    modules: str,
+    arguments: Sequence[str],
+    log: Path,
+    variables: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Agent:
     """Starts an agent.
 
     Args:
         modules: the module that imports what workers need.
         arguments: torchrun's options, the script, and the script's arguments.
-        environment: all of it.
         log: gets the output, at its end.
+        variables: of the environment, besides this process's and those by which it finds the tests.
         cwd: folder that it runs in.
     """
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(variables or {})}
     zygote = _zygote(modules)
-    pid = zygote.ask("start", list(arguments), dict(environment), str(log), str(cwd or Path.cwd()))
+    pid = zygote.ask("start", list(arguments), environment, str(log), str(cwd or Path.cwd()))
     return Agent(zygote, pid)
 
 
@@ -108,6 +117,7 @@ def _zygote(modules: str) -> _Zygote:
 def _serve(requests: Connection, modules: str) -> None:
     warnings.simplefilter("ignore")
     importlib.import_module(modules)
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS would, if torch were imported later
     while True:
         try:
             what, *words = requests.recv()
@@ -163,5 +173,5 @@ def _fork_own_server() -> None:
             forkserver.main(listener.fileno(), alive, [])
             os._exit(0)
         os.close(alive)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, keeps, pid

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 from support import agents
+from support.torchrec.runs import IMPORTS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,13 +19,8 @@ def run(
     path = Path(__file__).with_name(worker)
     root.mkdir(exist_ok=True)
     arguments = ["--nproc-per-node", str(ranks), str(path), job, str(root), str(end), *more]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-    }
     log = root / f"{job}-log"
-    code = agents.start("support.torchrec.fork_server_imports", arguments, environment, log).wait(600)
+    code = agents.start(IMPORTS, arguments, log).wait(600)
     assert code == 0, log.read_text()[-3000:]
     return {path.suffix[1:]: torch.load(path) for path in root.glob(f"{job}.*")}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from support import agents
 
 IMPORTS = "support.torchrec.fork_server_imports"
 HERE = Path(__file__).resolve().parent
-TESTS = HERE.parents[1]
 SHARDINGS = (
     "row_wise",
     "table_wise",
@@ -164,14 +162,13 @@ def forked(
     folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 900
 ) -> None:
     """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
     options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     process = agents.start(
-        IMPORTS, [*options, str(HERE / script), *words], environment, folder / "log", cwd=folder
+        IMPORTS,
+        [*options, str(HERE / script), *words],
+        folder / "log",
+        {"PYTHONWARNINGS": "ignore"},
+        cwd=folder,
     )
     try:
         code = process.wait(deadline_s)

@@ -327,7 +327,7 @@ def test_what_fails_while_rows_are_put_is_raised_and_ends_the_rest() -> None:
         uploader.ready(0, space.words)
         with pytest.raises(RuntimeError, match="CUDA error"):
             uploader.finish()
-    with Uploader({}, space) as uploader:  # nothing lies apart
+    with Uploader({}, space) as uploader:  # nothing is outside the arena
         uploader.ready(0, space.words)
         uploader.finish()
 
