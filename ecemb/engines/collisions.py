@@ -18,10 +18,10 @@ wrapped. Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch import nn
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import UndeclaredWrite, UnsupportedTable
-from .contract import Hooks, Ids, Move, Places, Tied, all_rows, repoint
+from .contract import Engine, EngineTable, Hooks, Ids, Move, Tied, Unit, all_rows
 from .fbgemm import check_inside, local
 from .internals import After, Before, own
 from .members import HASHED, POLICIES, REMAPPING
@@ -38,7 +38,40 @@ _BYTES = 8  # of an entry: all buffers are int64
 _COUNTERS = ("_current_iter", "_last_eviction_iter", "_current_history_buffer_offset")
 
 
-class Remap:
+class Map(Unit):
+    """One ManagedCollisionModule of this rank, as the engine of all maps uses it.
+
+    Args:
+        path: of the module in the model.
+        module: the module.
+
+    Attributes:
+        tables: of its entries.
+    """
+
+    def __init__(self, path: str, module: Any) -> None:
+        super().__init__(path, "a batch", repr(f"{path}.map"))
+        self.path, self.module = path, module
+        self.tables: list[EngineTable] = []
+
+    def trained(self) -> list[Any]:
+        """See `Unit.trained`."""
+        return [getattr(self.module, name, None) for name in self.kept]
+
+    @abstractmethod
+    def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
+        """Calls `before` before a batch in training, and `capture` with the engine's tables and entries."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The counters that are not per entry."""
+
+    @abstractmethod
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores them."""
+
+
+class Remap(Map):
     """One ManagedCollisionModule of this rank.
 
     Args:
@@ -50,7 +83,7 @@ class Remap:
     """
 
     def __init__(self, path: str, module: Any) -> None:
-        self.path, self.module = path, module
+        super().__init__(path, module)
         if (policy := type(own(module, "_eviction_policy")).__name__) not in POLICIES:
             raise UnsupportedTable(
                 f"{path} evicts by a {policy}, which may hold state that would be lost: ecemb protects "
@@ -64,9 +97,8 @@ class Remap:
         for name in (*_COUNTERS, "_current_iter_tensor", "_eviction_interval", "_evicted"):
             own(module, name)
         parts = parts_of(module)
-        self.parameters: list[nn.Parameter] = []
         self._buffers = list(parts.values())
-        self.tables: list[RemapTable] = []
+        self.kept = [name for names in self._buffers for name in names]
         for part, names in parts.items():
             for tensor in (own(module, name) for name in names):
                 if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.dim() != 1:
@@ -75,77 +107,53 @@ class Remap:
                         f"ecemb protects managed collision on CPUs only"
                     )
             columns = tuple(Column(name.lstrip("_"), "int64", _BYTES) for name in names)
-            name = f"{path}.{part}"
-            self.tables.append(RemapTable(name, TableLayout(name, len(own(module, names[0])), columns)))
-        self.map, self.history = range(2)
-        self.spans: list[torch.Tensor] = []  # the arena's tensors under the buffers
-        self._places = Places()
-        self._versions: list[int] = []
+            self.tables.append(
+                EngineTable(TableLayout(f"{path}.{part}", len(own(module, names[0])), columns))
+            )
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
-        """The buffers of the map or of the history."""
+        """See `Unit.tensors`; of the map, or of the history."""
         return {name.lstrip("_"): getattr(self.module, name) for name in self._buffers[table]}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena; returns the storages that they left."""
-        self._places, self.spans = Places(), []
-        moves: list[Move] = []
-        for names, table in zip(self._buffers, stored, strict=True):
-            for name, column in zip(names, table.columns, strict=True):
-                buffer: torch.Tensor = getattr(self.module, name)
-                span = torch.from_numpy(column.reshape(-1).view(np.int64))
-                if fresh:
-                    span.copy_(buffer)
-                if buffer.numel():
-                    moves.append(Move(buffer.untyped_storage(), span))
-                    buffer.data = span
-                self.spans.append(span)
-                self._places.keep(f"{name} of {self.path}", buffer, column)
+        """See `Unit.place`."""
+        self.spans = []
+        memory = [column.reshape(-1) for table in stored for column in table.columns]
+        buffers = zip(self.trained(), memory, strict=True)
+        moves = [move for buffer, here in buffers for move in self.move(buffer, here, fresh=fresh)]
+        self.keep(memory)
         return moves
 
     def check_views(self) -> None:
-        """Raises UnsupportedTable unless the tensors of state_dict() are in the arena."""
+        """See `Unit.check_views`."""
         metadata = (self.module._mch_metadata, self.module._history_metadata)
         shown = [tensor for of_part in metadata for tensor in of_part.values()]
-        names = {name for of_part in self._buffers for name in of_part}
-        shown += [value for name, value in self.module.state_dict().items() if name in names]
+        shown += [value for name, value in self.module.state_dict().items() if name in self.kept]
         check_inside(self.path, shown, self.spans)
 
     def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
-        """Calls `before` before a batch in training, and `capture` with a table and its changed entries."""
+        """See `Map.watch`."""
 
         def profiled(features: Mapping[str, Any]) -> None:
             if self.module.training:
                 before()
                 for table, ids in self.changes(features):
-                    capture(table, ids)
+                    capture(self.base + table, ids)
 
         return [Before(self.module, "profile", profiled)]
 
     def changes(self, features: Mapping[str, Any]) -> Iterator[tuple[int, Ids]]:
-        """What the next `profile` changes: a table of this module, and entries of it."""
+        """What the next `profile` changes: the map (0) or the history (1), and entries."""
         module = self.module
         first, size = module._current_history_buffer_offset, module._input_history_buffer_size
         count = sum(feature.values().numel() for feature in features.values())
         if end := min(count, size - first):
-            yield self.history, np.arange(first, first + end)
+            yield 1, np.arange(first, first + end)
         begun = module._current_iter >= 0
         since = module._current_iter - module._last_eviction_iter if begun else 0
         if since + 1 == module._eviction_interval:
-            for ids in all_rows(self.tables[self.map].layout):
-                yield self.map, ids
-
-    def mark_clean(self) -> None:
-        """Accepts the buffers' present versions as declared."""
-        self._versions = [tensor._version for tensor in self._tensors()]
-
-    def is_written(self) -> bool:
-        """Whether a buffer was written in place since `mark_clean`."""
-        return [tensor._version for tensor in self._tensors()] != self._versions
-
-    def check_storage(self) -> None:
-        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
-        self._places.check([getattr(self.module, name, None) for names in self._buffers for name in names])
+            for ids in all_rows(self.tables[0].layout):
+                yield 0, ids
 
     def state(self) -> dict[str, Any]:
         """Counters of iterations."""
@@ -159,11 +167,6 @@ class Remap:
         with torch.no_grad():
             self.module._current_iter_tensor.copy_(state["_current_iter_tensor"])
         self.module._evicted = False
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for names in self._buffers:
-            for name in names:
-                yield getattr(self.module, name)
 
 
 def parts_of(module: Any) -> dict[str, list[str]]:
@@ -187,7 +190,7 @@ def _named(module: Any, metadata: str, prefix: str) -> list[str]:
     return names
 
 
-class Remaps:
+class Remaps(Engine[Map]):
     """The engine of all maps of this rank.
 
     Args:
@@ -201,118 +204,51 @@ class Remaps:
 
     def __init__(self, collections: Mapping[str, Any]) -> None:
         self._collections = dict(collections)
-        self._remaps = [
+        remaps = [
             _remap(f"{path}._managed_collision_modules.{table}", module)
             for path, collection in self._collections.items()
             for table, module in own(collection, "_managed_collision_modules").items()
         ]
-        self._of = [
-            (number, table) for number, remap in enumerate(self._remaps) for table in range(len(remap.tables))
-        ]
-        self.tables: list[RemapTable] = [table for remap in self._remaps for table in remap.tables]
-        self.parameters: list[nn.Parameter] = [one for remap in self._remaps for one in remap.parameters]
-        self.stepped: dict[str, nn.Parameter] = {}
-        self.left_out: list[nn.Module] = list(self._collections.values())
-        self.averaged: list[Any] = []
-        self._handles: list[Any] = []
-        self._touched: set[int] = set()
-
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """See `Engine.tensors`."""
-        number, table = self._of[index]
-        return self._remaps[number].tensors(table)
+        trained = [tensor for remap in remaps for tensor in remap.trained()]
+        parameters = [tensor for tensor in trained if isinstance(tensor, nn.Parameter)]
+        super().__init__(remaps, [remap.tables for remap in remaps], parameters)
+        self.left_out = list(self._collections.values())
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves buffers into the arena, and all views of them here, unless they stay outside."""
-        moves: list[Move] = []
-        for number, remap in enumerate(self._remaps):
-            of_map = [table for (its, _), table in zip(self._of, stored, strict=True) if its == number]
-            moves += remap.place(of_map, fresh=fresh)
-        repoint(moves)
-        for remap in self._remaps:
-            remap.check_views()
+        """See `Engine.place`."""
+        super().place(stored, fresh=fresh)
         for path, collection in self._collections.items():
-            spans = [span for remap in self._remaps for span in remap.spans]
+            spans = [span for remap in self._units for span in remap.spans]
             shards = own(collection, "_model_parallel_mc_buffer_name_to_sharded_tensor").values()
             check_inside(path, [tensor for shard in shards for tensor in local(shard)], spans)
-        self.mark_clean()
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with each map; from here on undeclared changes raise."""
-        self._hooks = hooks
-        for number, remap in enumerate(self._remaps):
-            before = functools.partial(self._before_batch, number)
-            capture = functools.partial(self._capture, self._of.index((number, 0)))
-            self._handles += remap.watch(before, capture)
+        super().watch(hooks)
+        for remap in self._units:
+            self._handles += remap.watch(functools.partial(self._before_batch, remap), self.touch)
         for path, collection in self._collections.items():
             before_load = Tied(functools.partial(self._before_load, path))
             self._handles.append(collection.register_load_state_dict_pre_hook(before_load))
 
-    def unwatch(self) -> None:
-        """Removes all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def touch(self, index: int, ids: Ids) -> None:
-        """Captures entries that are about to be written by hand."""
-        self._expect(self._of[index][0])
-        if len(ids):
-            self._hooks.capture(index, ids)
-
-    def check(self) -> None:
-        """Raises UndeclaredWrite if a map changed undeclared; called when a step begins and ends."""
-        for number, remap in enumerate(self._remaps):
-            if number in self._touched:
-                remap.mark_clean()
-            self._check(remap)
-        self._touched.clear()
-
-    def mark_clean(self) -> None:
-        """Accepts the present state of all maps as declared (after an undo)."""
-        self._touched.clear()
-        for remap in self._remaps:
-            remap.mark_clean()
-
     def state(self) -> dict[str, Any]:
         """The counters, by map."""
-        return {remap.path: remap.state() for remap in self._remaps}
+        return {remap.path: remap.state() for remap in self._units}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """Restores them, of maps whose paths are the same; others keep theirs."""
-        for remap in self._remaps:
+        for remap in self._units:
             if (kept := state.get(remap.path)) is not None:
                 remap.set_state(kept)
 
-    def _expect(self, number: int) -> None:
-        """Expects a write of a map, unless it has been written undeclared before."""
-        if number not in self._touched:
-            self._check(self._remaps[number])
-        self._touched.add(number)
-
-    def _check(self, remap: Map) -> None:
-        if not self._hooks.protects:
-            return
-        remap.check_storage()
-        if remap.is_written():
-            self._hooks.on_undeclared()
-            raise UndeclaredWrite(
-                f"{remap.path} was written in place, but not by a batch: declare such entries with "
-                f"guard.touch({remap.tables[0].name!r}) inside the step, before the write. Restart the job: "
-                f"it computes parity again from the present entries"
-            )
-
-    def _before_batch(self, number: int) -> None:
+    def _before_batch(self, remap: Map) -> None:
         """Expects the changes of a batch in training; TorchRec writes even for one without ids."""
         if not self._hooks.is_open():
             raise UndeclaredWrite(
-                f"a lookup in training mode would change {self._remaps[number].path} outside of a step: call "
+                f"a lookup in training mode would change {remap.path} outside of a step: call "
                 f"the model inside `with guard.step():`, or after model.eval(). No entry was written"
             )
-        self._expect(number)
-
-    def _capture(self, base: int, table: int, ids: Ids) -> None:
-        self.touch(base + table, ids)
+        self.touch(remap.base, np.empty(0, np.int64))
 
     def _before_load(self, path: str, *_: Any) -> None:
         raise UndeclaredWrite(
@@ -335,7 +271,7 @@ _PARTS = ("_hash_zch_identities", "_hash_zch_metadata", "_hash_zch_runtime_meta"
 _SIZES = {torch.int64: 8, torch.int32: 4}
 
 
-class HashedRemap:
+class HashedRemap(Map):
     """One HashZchManagedCollisionModule of this rank.
 
     Args:
@@ -347,7 +283,7 @@ class HashedRemap:
     """
 
     def __init__(self, path: str, module: Any) -> None:
-        self.path, self.module = path, module
+        super().__init__(path, module)
         if own(module, "_scalar_logger") is not None:
             raise UnsupportedTable(
                 f"{path} logs scalars, whose counters would be lost: build it with tb_logging_frequency=0"
@@ -356,9 +292,9 @@ class HashedRemap:
             raise UnsupportedTable(f"{path} is for inference, and trains nothing: leave is_inference out")
         for name in ("_evicted_indices", "_zero_collision_hash"):
             own(module, name)
-        self._names = [name for name in _PARTS if (one := own(module, name)) is not None and one.numel()]
+        self.kept = [name for name in _PARTS if (one := own(module, name)) is not None and one.numel()]
         columns: list[Column] = []
-        for name in self._names:
+        for name in self.kept:
             tensor: torch.Tensor = getattr(module, name)
             if tensor.dtype not in _SIZES or tensor.dim() != 2 or not tensor.is_contiguous():
                 raise UnsupportedTable(
@@ -367,38 +303,30 @@ class HashedRemap:
                 )
             dtype = str(tensor.dtype).removeprefix("torch.")
             columns.append(Column(name.lstrip("_"), dtype, tensor.shape[1] * _SIZES[tensor.dtype]))
-        name = f"{path}.map"
-        layout = TableLayout(name, len(own(module, _PARTS[0])), tuple(columns))
-        self.tables: list[RemapTable] = [RemapTable(name, layout, is_off_arena=True)]
-        held = [getattr(module, name) for name in self._names]
-        self.parameters: list[nn.Parameter] = [one for one in held if isinstance(one, nn.Parameter)]
-        self.spans: list[torch.Tensor] = []
-        self._places = Places()
-        self._versions: list[int] = []
+        layout = TableLayout(f"{path}.map", len(own(module, _PARTS[0])), tuple(columns))
+        self.tables = [EngineTable(layout, is_off_arena=True)]
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
-        """The buffers of the map."""
-        return {name.lstrip("_"): getattr(self.module, name).detach() for name in self._names}
+        """See `Unit.tensors`."""
+        return {name.lstrip("_"): getattr(self.module, name).detach() for name in self.kept}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
         """Keeps the tensors where they are; the image is the business of all tables outside the arena."""
-        self._places = Places()
-        for name in self._names:
-            self._places.keep(f"{name} of {self.path}", getattr(self.module, name))
+        self.keep()
         self.spans = list(self.tensors(0).values())
         return []
 
     def check_views(self) -> None:
-        """Raises UnsupportedTable unless the tensors of state_dict() are the map's own."""
+        """See `Unit.check_views`."""
         shown = self.module.state_dict()
         check_inside(
             self.path,
-            [one for name in self._names if name in shown for one in local(shown[name])],
+            [one for name in self.kept if name in shown for one in local(shown[name])],
             self.spans,
         )
 
     def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
-        """Calls `before` before a batch in training, and `capture` with the slots that it has taken."""
+        """See `Map.watch`: with the slots that a batch has taken, after it."""
 
         def remapped(*_: Any, **__: Any) -> None:
             if self.module.training:
@@ -406,24 +334,12 @@ class HashedRemap:
 
         def hashed(found: tuple[torch.Tensor, torch.Tensor | None], *_: Any, **given: Any) -> None:
             if not given["readonly"]:
-                capture(0, slots_of(*found))
+                capture(self.base, slots_of(*found))
 
         return [
             Before(self.module, "remap", remapped),
             After(self.module, "_zero_collision_hash", hashed),
         ]
-
-    def mark_clean(self) -> None:
-        """Accepts the buffers' present versions as declared."""
-        self._versions = [getattr(self.module, name)._version for name in self._names]
-
-    def is_written(self) -> bool:
-        """Whether a buffer was written in place since `mark_clean`."""
-        return [getattr(self.module, name)._version for name in self._names] != self._versions
-
-    def check_storage(self) -> None:
-        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
-        self._places.check([getattr(self.module, name, None) for name in self._names])
 
     def state(self) -> dict[str, Any]:
         """Nothing: scores are by slot, and the clock is the machine's."""
@@ -444,88 +360,3 @@ def slots_of(remapped: torch.Tensor, evicted: torch.Tensor | None) -> Ids:
     found = remapped if evicted is None else torch.cat([remapped.reshape(-1), evicted.reshape(-1)])
     slots = np.unique(found.detach().cpu().to(torch.int64).numpy())
     return slots[np.searchsorted(slots, 0) :]
-
-
-@dataclasses.dataclass(frozen=True)
-class RemapTable:
-    """A map of this rank, or its history.
-
-    Attributes:
-        name: path of the module in the model, with "map" or "history".
-        layout: an entry for a record.
-        is_off_arena: whether its tensors stay where they are, and the arena holds an image of them.
-    """
-
-    name: str
-    layout: TableLayout
-    is_off_arena: bool = False
-
-    @property
-    def announces_lookups(self) -> bool:
-        """See `EngineTable.announces_lookups`: a batch reads the whole map."""
-        return False
-
-    @property
-    def sees_all_changes(self) -> bool:
-        """See `EngineTable.sees_all_changes`: batches in training are the only ones to change it."""
-        return True
-
-    def whole(self, world_size: int) -> None:
-        """See `EngineTable.whole`: which entries a rank has, its own ids decide."""
-        return
-
-    def alike(self) -> None:
-        """See `EngineTable.alike`: histories may have different sizes."""
-        return
-
-
-class Map(Protocol):
-    """One ManagedCollisionModule of this rank, as the engine of all maps uses it.
-
-    Attributes:
-        path: of the module in the model.
-        tables: of its entries.
-        parameters: of the model that are its buffers.
-        spans: the tensors under its buffers, in the arena or outside it.
-    """
-
-    path: str
-    tables: list[RemapTable]
-    parameters: list[nn.Parameter]
-    spans: list[torch.Tensor]
-
-    def tensors(self, table: int) -> dict[str, torch.Tensor]:
-        """The buffers of a table."""
-        ...
-
-    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena, unless they stay outside; returns the storages that they left."""
-        ...
-
-    def check_views(self) -> None:
-        """Raises UnsupportedTable unless the tensors of state_dict() are those that are protected."""
-        ...
-
-    def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
-        """Calls `before` before a batch in training, and `capture` with a table and its changed entries."""
-        ...
-
-    def mark_clean(self) -> None:
-        """Accepts the buffers' present versions as declared."""
-        ...
-
-    def is_written(self) -> bool:
-        """Whether a buffer was written in place since `mark_clean`."""
-        ...
-
-    def check_storage(self) -> None:
-        """Raises UndeclaredWrite if the buffers are not the protected ones any more."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The counters that are not per entry."""
-        ...
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores them."""
-        ...

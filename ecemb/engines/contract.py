@@ -5,7 +5,8 @@ and refuses those whose rows may change undeclared; `place` moves them into the 
 where they are, of which the arena holds images (`device_image`); from `watch` on, the engine reports through
 `Hooks` which rows are about to change and, while rows are on their way to a replacement rank, which are about
 to be read; `check` is called at the begin and the end of every step; `unwatch` ends the reports. A
-`LiveTable`, which only listens, leaves out `place` and `check`.
+`LiveTable`, which only listens, leaves out `place` and `check`. What engines share is in `Engine`, and for
+the tensors that each of them checks together in `Unit`; a new one writes the abstract methods of both.
 
 `Place` is the place of a protected tensor: its move into the arena, and whether it is still there. torch
 moves memory under a tensor without a trace. `share_memory_()` swaps the memory of a storage, and all views of
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -113,36 +116,28 @@ class Untied:
         return
 
 
-class EngineTable(Protocol):
-    """One table shard of this rank, as an engine shows it."""
+class EngineTable:
+    """One table shard of this rank, as an engine shows it.
 
-    @property
-    def name(self) -> str:
-        """The table's key."""
-        ...
+    Args:
+        layout: of the shard, in bytes.
+        is_off_arena: whether its tensors stay where they are, and the arena holds an image of them
+            (`device_image`).
 
-    @property
-    def layout(self) -> TableLayout:
-        """The shard's layout in bytes."""
-        ...
+    Attributes:
+        name: the table's key.
+        announces_lookups: whether `Hooks.ensure` gets the rows of each lookup before it reads them. Of other
+            tables all rows have to be there before the first step.
+    """
+
+    def __init__(self, layout: TableLayout, *, is_off_arena: bool = False) -> None:
+        self.name, self.layout, self.is_off_arena = layout.name, layout, is_off_arena
+        self.announces_lookups = False
 
     @property
     def sees_all_changes(self) -> bool:
         """Whether the engine learns of every change of its rows."""
-        ...
-
-    @property
-    def is_off_arena(self) -> bool:
-        """Whether its tensors stay where they are, and the arena holds an image of them (`device_image`)."""
-        ...
-
-    @property
-    def announces_lookups(self) -> bool:
-        """Whether `Hooks.ensure` gets the rows of each lookup before it reads them.
-
-        Of other tables all rows have to be there before the first step.
-        """
-        ...
+        return True
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """The shard's position in the whole table, for checkpoints.
@@ -151,7 +146,7 @@ class EngineTable(Protocol):
             Its first row, and the whole table's number of rows; None if the order of the shards over
             `world_size` ranks isn't known.
         """
-        ...
+        return None
 
     def alike(self) -> tuple[list[int] | None, dict[str, Any]] | None:
         """The properties that must be the same on every rank with a table of this name.
@@ -160,96 +155,7 @@ class EngineTable(Protocol):
             The ranks that must have the table, None for all; and plain values by their names. None if the
             ranks' tables of this name may differ, as tables that are sharded by hand do.
         """
-        ...
-
-
-class Engine(Protocol):
-    """The tables of one engine on this rank."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name, unique."""
-        ...
-
-    @property
-    def tables(self) -> Sequence[EngineTable]:
-        """Its tables; tables of one group are neighbours."""
-        ...
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The tables' parameters in the model: not part of replicated state."""
-        ...
-
-    @property
-    def stepped(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that change in an optimizer's `step()`, by the tables' names."""
-        ...
-
-    @property
-    def left_out(self) -> Sequence[nn.Module]:
-        """Modules whose buffers belong to the engine, and not to replicated state."""
-        ...
-
-    @property
-    def averaged(self) -> Sequence[DistributedDataParallel]:
-        """The wrappers that average the gradients of replicated tables, not among the model's `modules()`."""
-        ...
-
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """The training's own tensors of a table by name: the weight, then the existing per-row state."""
-        ...
-
-    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves the tables into the arena.
-
-        For tables that stay where they are, only makes sure that `tensors` has all columns of the layout.
-
-        Args:
-            stored: the arena's memory of each table.
-            fresh: the memory is to be filled with the tables' values; else it already holds them, and the
-                tables only point to it.
-        """
-        ...
-
-    def watch(self, hooks: Hooks) -> None:
-        """From here on, changes of rows are reported, and undeclared changes raise.
-
-        If `hooks.ensure` is given, lookups, `state_dict()` and writes by hand wait for their rows.
-        """
-        ...
-
-    def unwatch(self) -> None:
-        """Removes all hooks."""
-        ...
-
-    def touch(self, index: int, ids: Ids) -> None:
-        """Captures rows of a table that are about to be written by hand."""
-        ...
-
-    def check(self) -> None:
-        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
-        ...
-
-    def mark_clean(self) -> None:
-        """Accepts the present state of all tables as declared (after an undo)."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The state that differs by rank and is not per row, as plain values and tensors."""
-        ...
-
-    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Restores that state. Tables that it doesn't have, of another engine then, keep theirs.
-
-        Args:
-            state: the result of `state`.
-            renamed: key of a table -> its key in the state, unless that has its key now.
-
-        Raises:
-            LayoutMismatch: the state doesn't fit.
-        """
-        ...
+        return None
 
 
 _REST = (
@@ -412,3 +318,222 @@ def repoint(moves: Sequence[Move]) -> None:
             if span is not None:
                 values = span.view(thing.dtype)  # a view may read the bytes as another type
                 thing.data = values.as_strided(thing.size(), thing.stride(), thing.storage_offset())
+
+
+class Unit(ABC):
+    """Tensors that are written and checked together: those of a table, of a batch of tables, or of a map.
+
+    Args:
+        what: names them, for messages.
+        writer: what writes them declared, for messages.
+        touch: the arguments of `guard.touch` that declare another write, for messages.
+
+    Attributes:
+        kept: names of the tensors, in order.
+        base: the engine's number of the first of their tables.
+        spans: the tensors under those that were moved: the arena's, or their own outside of it.
+    """
+
+    def __init__(self, what: str, writer: str, touch: str) -> None:
+        self.what, self.writer, self.touch = what, writer, touch
+        self.kept: Sequence[str] = ()
+        self.base = 0
+        self.spans: list[torch.Tensor] = []
+        self._places = Places()
+        self._versions: list[int | None] = []
+
+    @abstractmethod
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """See `Engine.tensors`; of the unit's table with this number."""
+
+    @abstractmethod
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """Moves the tensors into the arena, and keeps their places; see `Engine.place`.
+
+        Returns:
+            The storages that were left, if other tensors may be views of them.
+        """
+
+    @abstractmethod
+    def trained(self) -> list[Any]:
+        """The tensors that training uses now, in the order of `kept`."""
+
+    def keep(self, memory: Sequence[NDArray[Any]] = ()) -> None:
+        """Keeps the places of the tensors: the arena's memory of each, or their present ones."""
+        self._places = Places()
+        places = memory or [None] * len(self.kept)
+        for name, tensor, here in zip(self.kept, self.trained(), places, strict=True):
+            self._places.keep(f"{name} of {self.what}", tensor, here)
+
+    def move(self, tensor: torch.Tensor, memory: NDArray[np.uint8], *, fresh: bool) -> list[Move]:
+        """Moves a one-dimensional tensor to the arena's memory of it; returns the storage that it leaves."""
+        span = torch.from_numpy(memory).view(tensor.dtype)
+        self.spans.append(span)
+        if not tensor.numel():
+            return []
+        if fresh:
+            with torch.no_grad():
+                span.copy_(tensor)
+        left = tensor.untyped_storage()
+        tensor.data = span
+        return [Move(left, span)]
+
+    def check_views(self) -> None:
+        """Raises UnsupportedTable unless the library's views of the tensors have moved as well."""
+        return
+
+    def mark_clean(self) -> None:
+        """Accepts the tensors' present versions as declared."""
+        self._versions = self._now()
+
+    def is_written(self) -> bool:
+        """Whether a tensor, or a view of it, was written in place through torch since `mark_clean`."""
+        return self._now() != self._versions
+
+    def check_storage(self) -> None:
+        """Raises UndeclaredWrite if the tensors in training are not the protected ones any more."""
+        self._places.check(self.trained())
+
+    def _now(self) -> list[int | None]:
+        return [getattr(tensor, "_version", None) for tensor in self.trained()]
+
+
+_Unit = TypeVar("_Unit", bound=Unit)
+
+
+class Engine(ABC, Generic[_Unit]):
+    """The tables of one engine on this rank.
+
+    Args:
+        units: its units, in order.
+        tables: the tables of each.
+        parameters: the tables' parameters in the model: not part of replicated state.
+
+    Attributes:
+        name: the engine's name, unique.
+        tables: its tables; tables of one group are neighbours.
+        stepped: the parameters that change in an optimizer's `step()`, by the tables' names.
+        left_out: modules whose buffers belong to the engine, and not to replicated state.
+        averaged: the wrappers that average the gradients of replicated tables, not among the model's
+            `modules()`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        units: Sequence[_Unit],
+        tables: Sequence[Sequence[EngineTable]],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self.tables: list[EngineTable] = []
+        self.parameters = list(parameters)
+        self.stepped: dict[str, nn.Parameter] = {}
+        self.left_out: list[nn.Module] = []
+        self.averaged: list[DistributedDataParallel] = []
+        self._units = list(units)
+        self._unit_of: list[_Unit] = []
+        for unit, its in zip(units, tables, strict=True):
+            unit.base = len(self.tables)
+            self.tables += its
+            self._unit_of += [unit] * len(its)
+        self._handles: list[Any] = []
+        self._touched: set[_Unit] = set()  # written by hand since the last check
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """The training's own tensors of a table by name: the weight, then the existing per-row state."""
+        unit = self._unit_of[index]
+        return unit.tensors(index - unit.base)
+
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
+        """Moves the tables into the arena, with all of this process's views of them.
+
+        For tables that stay where they are, only makes sure that `tensors` has all columns of the layout.
+
+        Args:
+            stored: the arena's memory of each table.
+            fresh: the memory is to be filled with the tables' values; else it already holds them, and the
+                tables only point to it.
+        """
+        edges = [*(unit.base for unit in self._units), len(stored)]
+        parts = [stored[a:b] for a, b in itertools.pairwise(edges)]
+        units = zip(self._units, parts, strict=True)
+        # No name for the moves: with them goes the memory in which the tables were built.
+        repoint([move for unit, part in units for move in unit.place(part, fresh=fresh)])
+        for unit in self._units:
+            unit.check_views()
+        self.mark_clean()
+
+    @abstractmethod
+    def watch(self, hooks: Hooks) -> None:
+        """From here on, changes of rows are reported, and undeclared changes raise.
+
+        If `hooks.ensure` is given, lookups, `state_dict()` and writes by hand wait for their rows.
+        """
+        self._hooks = hooks
+
+    def unwatch(self) -> None:
+        """Removes all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def touch(self, index: int, ids: Ids) -> None:
+        """Captures rows of a table that are about to be written by hand, on some ranks even without rows."""
+        if (unit := self._unit_of[index]) not in self._touched:
+            self._check(unit)
+        if len(ids):
+            self._capture(index, ids)
+        self._touched.add(unit)
+
+    def touch_all(self, index: int) -> None:
+        """Captures all rows of a table."""
+        self._hooks.wait_for_table(index)
+        for ids in all_rows(self.tables[index].layout):
+            self.touch(index, ids)
+
+    def check(self) -> None:
+        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
+        for unit in self._units:
+            if unit in self._touched:
+                unit.mark_clean()
+            self._check(unit)
+        self._touched.clear()
+
+    def mark_clean(self) -> None:
+        """Accepts the present state of all tables as declared (after an undo)."""
+        self._touched.clear()
+        for unit in self._units:
+            unit.mark_clean()
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The state that differs by rank and is not per row, as plain values and tensors."""
+
+    @abstractmethod
+    def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restores that state. Tables that it doesn't have, of another engine then, keep theirs.
+
+        Args:
+            state: the result of `state`.
+            renamed: key of a table -> its key in the state, unless that has its key now.
+
+        Raises:
+            LayoutMismatch: the state doesn't fit.
+        """
+
+    def _capture(self, index: int, ids: Ids) -> None:
+        self._hooks.wait_for(index, ids)
+        self._hooks.capture(index, ids)
+
+    def _check(self, unit: _Unit) -> None:
+        if not self._hooks.protects:
+            return
+        unit.check_storage()
+        if unit.is_written():
+            self._hooks.on_undeclared()
+            raise UndeclaredWrite(
+                f"{unit.what} was written in place, but not by {unit.writer}: declare such rows with "
+                f"guard.touch({unit.touch}) inside the step, before the write. Restart the job: it computes "
+                f"parity again from the present rows"
+            )

@@ -119,7 +119,7 @@ def find(
     for table in sparse.tables:
         # Rows that arrive later would reach the image of a table, and not the table.
         table.announces_lookups = table.name in seen and not table.is_off_arena
-    engines: list[Engine] = [sparse]
+    engines: list[Engine[Any]] = [sparse]
     check_memory(model, modules)
     if (fused := torchrec.find(model)) is not None:
         engines.append(fused)
@@ -147,11 +147,11 @@ class Tables:
         ConfigurationError: two tables have one name.
     """
 
-    def __init__(self, engines: Sequence[Engine], optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(self, engines: Sequence[Engine[Any]], optimizers: Sequence[Optimizer] = ()) -> None:
         self._engines = list(engines)
         self._optimizers = list(optimizers)
         self.tables: list[EngineTable] = [table for engine in engines for table in engine.tables]
-        self._of: list[tuple[Engine, int]] = [
+        self._of: list[tuple[Engine[Any], int]] = [
             (engine, i) for engine in engines for i in range(len(engine.tables))
         ]
         self._by_name = {table.name: index for index, table in enumerate(self.tables)}

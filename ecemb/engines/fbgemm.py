@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..coding.rows import Column, Table, TableLayout, base, joined, part_of
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..kernels.contract import Ids
 from ..state.optimizers import drop_options, options
-from .contract import Hooks, Move, Places
+from .contract import EngineTable, Hooks, Move, Unit
 from .device_image import is_off_arena
 from .internals import TESTED, held, own, version
 
@@ -45,35 +46,24 @@ _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedTable:
+class FusedTable(EngineTable):
     """One shard of a TorchRec table.
 
-    Attributes:
-        name: path of the table in the model, with the columns if the shard hasn't all columns.
-        layout: of the shard.
+    Args:
+        layout: of the shard; its name is the path of the table in the model, with the columns if the shard
+            hasn't all columns.
         first_row: the whole table's row at which the shard begins.
         rows: rows of the whole table.
         is_off_arena: whether it stays in a GPU's memory.
+
+    Attributes:
         in_groups: whether several groups of ranks have the table, each with rows of its own.
     """
 
-    name: str
-    layout: TableLayout
-    first_row: int
-    rows: int
-    is_off_arena: bool
-    in_groups: bool = False
-
-    @property
-    def announces_lookups(self) -> bool:
-        """See `EngineTable.announces_lookups`."""
-        return not self.is_off_arena
-
-    @property
-    def sees_all_changes(self) -> bool:
-        """See `EngineTable.sees_all_changes`: lookups report changes."""
-        return True
+    def __init__(self, layout: TableLayout, first_row: int, rows: int, *, is_off_arena: bool) -> None:
+        super().__init__(layout, is_off_arena=is_off_arena)
+        self.announces_lookups = not is_off_arena
+        self.first_row, self.rows, self.in_groups = first_row, rows, False
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`. Each group of ranks has other rows until the next average."""
@@ -85,7 +75,7 @@ class FusedTable:
         return [], {"num_embeddings": self.rows, "name, type and bytes of a row's parts": columns}
 
 
-class Batch:
+class Batch(Unit):
     """The tables of one FBGEMM module, which share their buffers.
 
     Args:
@@ -102,24 +92,18 @@ class Batch:
         self.module: Any = kernel.emb_module
         self.configs: list[Any] = own(own(kernel, "_config"), "embedding_tables")
         names = ", ".join(repr(config.name) for config in self.configs)
-        self.what: str = f"{path} ({names})"
+        super().__init__(f"{path} ({names})", "its optimizer", "table, rows")
         self.rule: Rule = rule_of(self.what, own(self.module, "optimizer").name, self.module)
         kinds = ("weights", *self.rule.states)
         where = "dev" if own(self.module, "weights_dev").numel() else "host"
         self._check_buffers(kinds, where)
-        self.buffers: list[str] = [f"{kind}_{where}" for kind in kinds]
-        self._is_off_arena = is_off_arena(getattr(self.module, self.buffers[0]))
+        self.kept = [f"{kind}_{where}" for kind in kinds]
+        self._is_off_arena = is_off_arena(getattr(self.module, self.kept[0]))
         self.tables: list[FusedTable] = [
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
         self.names: str = "\n".join(dict.fromkeys(base(table.name) for table in self.tables))
         self._check_empty(where)
-        self.base = 0
-        self.spans: list[
-            torch.Tensor
-        ] = []  # the arena's tensors under the buffers, or the buffers themselves
-        self._places = Places()
-        self._versions: list[int] = []
         rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *rows])
         tables = np.array(list(own(self.module, "feature_table_map")), np.int64)
@@ -170,7 +154,7 @@ class Batch:
         if width != config.embedding_dim:
             name = part_of(name, first_column, first_column + width)
         columns: list[Column] = []
-        for buffer in self.buffers:
+        for buffer in self.kept:
             kind = buffer.rpartition("_")[0]
             by_row = kind in self.rule.by_row
             tensor = getattr(self.module, buffer)
@@ -185,10 +169,10 @@ class Batch:
                     f"where the tables before it end: ecemb is tested with torchrec {TESTED}; install it"
                 )
         layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
-        return FusedTable(name, layout, first_row, config.num_embeddings, self._is_off_arena)
+        return FusedTable(layout, first_row, config.num_embeddings, is_off_arena=self._is_off_arena)
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
-        """Weight and per-row state of a table of this batch, as FBGEMM shows them."""
+        """See `Unit.tensors`: as FBGEMM shows them."""
         shown = [
             self.module.split_embedding_weights(),
             *zip(*self.module.split_optimizer_states(), strict=True),
@@ -197,33 +181,20 @@ class Batch:
         return {name: tensors[table].detach() for name, tensors in zip(names, shown, strict=True)}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the buffers into the arena, unless they stay outside it.
-
-        Returns:
-            The storages that the buffers left, and the tensors in their places.
-        """
-        self._places = Places()
+        """See `Unit.place`."""
         self.spans = []
         if self._is_off_arena:
-            for name in self.buffers:
-                self.spans.append(getattr(self.module, name).detach())
-                self._places.keep(f"{name} of {self.what}", getattr(self.module, name))
+            self.spans += [tensor.detach() for tensor in self.trained()]
+            self.keep()
             return []
         moves: list[Move] = []
-        for i, name in enumerate(self.buffers):
-            buffer: torch.Tensor = getattr(self.module, name)
+        memory: list[NDArray[np.uint8]] = []
+        for i, buffer in enumerate(self.trained()):
             columns = [table.columns[i] for table in stored]
             size = sum(column.nbytes for column in columns)
-            span = torch.from_numpy(np.lib.stride_tricks.as_strided(columns[0].reshape(-1), (size,), (1,)))
-            span = span.view(buffer.dtype)
-            self.spans.append(span)
-            if buffer.numel():
-                if fresh:
-                    with torch.no_grad():
-                        span.copy_(buffer)
-                moves.append(Move(buffer.untyped_storage(), span))
-                buffer.data = span
-            self._places.keep(f"{name} of {self.what}", buffer, columns[0])
+            memory.append(np.lib.stride_tricks.as_strided(columns[0].reshape(-1), (size,), (1,)))
+            moves += self.move(buffer, memory[i], fresh=fresh)
+        self.keep(memory)
         return moves
 
     def looked_up(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int, Ids]]:
@@ -285,10 +256,6 @@ class Batch:
         """Rows of one table as rows of the batch."""
         return ids + self._first[table]
 
-    def mark_clean(self) -> None:
-        """Accepts the buffers' present versions as declared. FBGEMM's own updates don't change versions."""
-        self._versions = [getattr(self.module, name)._version for name in self.buffers]
-
     def clear_beyond(self) -> None:
         """Forgets the lookups that `is_beyond` tells of."""
         self._features.clear_beyond()
@@ -297,15 +264,15 @@ class Batch:
         """Whether a lookup in training of this step had ids of a table without rows on this rank."""
         return self._features.has_beyond()
 
-    def is_written(self) -> bool:
-        """Whether a buffer, or a view of it, was written in place through torch since `mark_clean`."""
-        return [held(self.module, name)._version for name in self.buffers] != self._versions
+    def trained(self) -> list[Any]:
+        """See `Unit.trained`. FBGEMM's own updates don't change versions."""
+        return [held(self.module, name) for name in self.kept]
 
     def check_storage(self) -> None:
-        """Raises UndeclaredWrite if the trained tensors are not the protected ones any more."""
+        """See `Unit.check_storage`."""
         if held(self.kernel, "emb_module") is not self.module:
             raise UndeclaredWrite(f"the module that looks up {self.what} was replaced: {REPLACED}")
-        self._places.check([held(self.module, name) for name in self.buffers])
+        super().check_storage()
 
     def check_views(self) -> None:
         """Raises UnsupportedTable unless all of TorchRec's views of the tables are in the arena."""

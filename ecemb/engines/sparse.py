@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -36,7 +35,7 @@ from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
-from .contract import Hooks, Ids, Places, Tied, all_rows
+from .contract import Engine, EngineTable, Hooks, Ids, Move, Tied, Unit
 from .device_image import is_off_arena
 from .internals import After, Before
 
@@ -45,51 +44,36 @@ Optimizer = torch.optim.Optimizer
 _MUST_BE_ZERO = ("momentum", "weight_decay")
 
 
-class SparseTable:
+class SparseTable(EngineTable, Unit):
     """One protected table of this rank: a module's weight and its optimizer's per-row state.
 
     Args:
         name: the table's key.
-        module: has the weight, [rows, dim], on the CPU, a CUDA device, or the meta device.
+        module: has the weight, [rows, dim], on the CPU, a CUDA device, or the meta device (`check_module`).
         optimizer: the optimizer of the weight; None without one.
 
     Raises:
-        UnsupportedTable: the module's lookups or gradients would change rows undeclared.
         UnsupportedOptimizer: the optimizer would change rows undeclared.
     """
 
     def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None) -> None:
-        check_module(name, module)
-        self.name = name
+        Unit.__init__(self, f"table {name!r}", "its optimizer's step", f"{name!r}, rows")
         self.module = module
         self.weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
         self.optimizer = optimizer
-        self.states: tuple[str, ...] = ()
-        if optimizer is not None:
-            self.states = states_of(name, optimizer)
-            self.check_options()
-        self.announces_lookups: bool = False  # see `EngineTable.announces_lookups`; `discover.find` knows it
-        self._places = Places()
-        self._versions: list[int | None] = []
-
-    @property
-    def layout(self) -> TableLayout:
-        """The shard's layout: the weight's rows, then each state's."""
-        rows = self.weight.shape[0]
-        row_bytes = int(np.prod(self.weight.shape[1:])) * self.weight.element_size()
+        self.states: tuple[str, ...] = () if optimizer is None else states_of(name, optimizer)
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
         dtype = str(self.weight.dtype).removeprefix("torch.")
-        columns = (Column(name, dtype, row_bytes) for name in ("weight", *self.states))
-        return TableLayout(self.name, rows, tuple(columns))
+        self.kept = ("weight", *self.states)
+        columns = (Column(name, dtype, row_bytes) for name in self.kept)
+        layout = TableLayout(name, len(self.weight), tuple(columns))
+        EngineTable.__init__(self, layout, is_off_arena=is_off_arena(self.weight))
+        self.check_options()
 
     @property
     def sees_all_changes(self) -> bool:
         """See `EngineTable.sees_all_changes`: the optimizer reports changes."""
         return self.optimizer is not None or not self.weight.requires_grad
-
-    @property
-    def is_off_arena(self) -> bool:
-        """See `EngineTable.is_off_arena`."""
-        return is_off_arena(self.weight)
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`."""
@@ -104,17 +88,21 @@ class SparseTable:
         optimizer = None if self.optimizer is None else type(self.optimizer).__name__
         return ranks_of(self.module), {**facts_of(self.module), "its optimizer": optimizer}
 
-    def place(self, columns: Sequence[NDArray[np.uint8]], *, fresh: bool) -> None:
-        """Moves the table into the arena.
+    def tensors(self, table: int) -> dict[str, torch.Tensor]:
+        """See `Unit.tensors`."""
+        state = self._state()
+        return {
+            "weight": self.weight.detach(),
+            **{name: state[name] for name in self.states if name in state},
+        }
 
-        Args:
-            columns: the arena's memory of the weight and of each state, uint8 [rows, row_bytes].
-            fresh: the memory is to be filled with the table's values (a table on the meta device is
-                initialised by its reset_parameters()); else it holds them, and the table points to it.
-        """
+    def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
+        """See `Unit.place`. A fresh table on the meta device is initialised by its reset_parameters()."""
         if self.is_off_arena:
-            self._stay()
-            return
+            self._begin_off_arena()
+            self.keep()
+            return []
+        columns = stored[0].columns
         shape, dtype = self.weight.shape, self.weight.dtype
         views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
         was_meta = self.weight.is_meta
@@ -130,11 +118,12 @@ class SparseTable:
                 self.weight.data = views[0]
             if self.optimizer is not None:
                 self._place_states(self.optimizer, views[1:], fresh, was_meta)
-        self._keep(columns)
+        self.keep(columns)
+        return []
 
-    def _stay(self) -> None:
-        """Leaves the table where it is, and makes the state that its optimizer would make later."""
-        for name, tensor in zip(("weight", *self.states), self._tensors(), strict=True):
+    def _begin_off_arena(self) -> None:
+        """Makes the state that the optimizer would make later, where the table stays."""
+        for name, tensor in zip(self.kept, self.trained(), strict=True):
             if tensor is not None and not tensor.is_contiguous():
                 raise UnsupportedTable(
                     f"{name} of table {self.name!r} on {tensor.device} is not contiguous: make it so before "
@@ -145,13 +134,6 @@ class SparseTable:
             self._begin_state(state)
             for name in self.states:
                 state.setdefault(name, torch.zeros_like(self.weight, requires_grad=False))
-        self._keep([None] * len(self._tensors()))
-
-    def _keep(self, memory: Sequence[NDArray[np.uint8] | None]) -> None:
-        self._places = Places()
-        for name, tensor, here in zip(("weight", *self.states), self._tensors(), memory, strict=True):
-            self._places.keep(f"{name} of table {self.name!r}", tensor, here)
-        self.mark_clean()
 
     def _begin_state(self, state: dict[str, Any]) -> None:
         if not state and isinstance(self.optimizer, torch.optim.SparseAdam):
@@ -201,10 +183,6 @@ class SparseTable:
             )
         return grad._indices()[0]
 
-    def mark_clean(self) -> None:
-        """Accepts the tensors' present versions as declared."""
-        self._versions = self._now()
-
     def check_storage(self) -> None:
         """Raises UndeclaredWrite if the trained tensors are not in the arena any more."""
         if self.module.weight is not self.weight:
@@ -212,21 +190,11 @@ class SparseTable:
                 f"the parameter of table {self.name!r} was replaced (by load_state_dict(assign=True)?): the "
                 f"tensors in training are not the protected ones. Do it before ecemb.protect()"
             )
-        self._places.check(self._tensors())
-
-    def is_written(self) -> bool:
-        """Whether a tensor was written in place since `mark_clean`."""
-        return self._now() != self._versions
-
-    def _now(self) -> list[int | None]:
-        return [getattr(tensor, "_version", None) for tensor in self._tensors()]
+        super().check_storage()
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's state of this table that is not per row, e.g. Adagrad's step."""
-        if self.optimizer is None:
-            return {}
-        state = self.optimizer.state.get(self.weight, {})
-        return {key: value for key, value in state.items() if key not in self.states}
+        return {key: value for key, value in self._state().items() if key not in self.states}
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restores that state; what it has not is removed."""
@@ -236,15 +204,16 @@ class SparseTable:
                 del state[key]
             state.update(scalars)
 
-    def _tensors(self) -> list[Any]:
-        tensors: list[Any] = [self.weight]
-        if self.optimizer is not None:
-            state = self.optimizer.state.get(self.weight, {})
-            tensors += [state.get(name) for name in self.states]
-        return tensors
+    def trained(self) -> list[Any]:
+        """See `Unit.trained`."""
+        state = self._state()
+        return [self.weight, *(state.get(name) for name in self.states)]
+
+    def _state(self) -> dict[str, Any]:
+        return {} if self.optimizer is None else self.optimizer.state.get(self.weight, {})
 
 
-class SparseTables:
+class SparseTables(Engine[SparseTable]):
     """The engine of tables that torch.optim updates.
 
     Args:
@@ -252,14 +221,15 @@ class SparseTables:
         optimizers: all optimizers of the training.
 
     Raises:
-        UnsupportedTable, UnsupportedOptimizer: see `SparseTable`.
+        UnsupportedTable: a module's lookups or gradients would change rows undeclared.
+        UnsupportedOptimizer: see `SparseTable`.
     """
 
     name = "sparse"
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
         owners = owners_of(optimizers)
-        self.tables: list[SparseTable] = []
+        found: list[SparseTable] = []
         seen: dict[int, str] = {}
         for name, module in modules.items():
             check_module(name, module)
@@ -268,11 +238,9 @@ class SparseTables:
                 raise UnsupportedTable(
                     f"tables {other!r} and {name!r} share one weight: name it once in tables="
                 )
-            self.tables.append(SparseTable(name, module, owners.get(id(weight))))
-        self.parameters: list[nn.Parameter] = [table.weight for table in self.tables]
-        self.stepped: dict[str, nn.Parameter] = {table.name: table.weight for table in self.tables}
-        self.left_out: list[nn.Module] = []
-        self.averaged: list[nn.parallel.DistributedDataParallel] = []
+            found.append(SparseTable(name, module, owners.get(id(weight))))
+        super().__init__(found, [[table] for table in found], [table.weight for table in found])
+        self.stepped = {table.name: table.weight for table in found}
         weights = {id(weight) for weight in self.parameters}
         self._alone = [  # the optimizers without dense parameters: other ranks may not have them
             optimizer
@@ -280,80 +248,24 @@ class SparseTables:
             if all(id(p) in weights for group in optimizer.param_groups for p in group["params"])
         ]
         self._groups = [len(optimizer.param_groups) for optimizer in self._alone]
-        self._handles: list[Any] = []
-        self._touched: set[int] = set()
-
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """See `Engine.tensors`."""
-        table = self.tables[index]
-        found = {"weight": table.weight.detach()}
-        if table.optimizer is not None:
-            state = table.optimizer.state.get(table.weight, {})
-            found |= {name: state[name] for name in table.states if name in state}
-        return found
-
-    def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves the tables into the arena; see `SparseTable.place`."""
-        for table, one in zip(self.tables, stored, strict=True):
-            table.place(one.columns, fresh=fresh)
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with optimizers and modules; from here on undeclared changes raise."""
-        self._hooks = hooks
-        for optimizer in {id(t.optimizer): t.optimizer for t in self.tables if t.optimizer}.values():
+        super().watch(hooks)
+        for optimizer in {id(t.optimizer): t.optimizer for t in self._units if t.optimizer}.values():
             self._handles += [
                 StepHooks(optimizer, self._before_step, self._after_step),
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
             ]
-        for index, table in enumerate(self.tables):
-            before = Tied(functools.partial(self._before_load, index))
+        for table in self._units:
+            before = Tied(functools.partial(self._before_load, table))
             self._handles.append(table.module.register_load_state_dict_pre_hook(before))
             if hooks.ensure is not None:
-                self._handles += announce(table.module, index, hooks, lookups=table.announces_lookups)
-
-    def unwatch(self) -> None:
-        """Removes all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def touch(self, index: int, ids: Ids) -> None:
-        """Captures rows of a table that are about to be written by hand."""
-        if index not in self._touched:
-            self._check(self.tables[index])
-        self._hooks.wait_for(index, ids)
-        self._hooks.capture(index, ids)
-        self._touched.add(index)
-
-    def check(self) -> None:
-        """Raises UndeclaredWrite if a table changed undeclared; called when a step begins and ends."""
-        for index, table in enumerate(self.tables):
-            if index in self._touched:
-                table.mark_clean()
-            self._check(table)
-        self._touched.clear()
-
-    def mark_clean(self) -> None:
-        """Accepts the present state of all tables as declared (after an undo)."""
-        self._touched.clear()
-        for table in self.tables:
-            table.mark_clean()
-
-    def _check(self, table: SparseTable) -> None:
-        if not self._hooks.protects:
-            return
-        table.check_storage()
-        if table.is_written():
-            self._hooks.on_undeclared()
-            raise UndeclaredWrite(
-                f"table {table.name!r} was written in place, but not by its optimizer's step: "
-                f"declare such rows with guard.touch({table.name!r}, rows) inside the step, before the "
-                f"write. Restart the job: it computes parity again from the present rows"
-            )
+                self._handles += announce(table.module, table.base, hooks, lookups=table.announces_lookups)
 
     def scalars(self) -> dict[str, Any]:
         """All tables' scalars, by table."""
-        return {table.name: table.scalars() for table in self.tables}
+        return {table.name: table.scalars() for table in self._units}
 
     def state(self) -> dict[str, Any]:
         """The state that differs by rank and is not per row: scalars and options.
@@ -373,10 +285,10 @@ class SparseTables:
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """See `Engine.set_state`. Options come back if all tables were this engine's, and no others."""
         kept = state["scalars"]
-        then = {one.name: one.name if one.name in kept else renamed.get(one.name) for one in self.tables}
+        then = {one.name: one.name if one.name in kept else renamed.get(one.name) for one in self._units}
         if set(then.values()) == set(kept):
             self.set_options(state["options"])
-        for table in self.tables:
+        for table in self._units:
             if (own := kept.get(then[table.name])) is not None:
                 table.set_scalars(own)
 
@@ -401,8 +313,8 @@ class SparseTables:
                 drop_options(optimizer, group, one)
                 group.update(one)
 
-    def _of(self, optimizer: Optimizer) -> list[tuple[int, SparseTable]]:
-        return [(i, table) for i, table in enumerate(self.tables) if table.optimizer is optimizer]
+    def _of(self, optimizer: Optimizer) -> list[SparseTable]:
+        return [table for table in self._units if table.optimizer is optimizer]
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -417,43 +329,37 @@ class SparseTables:
         if closure is not None:  # its gradients determine the rows: the step gets only the closure's result
             with torch.enable_grad():
                 loss = closure()
-        for index, table in self._of(optimizer):
+        for table in self._of(optimizer):
             table.check_options()
-            if index not in self._touched:
+            if table not in self._touched:
                 self._check(table)
             rows = table.touched()
-            if rows is not None and table.is_off_arena:
-                self._hooks.mark(index, rows)
+            if rows is not None and is_off_arena(table.weight):  # of a LiveTable, it may have moved
+                self._hooks.mark(table.base, rows)
             elif rows is not None and len(rows):
-                self._hooks.capture(index, np.ascontiguousarray(rows.numpy()))
+                self._hooks.capture(table.base, np.ascontiguousarray(rows.numpy()))
         return None if closure is None else (args[:1], {"closure": lambda: loss})
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
-        for _, table in self._of(optimizer):
+        for table in self._of(optimizer):
             table.mark_clean()
 
     def _before_optimizer_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        for index, table in self._of(optimizer):
+        for table in self._of(optimizer):
             if self._hooks.protects:
                 raise UndeclaredWrite(
                     f"{type(optimizer).__name__}.load_state_dict() would replace the protected state of "
                     f"table {table.name!r}: load it before ecemb.protect()"
                 )
-            self._touch_all(index)
+            self.touch_all(table.base)
 
-    def _before_load(self, index: int, *_: Any) -> None:
-        table = self.tables[index]
+    def _before_load(self, table: SparseTable, *_: Any) -> None:
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"load_state_dict() would overwrite protected table {table.name!r} outside of a "
                 f"step: load before ecemb.protect(), or inside `with guard.step():`"
             )
-        self._touch_all(index)
-
-    def _touch_all(self, index: int) -> None:
-        self._hooks.wait_for_table(index)
-        for ids in all_rows(self.tables[index].layout):
-            self.touch(index, ids)
+        self.touch_all(table.base)
 
 
 _STATES: dict[type[Optimizer], tuple[str, ...]] = {

@@ -16,7 +16,6 @@ Must not know: journals, parity, other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +27,8 @@ from torch import nn
 from ..coding.rows import Table, base
 from ..errors import UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
 from .collisions import Remaps
-from .contract import Hooks, Ids, Move, Places, Tied, all_rows, repoint
-from .fbgemm import REPLACED, Batch, FusedTable, check_inside, local
+from .contract import Engine, Hooks, Ids, Places, Tied
+from .fbgemm import REPLACED, Batch, check_inside, local
 from .internals import Before, held, need, own
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 
@@ -269,7 +268,7 @@ class Collection:
             self._places.keep(f"parameter {name}.weight of {self.path or 'the model'}", parameter)
 
 
-class FusedTables:
+class FusedTables(Engine[Batch]):
     """The engine of TorchRec's tables.
 
     Args:
@@ -290,44 +289,26 @@ class FusedTables:
         self._evicting = list(evicting)
         self._replicas = list(replicas)
         self._batches = [batch for one in collections for batch in one.batches]
+        parameters = [parameter for one in collections for parameter in one.parameters]
+        super().__init__(self._batches, [batch.tables for batch in self._batches], parameters)
         for batch in self._batches:
-            if any(one.has(batch) for one in self._replicas):
-                batch.tables = [dataclasses.replace(table, in_groups=True) for table in batch.tables]
-        self.tables: list[FusedTable] = []
-        for batch in self._batches:
-            batch.base = len(self.tables)
-            self.tables += batch.tables
-        self.parameters: list[Any] = [parameter for one in collections for parameter in one.parameters]
-        self.stepped: dict[str, Any] = {}  # they change in backward()
-        self.left_out: list[nn.Module] = [one.module for one in collections]
-        self.averaged: list[Any] = [module for one in collections for module in one.averaged]
-        self._handles: list[Any] = []
-        self._touched: set[int] = set()  # numbers of batches
+            for table in batch.tables:
+                table.in_groups = any(one.has(batch) for one in self._replicas)
+        self.left_out = [one.module for one in collections]
+        self.averaged = [module for one in collections for module in one.averaged]
         self._turn = 0  # odd in a step, even between steps, and one more at each change
 
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """See `Engine.tensors`."""
-        batch = self._batches[self._number(index)]
-        return batch.tensors(index - batch.base)
-
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
-        """Moves all buffers into the arena, with all of this process's views of them."""
-        moves: list[Move] = []
-        for batch in self._batches:
-            moves += batch.place(stored[batch.base : batch.base + len(batch.tables)], fresh=fresh)
-        repoint(moves)
-        del moves  # and with them, the memory in which the tables were built
-        for batch in self._batches:
-            batch.check_views()
+        """See `Engine.place`."""
+        super().place(stored, fresh=fresh)
         for collection in self._collections:
             collection.check_views()
         for replicas in self._replicas:
             replicas.check_views([span for batch in self._batches for span in batch.spans])
-        self.mark_clean()
 
     def watch(self, hooks: Hooks) -> None:
         """Registers with lookups; from here on undeclared changes raise."""
-        self._hooks = hooks
+        super().watch(hooks)
         for batch in self._batches:
             after = Tied(functools.partial(self._after_lookup, batch))
             self._handles.append(batch.module.register_forward_hook(after, with_kwargs=True))
@@ -350,42 +331,20 @@ class FusedTables:
             before_sync = functools.partial(self._before_sync, replicas)
             self._handles.append(Before(replicas.model, "sync", before_sync))
 
-    def unwatch(self) -> None:
-        """Removes all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def touch(self, index: int, ids: Ids) -> None:
-        """Captures rows of a table that are about to be written by hand."""
-        number = self._number(index)
-        batch = self._batches[number]
-        if number not in self._touched:
-            self._check(batch)
-        for table, rows in batch.named(batch.numbers(index - batch.base, ids)) if len(ids) else ():
-            self._hooks.wait_for(batch.base + table, rows)
-            self._hooks.capture(batch.base + table, rows)
-        self._touched.add(number)
-
     def check(self) -> None:
         """See `Engine.check`. A step looks only at its end at what the model shows: no lookup reads that."""
         if self._hooks.is_open():
             self._turn += 1
         for collection in self._collections:
             collection.check()
-        for number, batch in enumerate(self._batches):
-            if number in self._touched:
-                batch.mark_clean()
-            self._check(batch)
+        super().check()
         for collection in self._collections if self._turn % 2 == 0 else ():
             collection.check_shown()
-        self._touched.clear()
 
     def mark_clean(self) -> None:
         """Accepts the present state of all tables as declared (after an undo)."""
-        self._touched.clear()
+        super().mark_clean()
         for batch in self._batches:
-            batch.mark_clean()
             batch.clear_beyond()
 
     def state(self) -> dict[str, Any]:
@@ -399,25 +358,17 @@ class FusedTables:
         for batch in self._batches:
             batch.set_state(kept, renamed)
 
-    def _number(self, index: int) -> int:
-        """Finds the batch of table `index`."""
-        return next(i for i, b in enumerate(self._batches) if b.base <= index < b.base + len(b.tables))
+    def _capture(self, index: int, ids: Ids) -> None:
+        batch = self._unit_of[index]
+        for table, rows in batch.named(batch.numbers(index - batch.base, ids)):
+            super()._capture(batch.base + table, rows)
 
-    def _check(self, batch: Batch) -> None:
-        if not self._hooks.protects:
-            return
-        batch.check_storage()
-        if batch.is_written():
+    def _check(self, unit: Batch) -> None:
+        super()._check(unit)
+        if self._hooks.protects and unit.is_beyond():
             self._hooks.on_undeclared()
             raise UndeclaredWrite(
-                f"{batch.what} was written in place, but not by its optimizer: declare such "
-                f"rows with guard.touch(table, rows) inside the step, before the write. Restart the job: "
-                f"it computes parity again from the present rows"
-            )
-        if batch.is_beyond():
-            self._hooks.on_undeclared()
-            raise UndeclaredWrite(
-                f"an id of this step is beyond a table of {batch.what} of which this rank has no rows: "
+                f"an id of this step is beyond a table of {unit.what} of which this rank has no rows: "
                 f"FBGEMM has trained what lies behind that table. Look up ids below num_embeddings. "
                 f"The step isn't in the arena: let the process end, and a restart takes the tables from there"
             )
@@ -486,10 +437,8 @@ class FusedTables:
                 self._touch_all(batch)
 
     def _touch_all(self, batch: Batch) -> None:
-        batch.wait_for_all(self._hooks)
-        for number, table in enumerate(batch.tables):
-            for ids in all_rows(table.layout):
-                self.touch(batch.base + number, ids)
+        for number in range(len(batch.tables)):
+            self.touch_all(batch.base + number)
 
 
 class TableReplicas:

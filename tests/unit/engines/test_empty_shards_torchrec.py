@@ -105,7 +105,7 @@ def trained_apart() -> tuple[bool, list[str]]:
             try:
                 with watched.step():
                     of_both.marked(call, {})
-                    watched.engine._touched.add(0)  # what guard.touch declares hides no id
+                    watched.engine._touched.add(of_both)  # what guard.touch declares hides no id
             except UndeclaredWrite as error:
                 told.append(str(error))
         watched.tables.mark_clean()  # as after an undo

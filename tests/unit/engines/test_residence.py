@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class One:
         engine = SparseTables({"user": self.module}, [self.optimizer])
         (table,) = engine.tables
         self.memory = [np.zeros((ROWS, column.row_bytes), np.uint8) for column in table.layout.columns]
-        table.place(self.memory, fresh=True)
+        engine.place(stored([self.memory]), fresh=True)
         self.tables = Tables([engine])
         self.tables.watch(Hooks(lambda *_: None, lambda: self.is_open, lambda: None))
         self.weight = self.module.weight
@@ -261,11 +262,15 @@ def test_what_torch_refuses_itself_moves_nothing(move: str) -> None:
     assert one.fits()
 
 
+def stored(memory: Sequence[Sequence[Any]]) -> Any:
+    """Memory of tables by column, as an arena gives it."""
+    return [SimpleNamespace(columns=columns) for columns in memory]
+
+
 def test_two_tables_whose_weights_were_exchanged() -> None:
     modules = {name: nn.EmbeddingBag(ROWS, DIM, sparse=True) for name in ("user", "item")}
     engine = SparseTables(modules, [])
-    for table in engine.tables:
-        table.place([np.zeros((ROWS, 4 * DIM), np.uint8)], fresh=True)
+    engine.place(stored([[np.zeros((ROWS, 4 * DIM), np.uint8)] for _ in modules]), fresh=True)
     tables = Tables([engine])
     tables.watch(Hooks(lambda *_: None, lambda: False, lambda: None))
     tables.check()

@@ -11,6 +11,7 @@ import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,7 @@ class Watched(Stepping):
         self.engine = SparseTables(modules, optimizers)
         self.tables = Tables([self.engine])
         self.memory = [allocate(table.layout) for table in self.engine.tables]
-        for table, columns in zip(self.engine.tables, self.memory, strict=True):
-            table.place(columns, fresh=fresh)
+        self.engine.place(stored(self.memory), fresh=fresh)
         self.tables.watch(Hooks(self._capture, lambda: self.is_open, self._on_undeclared))
 
     def rows(self, table: int = 0) -> NDArray[np.uint8]:
@@ -74,6 +74,10 @@ class Watched(Stepping):
 
 def allocate(layout: TableLayout) -> list[NDArray[np.uint8]]:
     return [np.zeros((layout.rows, column.row_bytes), np.uint8) for column in layout.columns]
+
+
+def stored(memory: Sequence[Sequence[NDArray[np.uint8]]]) -> Any:
+    return [SimpleNamespace(columns=columns) for columns in memory]
 
 
 def embedding(rows: int = ROWS, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Embedding:
@@ -317,7 +321,7 @@ def test_memory_that_holds_a_table_is_pointed_to_and_not_written(kind: str, devi
     optimizer_again = OPTIMIZERS[kind]([parameter])
     generator = torch.get_rng_state()
     tables = SparseTables({"user": again}, [optimizer_again])
-    tables.tables[0].place(first.memory[0], fresh=False)
+    tables.place(stored(first.memory), fresh=False)
     tables.set_state({"scalars": scalars, "options": tables.options()}, {})
     assert torch.equal(torch.get_rng_state(), generator)
     assert (first.rows() == held).all()
