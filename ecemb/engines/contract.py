@@ -8,7 +8,7 @@ to be read; `check` is called at the begin and the end of every step; `unwatch` 
 `LiveTable`, which only listens, leaves out `place` and `check`. What engines share is in `Engine`, and for
 the tensors that each of them checks together in `Unit`; a new one writes the abstract methods of both.
 
-`Place` is the place of a protected tensor: its move into the arena, and whether it is still there. torch
+`Places` are the places of protected tensors, and whether these are still there. torch
 moves memory under a tensor without a trace. `share_memory_()` swaps the memory of a storage, and all views of
 the storage move along, even a view that was kept for comparison. So an address is kept as a number, and the
 address of host memory is taken from the arena's mapping, never from a tensor.
@@ -23,7 +23,7 @@ import gc
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -164,45 +164,29 @@ _REST = (
 )
 
 
-Form: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-"""A tensor's address, sizes, strides and type."""
+class Form(NamedTuple):
+    """A tensor's address, sizes, strides and type."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The required place and form of one tensor.
-
-    Attributes:
-        what: names the tensor and its table, for messages.
-        address: of its first byte; None for a tensor without bytes.
-        shape: its sizes.
-        stride: its strides, in elements.
-        dtype: its elements' type.
-    """
-
-    what: str
-    address: int | None
+    address: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def holds(self, tensor: object) -> bool:
-        """Whether a tensor has this place and form."""
+        """Whether a tensor has this form; without values it has no address and strides."""
         return (
             isinstance(tensor, torch.Tensor)
             and tensor.shape == self.shape
             and tensor.dtype == self.dtype
-            and (
-                self.address is None or (_address(tensor) == self.address and tensor.stride() == self.stride)
-            )
+            and (not tensor.numel() or (_address(tensor) == self.address and tensor.stride() == self.stride))
         )
 
 
 class Places:
-    """The places of some tensors, in order; empty at first."""
+    """The required places and forms of some tensors, in order; empty at first."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        self._named: list[str] = []
         self._forms: list[Form] = []
         self._addresses: list[int] = []
 
@@ -215,11 +199,8 @@ class Places:
             memory: the arena's memory for it; None for its present place, as for a tensor on a device.
         """
         address = _address(tensor) if memory is None else int(memory.ctypes.data)
-        stride = tuple(tensor.stride())
-        self._places.append(
-            Place(what, address if tensor.numel() else None, tensor.shape, stride, tensor.dtype)
-        )
-        self._forms.append((address, tensor.shape, stride, tensor.dtype))
+        self._named.append(what)
+        self._forms.append(Form(address, tensor.shape, tuple(tensor.stride()), tensor.dtype))
         self._addresses.append(address)
 
     def check(self, tensors: Sequence[object]) -> None:
@@ -233,15 +214,15 @@ class Places:
             self._find(tensors)
 
     def _find(self, tensors: Sequence[object]) -> None:
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if not place.holds(tensor):
-                raise UndeclaredWrite(_moved(place, tensor))
+        for what, form, tensor in zip(self._named, self._forms, tensors, strict=True):
+            if not form.holds(tensor):
+                raise UndeclaredWrite(_moved(what, form, tensor))
 
 
-def _form(tensor: Any) -> Form | None:
+def _form(tensor: Any) -> tuple[Any, ...] | None:
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    except (AttributeError, RuntimeError):  # `Place.holds` looks closer
+    except (AttributeError, RuntimeError):  # `Form.holds` looks closer
         return None
 
 
@@ -252,27 +233,27 @@ def _address(tensor: Any) -> int:
         return -1
 
 
-def _moved(place: Place, tensor: object) -> str:
+def _moved(what: str, form: Form, tensor: object) -> str:
     if not isinstance(tensor, torch.Tensor):
         return (
-            f"{place.what} is gone, or is no longer a tensor (was the optimizer's state cleared?). {_REST}. "
+            f"{what} is gone, or is no longer a tensor (was the optimizer's state cleared?). {_REST}. "
             f"Do it before ecemb.protect()"
         )
-    if tensor.shape != place.shape or tensor.dtype != place.dtype:
+    if tensor.shape != form.shape or tensor.dtype != form.dtype:
         return (
-            f"{place.what} was replaced: it is {tensor.dtype} {list(tensor.shape)} now, and {place.dtype} "
-            f"{list(place.shape)} is protected (by .to(), resize_() or an assignment?). {_REST}. Do it "
+            f"{what} was replaced: it is {tensor.dtype} {list(tensor.shape)} now, and {form.dtype} "
+            f"{list(form.shape)} is protected (by .to(), resize_() or an assignment?). {_REST}. Do it "
             f"before ecemb.protect()"
         )
     if _is_shared(tensor):
         return (
-            f"{place.what} was moved from the arena ({place.address:#x}) to other shared memory "
+            f"{what} was moved from the arena ({form.address:#x}) to other shared memory "
             f"({_address(tensor):#x}). share_memory_() does that to tensors and modules, and so does sending "
             f"them to another process: a torch.multiprocessing queue or pipe, or a DataLoader with "
             f"spawn or forkserver. {_REST}. Send other processes a copy: tensor.detach().clone()"
         )
     return (
-        f"the storage of {place.what} was replaced: {_address(tensor):#x} now, and {place.address:#x} is "
+        f"the storage of {what} was replaced: {_address(tensor):#x} now, and {form.address:#x} is "
         f"protected (by load_state_dict(assign=True), .to(), set_(), swap_tensors() or an assignment to "
         f".data?). {_REST}. Do it before ecemb.protect()"
     )
