@@ -198,7 +198,7 @@ class ShardedEmbeddingBag(nn.Module):
             begins = self._offsets(input, offsets, per_sample_weights)
             # `found` is sorted, so the ids of each owner are neighbours.
             found, position = _unique(input.reshape(-1).long())
-            low, high = _ints(found[[0, -1]]) if found.numel() else (0, 0)
+            low, high = _listed(found[[0, -1]]) if found.numel() else (0, 0)
             if low < 0 or high >= self.num_embeddings:
                 says, bad_id = _OUT_OF_RANGE, low if low < 0 else high
                 problem = ConfigurationError(self._range_message(bad_id, self.rank))
@@ -281,7 +281,7 @@ class ShardedEmbeddingBag(nn.Module):
                     f"each bag the place of its first id"
                 )
             return
-        first, last = _ints(offsets[[0, -1]])
+        first, last = _listed(offsets[[0, -1]])
         if first != 0 or bool((offsets[1:] < offsets[:-1]).any()):
             raise ConfigurationError(
                 f"{self.name}: offsets must begin with 0 and not decrease, got {_shown(offsets)}"
@@ -334,7 +334,7 @@ class ShardedEmbeddingBag(nn.Module):
         header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()], dtype=torch.int64, device="cpu")
         one_each = [1] * self.world_size
         received = _exchange(header, one_each, one_each, self.group)
-        wanted, verdicts, bad_ids, *facts = _rows(received.t())
+        wanted, verdicts, bad_ids, *facts = _listed(received.t())
         self._check_alike(facts)
         if problem is not None:
             raise problem
@@ -345,7 +345,7 @@ class ShardedEmbeddingBag(nn.Module):
                 raise ConfigurationError(
                     f"{self.name}: rank {rank} refused its input; its own error says why"
                 )
-        asked = _ints(header[:, 0])
+        asked = _listed(header[:, 0])
         ids = _exchange(unique, asked, wanted, self.group)
         return _Route(self.group, asked, wanted, ids - self.rows.start)
 
@@ -409,12 +409,8 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor]", torch.unique(ids, return_inverse=True))
 
 
-def _ints(values: Tensor) -> list[int]:
-    return cast("list[int]", values.tolist())
-
-
-def _rows(values: Tensor) -> list[list[int]]:
-    return cast("list[list[int]]", values.tolist())
+def _listed(values: Tensor) -> list[Any]:
+    return cast("list[Any]", values.tolist())
 
 
 def ranks_of(table: ShardedEmbeddingBag) -> list[int] | None:
@@ -447,5 +443,5 @@ def differing(what: str, values: Mapping[int, object]) -> str | None:
 
 
 def _shown(offsets: Tensor) -> str:
-    head = ", ".join(str(value) for value in _ints(offsets[:8]))
+    head = ", ".join(str(value) for value in _listed(offsets[:8]))
     return f"[{head}, ... {offsets.numel()} in all]" if offsets.numel() > 8 else f"[{head}]"
