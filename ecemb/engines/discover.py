@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..coding.rows import RowSpace, Table, joined_to
+from ..coding.rows import Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
 from .contract import Engine, EngineTable, Hooks, Ids, all_rows
-from .device_image import Image, Images, Uploader
+from .device_image import Image, Images
 from .internals import Before
 from .sparse import SparseTables, announced, check_memory
 
@@ -222,10 +222,6 @@ class Tables:
         if fresh:
             for image in self.images.all().values():
                 image.fill()
-
-    def uploader(self, space: RowSpace) -> Uploader:
-        """Returns a writer from images to tables while rows are recovered; call `mark_clean` after it."""
-        return Uploader(self.images.all(), space)
 
     def put(self) -> None:
         """Overwrites tables outside of the arena with their images, all rows, and marks them clean."""

@@ -270,7 +270,7 @@ def _recover(
     transport, tables, plan = start.transport, start.training.tables, start.world.plan
     background, in_background = Background(), start.in_background
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
-    with tables.uploader(memory.space) as uploader:
+    with Uploader(tables.images.all(), memory.space) as uploader:
         report = recover(
             memory, transport, plan, kernels, start.watch, uploader.ready, in_background=in_background
         )
