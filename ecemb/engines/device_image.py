@@ -176,7 +176,7 @@ class Uploader:
 
     def __init__(self, images: Mapping[int, Image], space: RowSpace) -> None:
         self._images, self._space = images, space
-        self._thread = ThreadPoolExecutor(1, "ecemb-upload") if images else None
+        self._thread = ThreadPoolExecutor(1, "ecemb-upload")  # begins with its first copy
         self._begun: list[Future[None]] = []
         for device in {image.device for image in images.values()}:
             finish_all(device)
@@ -185,15 +185,13 @@ class Uploader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
 
     def ready(self, start: int, stop: int) -> None:
         """Words start..stop-1 of the row space are final; of a block, reported from its start on."""
-        if self._thread is not None:
-            for index, rows in self._space.completed(start, stop):
-                if (image := self._images.get(index)) is not None:
-                    self._begun.append(self._thread.submit(image.put, rows))
+        for index, rows in self._space.completed(start, stop) if self._images else ():
+            if (image := self._images.get(index)) is not None:
+                self._begun.append(self._thread.submit(image.put, rows))
 
     def finish(self) -> None:
         """Waits until all final rows are in the tensors."""
