@@ -98,7 +98,7 @@ class Batch(Unit):
         where = "dev" if own(self.module, "weights_dev").numel() else "host"
         self._check_buffers(kinds, where)
         self.kept = [f"{kind}_{where}" for kind in kinds]
-        self._is_off_arena = is_off_arena(getattr(self.module, self.kept[0]))
+        self.is_off_arena = is_off_arena(getattr(self.module, self.kept[0]))
         self.tables: list[FusedTable] = [
             self._table(path, number, config, i) for i, config in enumerate(self.configs)
         ]
@@ -107,7 +107,7 @@ class Batch(Unit):
         rows = np.array([table.layout.rows for table in self.tables], np.int64)
         self._first = np.cumsum([0, *rows])
         tables = np.array(list(own(self.module, "feature_table_map")), np.int64)
-        self._features = Features(self.what, rows[tables], self._first[tables])
+        self.features = Features(self.what, rows[tables], self._first[tables])
         if self.rule.mode:
             own(self.module, self.rule.mode)
         self._has_max_counter: bool = "prev_iter" in self.rule.states
@@ -169,7 +169,7 @@ class Batch(Unit):
                     f"where the tables before it end: ecemb is tested with torchrec {TESTED}; install it"
                 )
         layout = TableLayout(name, rows, tuple(columns), group=f"{path}#{number}")
-        return FusedTable(layout, first_row, config.num_embeddings, is_off_arena=self._is_off_arena)
+        return FusedTable(layout, first_row, config.num_embeddings, is_off_arena=self.is_off_arena)
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
         """See `Unit.tensors`: as FBGEMM shows them."""
@@ -183,7 +183,7 @@ class Batch(Unit):
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
         """See `Unit.place`."""
         self.spans = []
-        if self._is_off_arena:
+        if self.is_off_arena:
             self.spans += [tensor.detach() for tensor in self.trained()]
             self.keep()
             return []
@@ -199,16 +199,12 @@ class Batch(Unit):
 
     def looked_up(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int, Ids]]:
         """The rows that a call of FBGEMM's module with these arguments reads, as `named` gives them."""
-        return self.touched(*_arguments(args, kwargs))
-
-    @property
-    def marks(self) -> bool:
-        """Whether `marked` finds the rows of a lookup, and the host needn't see them."""
-        return self._is_off_arena
+        if (numbers := self.features.rows(*_arguments(args, kwargs))) is not None:
+            yield from self.named(numbers)
 
     def marked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """The rows of the batch that a call of FBGEMM's module reads; see `Features.there`."""
-        return self._features.there(*_arguments(args, kwargs))
+        return self.features.there(*_arguments(args, kwargs))
 
     def wait_for_rows(self, hooks: Hooks, module: Any, args: Any, kwargs: Any) -> None:
         """Waits for the rows of a lookup, before a call of FBGEMM's module, in training or not."""
@@ -220,22 +216,6 @@ class Batch(Unit):
         """Waits for all rows."""
         for table in range(len(self.tables)):
             hooks.wait_for_table(self.base + table)
-
-    def touched(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> Iterator[tuple[int, Ids]]:
-        """The rows that a lookup reads, as `named` gives them.
-
-        Args:
-            indices: integers [L], an argument of the lookup, before or after FBGEMM's bounds check.
-            offsets: integers [bags + 1]; features one after another, each with its bags.
-            sizes: bags by feature and rank, or None if all features have equally many.
-        """
-        if (numbers := self._features.rows(indices, offsets, sizes)) is not None:
-            yield from self.named(numbers)
-
-    @property
-    def overwrites_next(self) -> bool:
-        """Whether the next lookup writes all rows."""
-        return self.rule.overwrites_next(self.module)
 
     def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
         """Rows in the form for capture, by table of this batch (see `rows.joined`).
@@ -255,14 +235,6 @@ class Batch(Unit):
     def numbers(self, table: int, ids: Ids) -> Ids:
         """Rows of one table as rows of the batch."""
         return ids + self._first[table]
-
-    def clear_beyond(self) -> None:
-        """Forgets the lookups that `is_beyond` tells of."""
-        self._features.clear_beyond()
-
-    def is_beyond(self) -> bool:
-        """Whether a lookup in training of this step had ids of a table without rows on this rank."""
-        return self._features.has_beyond()
 
     def trained(self) -> list[Any]:
         """See `Unit.trained`. FBGEMM's own updates don't change versions."""

@@ -345,7 +345,7 @@ class FusedTables(Engine[Batch]):
         """Accepts the present state of all tables as declared (after an undo)."""
         super().mark_clean()
         for batch in self._batches:
-            batch.clear_beyond()
+            batch.features.clear_beyond()
 
     def state(self) -> dict[str, Any]:
         """The state that differs by rank and is not per row: learning rates, options, counters, by batch."""
@@ -365,7 +365,7 @@ class FusedTables(Engine[Batch]):
 
     def _check(self, unit: Batch) -> None:
         super()._check(unit)
-        if self._hooks.protects and unit.is_beyond():
+        if self._hooks.protects and unit.features.has_beyond():
             self._hooks.on_undeclared()
             raise UndeclaredWrite(
                 f"an id of this step is beyond a table of {unit.what} of which this rank has no rows: "
@@ -381,7 +381,7 @@ class FusedTables(Engine[Batch]):
                 f"{batch.rule.why_in_steps}. Call the model inside `with guard.step():`, also to evaluate "
                 f"it. No row was written"
             )
-        if batch.overwrites_next:
+        if batch.rule.overwrites_next(batch.module):
             self._touch_all(batch)
 
     def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -402,7 +402,7 @@ class FusedTables(Engine[Batch]):
                 f"values that it read, and a repeated lookup would read newer rows: so semi-synchronous "
                 f"pipelines can't be protected. Look up and call backward() in one step. No row was written"
             )
-        if batch.marks:
+        if batch.is_off_arena:  # the host needn't see the rows
             self._hooks.mark(batch.base, batch.marked(*call))
             return
         for table, ids in batch.looked_up(*call):

@@ -62,7 +62,7 @@ def beyond() -> str:
     engine: Any = adapter.find(built())
     [of_both] = engine._batches
     try:
-        assert list(of_both.touched(torch.tensor([0, 0]), torch.tensor([0, 1, 2]), None))
+        assert list(of_both.looked_up((torch.tensor([0, 0]), torch.tensor([0, 1, 2])), {}))
     except UsageError as error:
         return str(error)
     return ""
