@@ -197,7 +197,7 @@ class Remaps(Engine[Map]):
         collections: sharded ManagedCollisionCollections, by path.
 
     Raises:
-        UnsupportedTable: a map of another kind; see `Remap` and `hashed_collision.HashedRemap`.
+        UnsupportedTable: a map of another kind; see `Remap` and `HashedRemap`.
     """
 
     name = "managed collision"

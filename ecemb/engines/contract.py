@@ -8,10 +8,10 @@ to be read; `check` is called at the begin and the end of every step; `unwatch` 
 `LiveTable`, which only listens, leaves out `place` and `check`. What engines share is in `Engine`, and for
 the tensors that each of them checks together in `Unit`; a new one writes the abstract methods of both.
 
-`Places` are the places of protected tensors, and whether these are still there. torch
-moves memory under a tensor without a trace. `share_memory_()` swaps the memory of a storage, and all views of
-the storage move along, even a view that was kept for comparison. So an address is kept as a number, and the
-address of host memory is taken from the arena's mapping, never from a tensor.
+`Places` are the places of protected tensors, and whether these are still there. torch moves memory under a
+tensor without a trace. `share_memory_()` swaps the memory of a storage, and all views of the storage move
+along, even a view that was kept for comparison. So an address is kept as a number, and the address of host
+memory is taken from the arena's mapping, never from a tensor.
 
 Must not know: journals, parity, other ranks.
 """

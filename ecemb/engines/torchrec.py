@@ -70,7 +70,7 @@ def find_maps(model: nn.Module) -> Remaps | None:
     """The maps from raw ids to rows of all managed collisions of a model; None if there are none.
 
     Raises:
-        UnsupportedTable: see `managed_collision.Remap`.
+        UnsupportedTable: see `collisions.Remaps`.
     """
     if "torchrec" not in sys.modules:
         return None
