@@ -103,8 +103,9 @@ class Image:
     def put_rows(self, ids: Ids) -> None:
         """Overwrites rows of the tensors (int64 [m], each once) with the image's."""
         finish_all(self.device)
-        for part in _parts(ids, self.record_bytes):
-            self._put_rows(part)
+        most = max(1, _CHUNK_BYTES // max(1, self.record_bytes))
+        for at in range(0, len(ids), most):
+            self._put_rows(ids[at : at + most])
 
     def _put_rows(self, ids: Ids) -> None:
         words = np.empty((len(ids), self._stored.layout.record_words), np.uint64)
@@ -471,12 +472,6 @@ class _Piece(NamedTuple):
         if self.records is None:
             return self.image.records(self.rows[some.start : some.stop])
         return self.records[some.start : some.stop]
-
-
-def _parts(ids: Ids, record_bytes: int) -> Iterator[Ids]:
-    """Rows in parts of at most `_CHUNK_BYTES` of records, at least one each."""
-    most = max(1, _CHUNK_BYTES // max(1, record_bytes))
-    return (ids[at : at + most] for at in range(0, len(ids), most))
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
