@@ -25,7 +25,7 @@ from ..coding.rows import Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
 from ..nn import ALIKE, ShardedEmbeddingBag, differing
 from . import torchrec
-from .contract import Engine, EngineTable, Hooks, Ids, all_rows
+from .contract import Engine, EngineTable, Hooks, Ids
 from .device_image import Image, Images
 from .internals import Before
 from .sparse import SparseTables, announced, check_memory
@@ -369,20 +369,18 @@ class Tables:
         if self._hooks is None or not self._hooks.is_open():
             raise UsageError(f"guard.touch({name!r}, …) belongs inside `with guard.step():`")
         engine, number = self._of[index := self._by_name[name]]
-        layout = self.tables[index].layout
         if rows is None:
-            self.wait_for_table(index)
-            for ids in all_rows(layout):
-                engine.touch(number, ids)
+            engine.touch_all(number)
             return
         if (kind := _no_row_numbers(rows)) is not None:
             raise UsageError(
                 f"guard.touch({name!r}, …) takes row numbers, an integer tensor; it got a {kind}"
             )
         ids = np.unique(rows.detach().cpu().to(torch.int64).numpy())
-        if len(ids) and not (ids[0] >= 0 and ids[-1] < layout.rows):
+        count = self.tables[index].layout.rows
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
             raise UsageError(
-                f"table {name!r} has local rows 0..{layout.rows - 1} on this rank; guard.touch() got "
+                f"table {name!r} has local rows 0..{count - 1} on this rank; guard.touch() got "
                 f"{ids[0]}..{ids[-1]}: pass row numbers of the local shard"
             )
         engine.touch(number, ids)

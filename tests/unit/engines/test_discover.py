@@ -49,6 +49,9 @@ class Recorder:
     def touch(self, index: int, ids: Ids) -> None:
         self.calls.append(("touch", index, ids.tolist()))
 
+    def touch_all(self, index: int) -> None:
+        self.calls.append(("touch_all", index))
+
     def check(self) -> None:
         self.calls.append(("check",))
 
@@ -107,7 +110,7 @@ def test_a_declared_write_goes_to_its_table() -> None:
     tables.touch("c", torch.tensor([], dtype=torch.int64))
     tables.touch("c")
     assert first.calls == [("touch", 1, [0, 1, 3])]
-    assert last.calls == [("touch", 0, []), ("touch", 0, [0, 1, 2, 3, 4])]
+    assert last.calls == [("touch", 0, []), ("touch_all", 0)]
     with refused(UsageError, "'d'", "['a', 'b', 'c']"):
         tables.touch("d", torch.tensor([1]))
     for rows in ([5], [-1], [0, 7]):
