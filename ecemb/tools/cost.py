@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations
 from math import comb, exp
@@ -43,8 +43,6 @@ ROW_HEAD_BYTES = 8
 CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8), Code(8, 5))
 """The codes that are compared by default."""
 _SHOWN_CODES = 4
-MOST, LEAST = 1e18, 1e-9
-"""The largest valid number, and the smallest one above 0."""
 MOST_RANKS = 1 << 20
 """Of a job: the computation for more would take minutes."""
 SPARE = 1.25
@@ -77,7 +75,7 @@ class Job:
         dense_bytes: Bytes of replicated state: dense parameters and their optimizer's state.
 
     Raises:
-        ConfigurationError: A number is outside of its range.
+        ConfigurationError: There are too many ranks.
     """
 
     hosts: int
@@ -99,13 +97,6 @@ class Job:
     dense_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            low, high = bounds(field.name)
-            if value is not None and not low <= value <= high:
-                raise ConfigurationError(
-                    f"{field.name} of a job has to be a number from {low:g} to {high:g}; it is {value}"
-                )
         if self.ranks > MOST_RANKS:
             raise ConfigurationError(
                 f"a job can have at most {MOST_RANKS:,} ranks, since the placement of each rank is computed; "
@@ -146,23 +137,6 @@ class Job:
         if racks_in_turn:
             hosts.sort(key=lambda host: (host % self.rack_hosts, host // self.rack_hosts))
         return [host for host in hosts for _ in range(self.ranks_per_host)]
-
-
-_BOUNDS = {
-    **dict.fromkeys(("hosts", "ranks_per_host"), (1, MOST)),
-    **dict.fromkeys(("host_share", "burst_share"), (0, 1)),
-    "rebuild_over_network": (LEAST, 1),
-    **dict.fromkeys(
-        ("table_bytes", "row_bytes", "step_s", "network_bytes_per_s", "memory_bytes_per_s", "mtbf_h"),
-        (LEAST, MOST),
-    ),
-}
-"""Attribute -> its range, where it differs from 0 to `MOST`."""
-
-
-def bounds(attribute: str) -> tuple[float, float]:
-    """The smallest and the largest value that an attribute of a `Job` may have."""
-    return _BOUNDS.get(attribute, (0, MOST))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""`python -m ecemb plan`: its options, and the table of estimates.
+"""`python -m ecemb plan`: its options with their ranges, and the table of estimates.
 
-Knows no formula: `planning.cost` has the arithmetic.
+Knows no formula: `cost` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..coding.code import Code
 from ..net.wording import aligned, byte_size, counted
-from .cost import CODES, MONTH_H, Estimate, Job, bounds, compare
+from .cost import CODES, MONTH_H, Estimate, Job, compare
 
 _HELP = "what codes would cost a job, and what they would survive"
 _SHOWS = """
@@ -24,7 +24,8 @@ for a slower one; seconds from the death of a process, or of a host, until train
 that a month loses data. Racks count where hosts of different racks take turns in the order of the ranks.
 Formulas: ecemb/tools/cost.py.
 """
-_REQUIRED = object()
+_MOST, _LEAST = 1e18, 1e-9
+"""The largest valid number of a `Job`, and the smallest one above 0."""
 
 
 def add(commands: Any) -> None:
@@ -34,24 +35,28 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     needed = parser.add_argument_group("the job")
-    _add_number(needed, "--hosts", "hosts", whole=True, metavar="N", help="machines")
-    _add_number(needed, "--ranks-per-host", "ranks_per_host", 8, whole=True, metavar="N", help="(8)")
+    _add_number(needed, "--hosts", "hosts", least=1, whole=True, required=True, metavar="N", help="machines")
+    ranks = "ranks_per_host"
+    _add_number(needed, "--ranks-per-host", ranks, least=1, whole=True, default="8", metavar="N", help="(8)")
     tables = "all tables, optimizer state included"
-    _add_number(needed, "--table-gb", "table_bytes", unit=1e9, metavar="GB", help=tables)
-    _add_number(needed, "--touched-rows", "touched_rows", metavar="N", help="of a rank in a step")
-    _add_number(needed, "--row-bytes", "row_bytes", metavar="B", help="optimizer state included")
-    _add_number(needed, "--step-ms", "step_s", unit=1e-3, metavar="MS", help="of a step without protection")
+    _add_number(needed, "--table-gb", "table_bytes", unit=1e9, required=True, metavar="GB", help=tables)
+    touched = "of a rank in a step"
+    _add_number(needed, "--touched-rows", "touched_rows", least=0, required=True, metavar="N", help=touched)
+    row = "optimizer state included"
+    _add_number(needed, "--row-bytes", "row_bytes", required=True, metavar="B", help=row)
+    step = "of a step without protection"
+    _add_number(needed, "--step-ms", "step_s", unit=1e-3, required=True, metavar="MS", help=step)
     dense = "dense parameters and optimizer state (0)"
-    _add_number(needed, "--dense-mb", "dense_bytes", 0, unit=1e6, metavar="MB", help=dense)
+    _add_number(needed, "--dense-mb", "dense_bytes", least=0, unit=1e6, metavar="MB", help=dense)
     machines = parser.add_argument_group("the machines")
     network, about = "network_bytes_per_s", "of a host (100)"
-    _add_number(machines, "--network-gbit", network, 100, unit=1e9 / 8, metavar="GBIT", help=about)
-    _add_number(machines, "--restart-s", "restart_s", 30, metavar="S", help="of all processes (30)")
-    _add_number(machines, "--replace-s", "replace_s", 120, metavar="S", help="of a lost host (120)")
+    _add_number(machines, "--network-gbit", network, unit=1e9 / 8, default="100", metavar="GBIT", help=about)
+    _add_number(machines, "--restart-s", "restart_s", least=0, metavar="S", help="of all processes (30)")
+    _add_number(machines, "--replace-s", "replace_s", least=0, metavar="S", help="of a lost host (120)")
     rate = "of the job, any fault (0.0042 lost hosts per host and day)"
-    _add_number(machines, "--mtbf-hours", "mtbf_h", None, metavar="H", help=rate)
+    _add_number(machines, "--mtbf-hours", "mtbf_h", metavar="H", help=rate)
     racks = "in a rack, which bursts strike (no racks)"
-    _add_number(machines, "--rack-hosts", "rack_hosts", 0, whole=True, metavar="N", help=racks)
+    _add_number(machines, "--rack-hosts", "rack_hosts", least=0, whole=True, metavar="N", help=racks)
     shown = ", ".join(f"{code.n},{code.k}" for code in CODES)
     parser.add_argument(
         "--code", type=_code, action="append", metavar="N,K", help=f"repeat for more ({shown})"
@@ -65,16 +70,16 @@ def _add_number(
     group: argparse.ArgumentParser | Any,
     option: str,
     attribute: str,
-    default: object = _REQUIRED,
     *,
+    least: float = _LEAST,
     unit: float = 1,
     whole: bool = False,
     **shown: Any,
 ) -> None:
-    """Adds an option for a number of a `Job`; its range is the attribute's, in the option's own unit."""
-    low, high = (bound / unit for bound in bounds(attribute))
-    least = "above 0, at most" if 0 < low < 1 else f"from {low:g} to"
-    rule = f"a {'whole ' if whole else ''}number {least} {high:g}"
+    """Adds an option for an attribute of a `Job`, in a unit of its own; without it, the default counts."""
+    low, high = least / unit, _MOST / unit
+    from_to = "above 0, at most" if 0 < low < 1 else f"from {low:g} to"
+    rule = f"a {'whole ' if whole else ''}number {from_to} {high:g}"
 
     def number(text: str) -> float:
         try:
@@ -83,10 +88,9 @@ def _add_number(
             value = math.nan
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"it takes {rule}; got {text!r}")
-        return value
+        return value * unit
 
-    given = {"required": True} if default is _REQUIRED else {"default": default}
-    group.add_argument(option, type=number, **given, **shown)
+    group.add_argument(option, dest=attribute, type=number, **{"default": argparse.SUPPRESS, **shown})
 
 
 def _code(text: str) -> Code:
@@ -106,23 +110,11 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 0.
 
     Raises:
-        ConfigurationError: A number is outside of its range.
+        ConfigurationError: There are too many ranks.
         PlacementError: No code fits.
     """
-    job = Job(
-        hosts=options.hosts,
-        ranks_per_host=options.ranks_per_host,
-        table_bytes=options.table_gb * 1e9,
-        touched_rows=options.touched_rows,
-        row_bytes=options.row_bytes,
-        step_s=options.step_ms / 1e3,
-        network_bytes_per_s=options.network_gbit * 1e9 / 8,
-        restart_s=options.restart_s,
-        replace_s=options.replace_s,
-        mtbf_h=options.mtbf_hours,
-        rack_hosts=options.rack_hosts,
-        dense_bytes=options.dense_mb * 1e6,
-    )
+    given = {name: value for name, value in vars(options).items() if name in Job.__dataclass_fields__}
+    job = Job(**given)
     estimates, refused = compare(job, options.code or ())
     if options.json:
         found = [dataclasses.asdict(estimate) for estimate in estimates]
