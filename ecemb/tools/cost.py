@@ -186,16 +186,11 @@ def placed(job: Job, code: Code, spread: str) -> tuple[Placement, list[int]]:
         code: The code.
         spread: "rank" is `failure_domain="rank"`, ranks on hosts rack by rack. "host" is
             `failure_domain="host"`, for the same ranks. "rack" is `failure_domain="host"` with ranks on hosts
-            of each rack in turn: positions on the ring follow the order of ranks.
+            of each rack in turn, in a job with racks: positions on the ring follow the order of ranks.
 
     Raises:
         PlacementError: The code doesn't fit; names codes that do.
-        ConfigurationError: An unknown spread, or "rack" for a job without racks.
     """
-    if spread not in ("rank", "host", "rack") or (spread == "rack" and not job.rack_hosts):
-        raise ConfigurationError(
-            f"parity can be spread over 'rank', 'host' or, with racks, 'rack'; not {spread!r}"
-        )
     hosts = job.host_of_ranks(racks_in_turn=spread == "rack")
     if spread == "rank":
         return Placement.ranks(code.n, code.k, job.ranks), hosts
@@ -232,7 +227,6 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
 
     Raises:
         PlacementError: The code doesn't fit; names codes that do.
-        ConfigurationError: An unknown spread, or "rack" for a job without racks.
     """
     placement, hosts = placed(job, code, spread)
     odds = Odds(placement, hosts, job.rack_hosts)
@@ -356,26 +350,12 @@ class Odds:
 
     Attributes:
         count: The number of hosts, H.
-
-    Raises:
-        PlacementError: `hosts` has other than one host for each rank, or hosts have different numbers of
-            ranks, or `rack_hosts` is negative.
     """
 
     def __init__(self, placement: Placement, hosts: Sequence[int], rack_hosts: int = 0) -> None:
         self._placement = placement
         self._spread = placement.spread(hosts)
         self.count: int = max(hosts) + 1
-        held = np.bincount(np.asarray(hosts), minlength=self.count)
-        if held.min() != held.max():
-            raise PlacementError(
-                f"the probability of loss is computed for equally many ranks on each host; hosts have "
-                f"{held.min()} to {held.max()} ranks: use the largest number for all hosts"
-            )
-        if rack_hosts < 0:
-            raise PlacementError(
-                f"rack_hosts is the number of hosts in a rack, or 0 without racks; it is {rack_hosts}"
-            )
         self._rack_hosts = min(rack_hosts or self.count, self.count)
         by_host = np.argsort(np.asarray(hosts), kind="stable")
         positions = np.asarray(placement.positions, np.int64)[by_host].reshape(self.count, -1)

@@ -168,11 +168,6 @@ def test_bytes_of_a_step_are_what_a_small_job_measures(code: Code) -> None:
     pytest.fail("overhead.json has no such row")
 
 
-def test_spread_over_nothing() -> None:
-    with pytest.raises(ConfigurationError, match="not 'rack'"):
-        estimate(JOB, Code(4, 3), "rack")
-
-
 WORDS = ["--hosts", "8", "--ranks-per-host", "4", "--table-gb", "3200", "--touched-rows", "1e4"]
 WORDS += ["--row-bytes", "512", "--step-ms", "200"]
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ecemb.coding.placement import Placement
-from ecemb.errors import PlacementError
 from ecemb.tools.cost import Odds, RackBursts, different
 
 
@@ -113,10 +112,3 @@ def test_different_numbers() -> None:
         drawn = different(np.random.default_rng(1), 500, size, count)
         assert all(len(set(row)) == size for row in drawn.tolist())
         assert set(drawn.flatten().tolist()) <= set(range(count))
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(PlacementError, match="hosts have 1 to 2 ranks"):
-        Odds(Placement.ranks(2, 1, 3), [0, 0, 1])
-    with pytest.raises(PlacementError, match="rack_hosts"):
-        Odds(Placement.ranks(2, 1, 2), [0, 1], -1)
