@@ -34,12 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ecemb", description="Tools of ecemb.")
     parser.add_argument("--version", action="version", version=f"ecemb {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan.add(commands)
-    check.add(commands)
-    top.add(commands)
-    move.add(commands)
+    for tool in (plan, check, top, move, arenas):
+        name, about = tool.__name__.rpartition(".")[2], f"{tool.HELP.capitalize()}."
+        tool.add(commands.add_parser(name, help=tool.HELP, description=about, epilog=tool.SHOWS))
     commands.add_parser("run", help="run a script warm, as ecemb-run does", add_help=False)
-    arenas.add(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

@@ -8,14 +8,14 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..errors import EcembError
 from ..memory.header import Found
 from ..memory.scan import arenas, remove
 from ..net.wording import aligned
 
-_HELP = "memory that workers left behind on this machine, or hold"
+HELP = "memory that workers left behind on this machine, or hold"
+SHOWS = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,8 @@ class Row:
     path: str
 
 
-def add(commands: Any) -> None:
-    """Adds the commands to the subparsers of the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "arenas", help=_HELP, description=f"{_HELP.capitalize()}."
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options and its own commands."""
     kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     ls = kinds.add_parser("ls", help="list arenas of this user")

@@ -11,12 +11,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigurationError, EcembError, PeerFailure
 
-_HELP = "run a script up to its ecemb.protect(), and show what that would protect, and what not"
-_SHOWS = """
+HELP = "run a script up to its ecemb.protect(), and show what that would protect, and what not"
+SHOWS = """
 The script runs as a job of its own and ends where it calls ecemb.protect(); no memory of any job is touched.
 Shown are the protected tables, what is the same on all ranks, what is kept for each rank, objects with state
 that come back with nothing, memory, and what may be lost. The exit code is 1 where protect would refuse.
@@ -24,11 +23,8 @@ On several machines, launch it as the training is launched: torchrun ... -m ecem
 """
 
 
-def add(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "check", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.set_defaults(run=run)
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="to stand for, on this machine (1)")
     parser.add_argument(

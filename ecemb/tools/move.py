@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from typing import Any
 
 from ..memory import scan
 from ..memory.header import Found
@@ -16,8 +15,8 @@ from ..memory.private_files import Folder
 from ..memory.scan import arenas
 from .arenas import add_arena_dir
 
-_HELP = "end a running job's launch with a save, so that it goes on elsewhere"
-_SHOWS = """
+HELP = "end a running job's launch with a save, so that it goes on elsewhere"
+SHOWS = """
 The job has to ask, `if guard.asked_to_leave(): guard.leave(path)`: then it commits, saves and removes its
 memory. This command waits until no memory of the job is left on this machine, and then becomes COMMAND, if
 one is given: a torchrun here with another number of ranks, or one that a scheduler starts elsewhere. Run it
@@ -27,11 +26,8 @@ _POLL_S = 0.2
 _PATIENCE_S = 120.0  # torchrun restarts a job within it
 
 
-def add(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "move", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.set_defaults(run=run)
     add_arena_dir(parser)
     parser.add_argument("--job", required=True, help="the job's name, as in init_process_group(job=)")

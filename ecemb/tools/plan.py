@@ -16,8 +16,8 @@ from ..coding.code import Code
 from ..net.wording import aligned, byte_size, counted
 from .cost import CODES, MONTH_H, Estimate, Job, compare
 
-_HELP = "what codes would cost a job, and what they would survive"
-_SHOWS = """
+HELP = "what codes would cost a job, and what they would survive"
+SHOWS = """
 For each code: how many hosts or racks (on one host: ranks) may be lost at once, any of them; memory of a rank
 beyond its tables; bytes that it sends in a step; the part of a step's time that this takes, if no rank waits
 for a slower one; seconds from the death of a process, or of a host, until training goes on; and the chance
@@ -28,11 +28,8 @@ _MOST, _LEAST = 1e18, 1e-9
 """The largest valid number of a `Job`, and the smallest one above 0."""
 
 
-def add(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "plan", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.set_defaults(run=run)
     needed = parser.add_argument_group("the job")
     _add_number(needed, "--hosts", "hosts", least=1, whole=True, required=True, metavar="N", help="machines")

@@ -20,8 +20,8 @@ from ..net.wording import aligned
 from ..recovery.plan import Kind
 from .arenas import add_arena_dir, no_arenas
 
-_HELP = "watch running jobs: a live view of their arenas on this machine"
-_SHOWS = """
+HELP = "watch running jobs: a live view of their arenas on this machine"
+SHOWS = """
 Of each arena of this user: the step that is next to be committed; how many steps it is behind the furthest
 rank of its job that is seen here; how many steps are open, that is, run without being in parity yet; the age
 of parity, which is the time since the last commit; memory; the process; and the last recovery. It reads
@@ -30,11 +30,8 @@ headers alone, and changes nothing.
 _COLOURS = {"LIVE": "green", "down": "red", "damaged": "red", "INIT": "yellow", "REBUILDING": "yellow"}
 
 
-def add(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top", help=_HELP, description=f"{_HELP.capitalize()}.", epilog=_SHOWS
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.set_defaults(run=run)
     add_arena_dir(parser)
     parser.add_argument("--job", help="only this job's")
