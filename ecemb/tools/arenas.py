@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import EcembError
 from ..memory.header import Found
@@ -16,41 +16,6 @@ from ..net.wording import aligned
 
 HELP = "memory that workers left behind on this machine, or hold"
 SHOWS = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One arena as `ls` shows it; None where its header does not say.
-
-    Attributes:
-        job: From the folder's name.
-        host: From the folder's name.
-        rank: The logical rank that the memory belongs to.
-        state: Name of a `State`; "torn" or "damaged" if the header can't be read.
-        committed: Last committed transaction.
-        prepared: Last prepared transaction.
-        pid: The process that holds the arena, else the last one that attached; None if that one closed it.
-        alive: Whether a living process holds it.
-        size_bytes: Memory in use.
-        arena_id: Its random name.
-        joined: The last generation that it was a member of.
-        damage: Why the header can't be read.
-        path: The file.
-    """
-
-    job: str | None
-    host: str | None
-    rank: int | None
-    state: str
-    committed: int | None
-    prepared: int | None
-    pid: int | None
-    alive: bool
-    size_bytes: int
-    arena_id: str | None
-    joined: int | None
-    damage: str | None
-    path: str
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -77,20 +42,37 @@ def add_arena_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arena-dir", type=Path, default=Path("/dev/shm"), help="where they are (/dev/shm)")
 
 
+def arenas_of(options: argparse.Namespace) -> list[Found]:
+    """This user's arenas in `arena_dir`, of `job` if one is given, by job, host and rank."""
+
+    def place(one: Found) -> tuple[str, str, int]:
+        rank = rank_of(one)
+        return one.job or "", one.host or "", -1 if rank is None else rank
+
+    return sorted((one for one in arenas(options.arena_dir) if options.job in (None, one.job)), key=place)
+
+
+def rank_of(found: Found) -> int | None:
+    """The logical rank that an arena belongs to; None if it doesn't say."""
+    return found.header.constants.rank if found.header else None
+
+
+def told(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], table: str) -> str:
+    """What a look at arenas prints: JSON, their table, or the line that stands for an empty one."""
+    if options.json:
+        return json.dumps(rows, indent=2)
+    whose = f" and job {options.job!r}" if options.job else ""
+    return table if rows else f"no arenas of this user{whose} in {options.arena_dir}"
+
+
 def run_ls(options: argparse.Namespace) -> int:
     """Prints one line per arena, by job, host and rank.
 
     Returns:
         The exit code: 0.
     """
-    rows = [_row(found) for found in arenas(options.arena_dir) if options.job in (None, found.job)]
-    rows.sort(key=lambda row: (row.job or "", row.host or "", -1 if row.rank is None else row.rank))
-    if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-    elif rows:
-        print(_text(rows))
-    else:
-        print(no_arenas(options.arena_dir, options.job))
+    rows = [_row(found) for found in arenas_of(options)]
+    print(told(options, rows, _text(rows)))
     return 0
 
 
@@ -109,10 +91,9 @@ def run_rm(options: argparse.Namespace) -> int:
         return _remove(options.paths, force=options.force)
     if options.job is None:
         raise argparse.ArgumentError(None, "rm needs --job JOB, or the paths of arenas")
-    job, host = options.job, options.host
-    chosen = [found for found in arenas(options.arena_dir) if found.job == job and host in (None, found.host)]
+    chosen = [found for found in arenas_of(options) if options.host in (None, found.host)]
     if not chosen:
-        where = f"job {job!r}" + (f" and host {host!r}" if host else "")
+        where = f"job {options.job!r}" + (f" and host {options.host!r}" if options.host else "")
         print(f"ecemb: no arenas of {where} in {options.arena_dir}; try `ls`", file=sys.stderr)
         return 1
     return _remove(chosen, force=options.force)
@@ -135,37 +116,37 @@ def _remove(chosen: Iterable[Found | Path], *, force: bool) -> int:
     return code
 
 
-def _row(found: Found) -> Row:
+def _row(found: Found) -> dict[str, Any]:
+    """One arena as `ls` shows it; None where its header does not say.
+
+    `state` is "torn" or "damaged" if the header can't be read, and `damage` says why. `pid` is the process
+    that holds the arena, else the last one that attached, unless that one has closed it; `alive` says whether
+    one holds it. `joined` is the last generation that it was a member of.
+    """
     header = found.header
-    state = header.state.name if header else "torn" if found.torn else "damaged"
-    return Row(
-        job=found.job,
-        host=found.host,
-        rank=header.constants.rank if header else None,
-        state=state,
-        committed=header.committed if header else None,
-        prepared=header.prepared if header else None,
-        pid=found.holder or found.pid or None,
-        alive=found.holder is not None,
-        size_bytes=found.size_bytes,
-        arena_id=header.constants.arena_id if header else None,
-        joined=header.joined if header else None,
-        damage=found.damage,
-        path=str(found.path),
-    )
+    return {
+        "job": found.job,
+        "host": found.host,
+        "rank": rank_of(found),
+        "state": header.state.name if header else "torn" if found.torn else "damaged",
+        "committed": header.committed if header else None,
+        "prepared": header.prepared if header else None,
+        "pid": found.holder or found.pid or None,
+        "alive": found.holder is not None,
+        "size_bytes": found.size_bytes,
+        "arena_id": header.constants.arena_id if header else None,
+        "joined": header.joined if header else None,
+        "damage": found.damage,
+        "path": str(found.path),
+    }
 
 
-def _text(rows: Sequence[Row]) -> str:
-    titles = ("job", "host", "rank", "state", "committed", "prepared", "pid", "alive", "MiB", "path")
+def _text(rows: Sequence[Mapping[str, Any]]) -> str:
+    named = ("job", "host", "rank", "state", "committed", "prepared", "pid")
     lines: list[list[str]] = []
     for row in rows:
-        values = (row.job, row.host, row.rank, row.state, row.committed, row.prepared, row.pid)
-        shown = ["-" if value is None else str(value) for value in values]
-        alive = "yes" if row.alive else "no"
-        lines.append([*shown, alive, f"{row.size_bytes / 2**20:.1f}", row.path])
-    return aligned(titles, lines, [row.damage for row in rows if row.damage])
-
-
-def no_arenas(arena_dir: Path, job: str | None) -> str:
-    """Returns the line that stands for an empty table of arenas."""
-    return f"no arenas of this user{f' and job {job!r}' if job else ''} in {arena_dir}"
+        shown = ["-" if row[name] is None else str(row[name]) for name in named]
+        lines.append(
+            [*shown, "yes" if row["alive"] else "no", f"{row['size_bytes'] / 2**20:.1f}", row["path"]]
+        )
+    return aligned((*named, "alive", "MiB", "path"), lines, [row["damage"] for row in rows if row["damage"]])

@@ -10,10 +10,8 @@ import sys
 import time
 
 from ..memory import scan
-from ..memory.header import Found
 from ..memory.private_files import Folder
-from ..memory.scan import arenas
-from .arenas import add_arena_dir
+from .arenas import add_arena_dir, arenas_of
 
 HELP = "end a running job's launch with a save, so that it goes on elsewhere"
 SHOWS = """
@@ -49,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    found = _left(options)
+    found = arenas_of(options)
     if not any(one.holder for one in found):
         what = "its memory is here, and no process holds it" if found else "no memory of it is here"
         print(
@@ -75,15 +73,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _left(options: argparse.Namespace) -> list[Found]:
-    """The job's arenas on this machine."""
-    return [one for one in arenas(options.arena_dir) if one.job == options.job]
-
-
 def _wait(options: argparse.Namespace) -> bool:
     """Whether the job left before the deadline."""
     began = held = time.monotonic()
-    while found := [one for one in _left(options) if one.header is not None or one.damage]:
+    while found := [one for one in arenas_of(options) if one.header is not None or one.damage]:
         now = time.monotonic()
         if any(one.holder for one in found):
             held = now

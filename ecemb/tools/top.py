@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from ..errors import ConfigurationError
 from ..memory.header import Found, Header, State, Word
-from ..memory.scan import arenas
 from ..net.wording import aligned
 from ..recovery.plan import Kind
-from .arenas import add_arena_dir, no_arenas
+from .arenas import add_arena_dir, arenas_of, rank_of, told
 
 HELP = "watch running jobs: a live view of their arenas on this machine"
 SHOWS = """
@@ -51,19 +49,14 @@ def run(options: argparse.Namespace) -> int:
     """
 
     def look() -> list[Line]:
-        found = (arena for arena in arenas(options.arena_dir) if options.job in (None, arena.job))
-        return lines(found, time.time_ns())
+        return lines(arenas_of(options), time.time_ns())
 
     if not (options.once or options.json) and sys.stdout.isatty():
         watch(look, f"ecemb top: {options.arena_dir}", max(0.1, options.interval))
         return 0
     shown = look()
-    if options.json:
-        print(json.dumps([dataclasses.asdict(line) for line in shown], indent=2))
-    elif shown:
-        print(text(shown))
-    else:
-        print(no_arenas(options.arena_dir, options.job), file=sys.stderr)
+    said = told(options, [dataclasses.asdict(line) for line in shown], text(shown))
+    print(said, file=None if shown or options.json else sys.stderr)
     return 0 if shown else 1
 
 
@@ -122,15 +115,14 @@ class Line:
     path: str
 
 
-def lines(found: Iterable[Found], now_ns: int) -> list[Line]:
-    """Returns one line per arena, by job, host and rank.
+def lines(found: Sequence[Found], now_ns: int) -> list[Line]:
+    """Returns one line per arena.
 
     Args:
-        found: Arenas of `arena.scan.arenas`.
+        found: The arenas of this machine, or of one job on it.
         now_ns: The time, as of `time.time_ns`.
     """
-    every = list(found)
-    known = [(one.job, one.header) for one in every if one.header is not None]
+    known = [(one.job, one.header) for one in found if one.header is not None]
     joined: dict[str | None, int] = {}
     reached: dict[str | None, int] = {}
     for job, header in known:
@@ -138,12 +130,7 @@ def lines(found: Iterable[Found], now_ns: int) -> list[Line]:
     for job, header in known:
         if header.joined == joined[job]:
             reached[job] = max(reached.get(job, header.committed), header.committed)
-    shown = [_line(one, joined.get(one.job, 0), reached.get(one.job, 0), now_ns) for one in every]
-    return sorted(shown, key=_place)
-
-
-def _place(one: Line) -> tuple[str, str, int]:
-    return one.job or "", one.host or "", -1 if one.rank is None else one.rank
+    return [_line(one, joined.get(one.job, 0), reached.get(one.job, 0), now_ns) for one in found]
 
 
 def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
@@ -163,7 +150,7 @@ def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
     return Line(
         job=one.job,
         host=one.host,
-        rank=header.constants.rank if header else None,
+        rank=rank_of(one),
         state=_state(one, header, joined),
         step=step,
         behind=None if step is None else reached - step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from ecemb.__main__ import main
-from ecemb.memory.header import CONSTANTS_OFFSET, State
-from ecemb.memory.scan import Directory, arenas
+from ecemb.memory.header import CONSTANTS_OFFSET, Found, State
+from ecemb.memory.scan import Directory
 from ecemb.tools import top
+from ecemb.tools.arenas import arenas_of
 from support.arena_holders import create, hold, holding
 
 SECOND_NS = 10**9
@@ -29,6 +31,10 @@ def leave(arena_dir: Path, job: str = "ctr", **changes: Any) -> Path:
         arena.set(name, value)
     arena.close()
     return arena.path
+
+
+def every(arena_dir: Path) -> list[Found]:
+    return arenas_of(argparse.Namespace(arena_dir=arena_dir, job=None))
 
 
 def looked(arena_dir: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
@@ -81,7 +87,7 @@ def test_ranks_of_a_job_beside_each_other(arena_dir: Path, capsys: pytest.Captur
     leave(arena_dir, rank=3, joined=2, committed=9)  # its host came back after it had been replaced
     leave(arena_dir, rank=2, state=State.REBUILDING, committed=-1, lacking_bytes=3 << 20)
     leave(arena_dir, "other", committed=80)
-    shown = top.lines(arenas(arena_dir), time.time_ns())
+    shown = top.lines(every(arena_dir), time.time_ns())
     assert [(one.rank, one.state, one.step, one.behind) for one in shown] == [
         (0, "down", 6, 0),
         (1, "down", 4, 2),
@@ -143,7 +149,7 @@ def test_the_live_view(arena_dir: Path) -> None:
         looks += 1
         if looks == 3:
             raise KeyboardInterrupt
-        return top.lines(arenas(arena_dir), time.time_ns())
+        return top.lines(every(arena_dir), time.time_ns())
 
     screen = io.StringIO()
     console = rich.Console(file=screen, force_terminal=True, width=160, height=24)
