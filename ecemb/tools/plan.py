@@ -87,7 +87,8 @@ def _add_number(
             raise argparse.ArgumentTypeError(f"it takes {rule}; got {text!r}")
         return value * unit
 
-    group.add_argument(option, dest=attribute, type=number, **{"default": argparse.SUPPRESS, **shown})
+    shown.setdefault("default", argparse.SUPPRESS)
+    group.add_argument(option, dest=attribute, type=number, **shown)
 
 
 def _code(text: str) -> Code:

@@ -14,7 +14,7 @@ from ecemb.__main__ import main
 from ecemb.coding.placement import Placement
 from ecemb.errors import ConfigurationError
 from ecemb.start.survey import Survey, survives
-from ecemb.tools.check_job import survey, text
+from ecemb.tools.check import survey, text
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
