@@ -218,7 +218,7 @@ class CheckpointFolder:
         ):
             found = self._index(stored, folder, fd)
             files = stored.facts.get("files")
-            index.read(folder, found, pieces, lambda name: _open_rows(fd, folder / name, files))
+            index.read(folder, found, pieces, lambda name: _open_sized(fd, folder / name, files))
 
     def _index(self, stored: Stored, folder: Path, fd: int) -> Index:
         """The index of a checkpoint. If this process tells, all files are there, with their sizes."""
@@ -381,7 +381,7 @@ _Files = Mapping[str, Sequence[int]]
 def _check_all(folder: Path, fd: int, files: _Files) -> None:
     """Raises CheckpointFailed if a file is missing or has another size, or torch's index is another."""
     for name in sorted(files.keys() - {INDEX, _INDEX_OF_DCP}):
-        os.close(_open_rows(fd, folder / name, files))
+        os.close(_open_sized(fd, folder / name, files))
     _checked_content(folder, fd, _INDEX_OF_DCP, files)
 
 
@@ -394,19 +394,23 @@ def _checked_index(folder: Path, fd: int, files: _Files) -> Index:
 
 
 def _checked_content(folder: Path, fd: int, name: str, files: _Files) -> bytes:
-    content = _content(fd, folder / name)
-    size, written = files[name]
-    if problem := index.check_content(content, size, written):
-        raise damaged(folder, f"{name}: {problem}")
+    with open(_open_sized(fd, folder / name, files), "rb") as file:
+        content = file.read()
+    (size, written), found = files[name], zlib.crc32(content)
+    if found != written:
+        raise damaged(
+            folder, f"{name}: its {size} bytes have the checksum (crc32) {found}, and {written} was written"
+        )
     return content
 
 
-def _open_rows(fd: int, path: Path, files: _Files | None) -> int:
-    """A descriptor of a file of rows, which has the size that was written if `files` has it."""
-    file = _open_file(fd, path)
+def _open_sized(fd: int, path: Path, files: _Files | None) -> int:
+    """A descriptor of a file, which has the size that was written if `files` has it."""
+    file = _open(fd, path, folder=False)
     try:
-        if files is not None and (problem := index.check_size(os.fstat(file).st_size, files[path.name][0])):
-            raise damaged(path.parent, f"{path.name}: {problem}")
+        size = os.fstat(file).st_size
+        if files is not None and size != (written := files[path.name][0]):
+            raise damaged(path.parent, f"{path.name}: it has {size} bytes, and {written} were written")
     except BaseException:
         os.close(file)
         raise
@@ -415,46 +419,43 @@ def _open_rows(fd: int, path: Path, files: _Files | None) -> int:
 
 @contextmanager
 def _level(above: int, path: Path) -> Generator[int]:
-    """A descriptor of the folder `path`, opened from that of the level above.
-
-    Raises:
-        CheckpointInsecure: another user could change it.
-        FileNotFoundError: it is missing.
-    """
-    fd = _open(above, path, os.O_DIRECTORY)
+    """The descriptor that `_open` gives of the folder `path`."""
+    fd = _open(above, path, folder=True)
     try:
-        _check_ours(os.fstat(fd), path, folder=True)
         yield fd
     finally:
         os.close(fd)
 
 
-def _open_file(fd: int, path: Path) -> int:
-    """A descriptor of the file `path`, opened from that of its folder; raises as `_level`."""
-    file = _open(fd, path, os.O_NONBLOCK)
-    try:
-        _check_ours(os.fstat(file), path, folder=False)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
 def _content(fd: int, path: Path) -> bytes:
-    with open(_open_file(fd, path), "rb") as file:
+    with open(_open(fd, path, folder=False), "rb") as file:
         return file.read()
 
 
-def _open(above: int, path: Path, flags: int) -> int:
+def _open(above: int, path: Path, *, folder: bool) -> int:
+    """A descriptor of the folder or file `path`, opened from that of the level above.
+
+    Raises:
+        CheckpointInsecure: another user could change it.
+        FileNotFoundError: it is missing.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | (os.O_DIRECTORY if folder else os.O_NONBLOCK)
     try:
-        return os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=above)
+        fd = os.open(path.name, flags, dir_fd=above)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise _no_plain(path, "folder" if flags & os.O_DIRECTORY else "file") from None
+            raise _no_plain(path, folder=folder) from None
         raise type(error)(error.errno, error.strerror, str(path)) from None
+    try:
+        _check_ours(os.fstat(fd), path, folder=folder)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
-def _no_plain(path: Path, kind: str) -> CheckpointInsecure:
+def _no_plain(path: Path, *, folder: bool) -> CheckpointInsecure:
+    kind = "folder" if folder else "file"
     return CheckpointInsecure(
         f"{path} is a symbolic link, or no plain {kind}: a checkpoint is read only from a place where no "
         f"other user can have put it; pass the folder itself"
@@ -464,7 +465,7 @@ def _no_plain(path: Path, kind: str) -> CheckpointInsecure:
 def _check_ours(status: os.stat_result, path: Path, *, folder: bool) -> None:
     """Raises CheckpointInsecure if a user other than this one, or root, can have written `path`."""
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
-        raise _no_plain(path, "folder" if folder else "file")
+        raise _no_plain(path, folder=folder)
     if status.st_uid not in (os.geteuid(), 0):
         raise CheckpointInsecure(
             f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: a training would go "

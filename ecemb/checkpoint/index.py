@@ -132,26 +132,6 @@ def facts_in(text: str | bytes) -> dict[str, Any]:
     return facts  # pyright: ignore[reportUnknownVariableType]
 
 
-def check_content(content: bytes, size: int, written: int) -> str:
-    """Why the content of a file is not as it was written; "" if it is.
-
-    Args:
-        content: of the file.
-        size: the number of bytes that were written.
-        written: their checksum.
-    """
-    if problem := check_size(len(content), size):
-        return problem
-    if (found := zlib.crc32(content)) != written:
-        return f"its {size} bytes have the checksum (crc32) {found}, and {written} was written"
-    return ""
-
-
-def check_size(found: int, written: int) -> str:
-    """Why a file doesn't have the size that was written; "" if it does."""
-    return "" if found == written else f"it has {found} bytes, and {written} were written"
-
-
 def damaged(place: object, what: str) -> CheckpointFailed:
     """The error that names a damaged checkpoint, and the way out."""
     return CheckpointFailed(
